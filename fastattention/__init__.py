@@ -1,0 +1,39 @@
+"""fastattention: exact FlashAttention-class attention for the hardware FlashAttention leaves behind."""
+
+from importlib.metadata import version
+
+from fastattention.dispatch import Explanation
+from fastattention.errors import ArgumentError, FastAttentionError, LibraryError, UnsupportedError
+from fastattention.interface import (
+    explain,
+    fast_attn_func,
+    fast_attn_kvpacked_func,
+    fast_attn_qkvpacked_func,
+    fast_attn_varlen_func,
+    fast_attn_varlen_kvpacked_func,
+    fast_attn_varlen_qkvpacked_func,
+    fast_attn_with_kvcache,
+)
+from fastattention.merge import merge_attn_states
+from fastattention.threads import get_num_threads, set_num_threads
+
+__version__ = version("fastattention")
+
+__all__ = [
+    "ArgumentError",
+    "Explanation",
+    "FastAttentionError",
+    "LibraryError",
+    "UnsupportedError",
+    "explain",
+    "fast_attn_func",
+    "fast_attn_kvpacked_func",
+    "fast_attn_qkvpacked_func",
+    "fast_attn_varlen_func",
+    "fast_attn_varlen_kvpacked_func",
+    "fast_attn_varlen_qkvpacked_func",
+    "fast_attn_with_kvcache",
+    "get_num_threads",
+    "merge_attn_states",
+    "set_num_threads",
+]

@@ -1,0 +1,39 @@
+"""Backend: what every engine of attention implements. docs/adding_a_backend.md walks through one."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from fastattention.problem import AttentionOutput, Inputs, Problem
+
+
+class Backend(abc.ABC):
+    """One engine of attention.
+
+    A backend says why it cannot run; it never guesses and never computes something else than it was asked.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def why_unavailable(self) -> str | None:
+        """Why this machine cannot run the backend at all, or None. Must not raise."""
+
+    @abc.abstractmethod
+    def why_not(self, problem: Problem) -> str | None:
+        """Why this backend cannot serve `problem` on a machine where it is available, or None.
+
+        The reason says what was given, what is allowed and what to do. The answer depends on `problem` alone.
+        """
+
+    @abc.abstractmethod
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        """Attention for a problem that `why_not` accepted.
+
+        For Layout.KVCACHE with `inputs.k_new`, first appends to the caches in place (with rotary embedding of k_new and q).
+        """
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """One line for `fastattention info`: what it runs on here, e.g. instruction set and threads."""

@@ -1,0 +1,61 @@
+"""Which backend serves a call: the first in ORDER that gives no reason against it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import NamedTuple
+
+from fastattention.backends.base import Backend
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.problem import Problem
+
+# Name -> module:class, most specialised first. Modules are imported when first asked for.
+ORDER: dict[str, str] = {
+    "cpu": "fastattention.backends.cpu.backend:CpuBackend",
+    "sdpa": "fastattention.backends.sdpa.backend:SdpaBackend",
+}
+
+
+class Verdict(NamedTuple):
+    """What one backend says of a problem."""
+
+    backend: str
+    reason: str | None  # None: it can serve the problem
+
+
+@functools.cache
+def get_backend(name: str) -> Backend:
+    """The backend called `name`. Raises ArgumentError for a name that is not registered."""
+    if name not in ORDER:
+        raise ArgumentError(f"backend={name!r} is not known; choose 'auto' or one of {', '.join(map(repr, ORDER))}")
+    module, _, attribute = ORDER[name].partition(":")
+    backend = getattr(importlib.import_module(module), attribute)()
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def verdict(problem: Problem, name: str) -> Verdict:
+    """Whether the backend called `name` can serve `problem`, and if not, why."""
+    backend = get_backend(name)
+    return Verdict(name, backend.why_unavailable() or backend.why_not(problem))
+
+
+def verdicts(problem: Problem) -> list[Verdict]:
+    """Every backend's verdict, in the order in which they are tried."""
+    return [verdict(problem, name) for name in ORDER]
+
+
+@functools.lru_cache(maxsize=4096)
+def select_backend(problem: Problem, name: str = "auto") -> Backend:
+    """The backend that serves `problem`.
+
+    name: "auto" for the first that can, or the name of the only one to consider.
+    Raises UnsupportedError with every reason when there is none, ArgumentError for an unknown name.
+    """
+    considered = verdicts(problem) if name == "auto" else [verdict(problem, name)]
+    for backend, reason in considered:
+        if reason is None:
+            return get_backend(backend)
+    reasons = "\n".join(f"  {backend}: {reason}" for backend, reason in considered)
+    raise UnsupportedError(f"no backend can serve this call:\n{reasons}")

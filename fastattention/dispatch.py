@@ -1,0 +1,74 @@
+"""From validated calls to backends: run, explain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.registry import Verdict, select_backend, verdicts
+from fastattention.problem import AttentionOutput, Inputs, Problem
+
+
+class Explanation(NamedTuple):
+    """Which backend serves a call, and every backend's reason. `print` shows a table."""
+
+    problem: Problem
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the backend that `backend="auto"` takes; None when there is none."""
+        return next((verdict.backend for verdict in self.verdicts if verdict.reason is None), None)
+
+    def __str__(self) -> str:
+        chosen = self.backend
+        lines = []
+        for name, reason in self.verdicts:
+            state = reason or ("serves this call" if name == chosen else "could serve this call")
+            lines.append(f"{'->' if name == chosen else '  '} {name}: {state}")
+        return "\n".join(lines)
+
+
+class _Explained(BaseException):
+    """Leaves a call that is only explained, at the point where its backend would be chosen."""
+
+    def __init__(self, explanation: Explanation) -> None:
+        self.explanation = explanation
+
+
+_explaining: ContextVar[bool] = ContextVar("explaining", default=False)
+
+
+def explain_call(call: Callable[[], object]) -> Explanation:
+    """Every backend's verdict on what `call` asks for. The call runs up to the choice of its backend, no further."""
+    token = _explaining.set(True)
+    try:
+        call()
+    except _Explained as explained:
+        return explained.explanation
+    finally:
+        _explaining.reset(token)
+    raise AssertionError("the call returned without choosing a backend")
+
+
+def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
+    """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
+    if _explaining.get():
+        raise _Explained(Explanation(problem, tuple(verdicts(problem))))
+    return select_backend(problem, backend).forward(problem, inputs)
+
+
+def runs_eagerly(q: Tensor) -> bool:
+    """True when kernels may read q's memory now; False when the call is being traced and must stay an operator.
+
+    Traced are torch.compile, tensor subclasses (fake tensors among them) and any active dispatch mode.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )

@@ -1,0 +1,25 @@
+"""Every exception the package raises on purpose.
+
+FastAttentionError
+├── ArgumentError       an argument is wrong; also a ValueError. Nothing was computed and nothing was written.
+├── UnsupportedError    the call is valid, but no backend here can serve it; also a NotImplementedError.
+└── LibraryError        the native library is missing, damaged or of another version; also a RuntimeError.
+"""
+
+from __future__ import annotations
+
+
+class FastAttentionError(Exception):
+    """Base of every exception raised by fastattention."""
+
+
+class ArgumentError(FastAttentionError, ValueError):
+    """An argument is wrong. The message names the argument, what was given and what is allowed."""
+
+
+class UnsupportedError(FastAttentionError, NotImplementedError):
+    """No backend can serve a valid call. The message lists every backend with its reason."""
+
+
+class LibraryError(FastAttentionError, RuntimeError):
+    """The native library cannot be used. The message says why and what to do."""

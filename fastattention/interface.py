@@ -1,0 +1,350 @@
+"""The public functions: flash-attn 2.8's names, argument order and semantics, for any device a backend serves.
+
+All of them compute, in one pass and without storing the seqlen_q x seqlen_k matrix,
+
+    out = softmax(softcap(q @ k^T * softmax_scale) + alibi + attn_bias, masked) @ v
+
+Arguments that all of them share:
+
+softmax_scale: factor on q @ k^T. Default headdim ** -0.5.
+causal: query i sees key j iff j <= i + seqlen_k - seqlen_q, i.e. the mask is aligned to the bottom right:
+        seqlen_q=2, seqlen_k=4:      seqlen_q=4, seqlen_k=2:
+            1 1 1 0                      0 0
+            1 1 1 1                      0 0
+                                         1 0
+                                         1 1
+    A row without keys gives out 0 and lse -inf.
+window_size: (left, right), both inclusive, -1 unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to
+    i + seqlen_k - seqlen_q + right. A tensor of two integers is read. causal sets right to 0.
+softcap: scores become softcap * tanh(score / softcap) before bias and mask; 0 turns it off.
+alibi_slopes: float (nheads,) or (batch_size, nheads); adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
+dropout_p: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. Drawn from torch's
+    generator, so torch.manual_seed repeats it. Use 0.0 in inference.
+deterministic: asks for a deterministic backward. The forward always is.
+return_attn_probs: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout, else
+    (batch_size, nheads, seqlen_q, seqlen_k) in the dtype of q: the softmax weights, negative where dropped.
+
+Keyword-only, ours:
+
+attn_bias: added to the scores after softcap; float32 or the dtype of q; broadcasts to (batch_size, nheads, seqlen_q,
+    seqlen_k), for packed calls to (nheads, total_q, max_seqlen_k). -inf masks a key out.
+sinks: float (nheads,), one logit a head that takes part in the softmax without a value. lse includes it, so a row
+    without keys has lse = sink.
+return_lse: also returns lse, float32 (batch_size, nheads, seqlen_q), packed (nheads, total_q): the natural logarithm of
+    the softmax's denominator, what merge_attn_states needs.
+backend: "auto", or the name of the only backend to use (`fastattention info` lists them).
+
+q, k and v are float16, bfloat16 or float32, all of one dtype and on one device; headdim and headdim_v are 1 to 256 and
+may differ; nheads_k divides nheads. Any strides are served in place; a strided last axis is copied first.
+
+Raises ArgumentError (a ValueError) for a wrong argument and UnsupportedError (a NotImplementedError) with every backend's
+reason when none can serve the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattention import ops
+from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
+from fastattention.errors import ArgumentError
+from fastattention.problem import AttentionOutput
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation.common import require_tensor, window_pair
+
+WindowSize = Sequence[int] | Tensor
+
+
+def fast_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Exact attention: softmax(q @ k^T * softmax_scale) @ v.
+
+    q: (batch_size, seqlen_q, nheads, headdim)
+    k: (batch_size, seqlen_k, nheads_k, headdim)
+    v: (batch_size, seqlen_k, nheads_k, headdim_v)
+
+    The other arguments, the mask and the errors are those of `fastattention.interface`.
+    Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
+    (out, lse, S_dmask).
+    """
+    left, right = window_pair(window_size)
+    options = Options(
+        softmax_scale, causal, left, right, softcap, dropout_p, deterministic, return_lse or return_attn_probs
+    )
+    seed = _dropout_seed(q, dropout_p)
+    if runs_eagerly(q):
+        problem, inputs = prepare_dense(
+            q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed
+        )
+        result = run(problem, inputs, backend)
+    else:
+        result = ops.call_attention(q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, None, None, options, backend)
+    return _returned(result, return_lse, return_attn_probs)
+
+
+def fast_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """fast_attn_func on one tensor: qkv (batch_size, seqlen, 3, nheads, headdim). Views, no copies.
+
+    Takes the keyword-only arguments of fast_attn_func and returns what it returns.
+    """
+    q, k, v = _unstack("qkv", qkv, 3, 5)
+    return fast_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """fast_attn_func with keys and values in one tensor: kv (batch_size, seqlen_k, 2, nheads_k, headdim). No copies.
+
+    Takes the keyword-only arguments of fast_attn_func and returns what it returns.
+    """
+    k, v = _unstack("kv", kv, 2, 5)
+    return fast_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Exact attention over sequences of uneven length, packed one after another without padding.
+
+    q: (total_q, nheads, headdim)
+    k: (total_k, nheads_k, headdim), or pages (num_blocks, page_block_size, nheads_k, headdim) with block_table
+    v: as k, with headdim_v
+    cu_seqlens_q, cu_seqlens_k: int32 (batch_size + 1,), offsets from 0: sequence b is tokens cu_seqlens[b] to
+        cu_seqlens[b + 1] - 1. Sequences may be empty.
+    max_seqlen_q, max_seqlen_k: longest sequences. None derives them (on a GPU that synchronises).
+    block_table: int32 (batch_size, max_blocks_per_seq), the pages of each sequence; entries past its length are not read.
+
+    The other arguments, the mask (aligned per sequence) and the errors are those of `fastattention.interface`.
+    Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
+    """
+    left, right = window_pair(window_size)
+    options = Options(
+        softmax_scale, causal, left, right, softcap, dropout_p, deterministic, return_lse or return_attn_probs
+    )
+    seed = _dropout_seed(q, dropout_p)
+    if runs_eagerly(q):
+        problem, inputs = prepare_packed(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
+            alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed,
+        )  # fmt: skip
+        result = run(problem, inputs, backend)
+    else:
+        result = ops.call_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed,
+            max_seqlen_q, max_seqlen_k, options, backend,
+        )  # fmt: skip
+    return _returned(result, return_lse, return_attn_probs)
+
+
+def fast_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """fast_attn_varlen_func on one tensor: qkv (total, 3, nheads, headdim). Views, no copies.
+
+    Takes the keyword-only arguments of fast_attn_varlen_func and returns what it returns.
+    """
+    q, k, v = _unstack("qkv", qkv, 3, 4)
+    return fast_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """fast_attn_varlen_func with keys and values in one tensor: kv (total_k, 2, nheads_k, headdim). Views, no copies.
+
+    Takes the keyword-only arguments of fast_attn_varlen_func and returns what it returns.
+    """
+    k, v = _unstack("kv", kv, 2, 4)
+    return fast_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Appends k and v to the caches in place, rotates q and k, and attends to what the caches then hold.
+
+    q: (batch_size, seqlen_q, nheads, headdim)
+    k_cache: (batch_size_cache, seqlen_cache, nheads_k, headdim), or with block_table pages
+        (num_blocks, page_block_size, nheads_k, headdim); written in place when k is given
+    v_cache: as k_cache, with headdim_v
+    k, v: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append at cache_seqlens[b], or None
+    rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), dtype of q; needs k. k[:, i] is rotated by position
+        cache_seqlens[b] + i, and so is q[:, i] when causal or windowed; otherwise all of q by position cache_seqlens[b].
+    rotary_interleaved: True pairs elements 0 and 1, 2 and 3 (GPT-J); False pairs 0 and rotary_dim / 2 (GPT-NeoX, Llama).
+    cache_seqlens: int32 (batch_size,) or one int: tokens in the cache before this call; None means the cache is full.
+    cache_batch_idx: int32 (batch_size,), the row of the cache of each sequence; must not repeat when appending.
+    cache_leftpad: int32 (batch_size,), first token of each sequence within its cache row (and within cache_seqlens).
+    block_table: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not read.
+    num_splits: parts the keys are split into in decoding; 0 chooses.
+
+    Query i of seqlen_q is token cache_seqlens[b] + seqlen_new - seqlen_q + i: causal and window_size are aligned to the
+    bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads, seqlen_q, capacity).
+    There is no backward. The other arguments and the errors are those of `fastattention.interface`; when an error is raised
+    the caches are as they were.
+    Returns out (batch_size, seqlen_q, nheads, headdim_v), with return_softmax_lse or return_lse (out, lse).
+    """
+    left, right = window_pair(window_size)
+    with_lse = return_softmax_lse or return_lse
+    options = Options(softmax_scale, causal, left, right, softcap, return_lse=with_lse)
+    arguments = KvCacheArguments(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, attn_bias, sinks,
+    )  # fmt: skip
+    if runs_eagerly(q):
+        problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
+        result = run(problem, inputs, backend)
+    else:
+        result = ops.call_attention_kvcache(arguments, options, rotary_interleaved, num_splits, backend)
+    return _returned(result, with_lse, False)
+
+
+def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs: Any) -> Explanation:
+    """Every backend's verdict on the call `function(*args, **kwargs)`, which is validated but not computed.
+
+    function: any of the functions above. Caches are not written. Raises ArgumentError as the call would.
+    """
+    return explain_call(lambda: function(*args, **kwargs))
+
+
+def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:
+    """A seed from torch's generator. A tensor, so that a traced call draws a new one each time it runs."""
+    if dropout_p == 0.0:
+        return None
+    return torch.randint(2**62, (), device=require_tensor("q", q).device)
+
+
+def _returned(result: AttentionOutput, return_lse: bool, return_attn_probs: bool) -> Any:
+    if return_attn_probs:
+        return result.out, result.lse, result.dropout_mask
+    return (result.out, result.lse) if return_lse else result.out
+
+
+def _unstack(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
+    """Views of the `count` tensors stacked on the third axis from the end."""
+    require_tensor(name, packed)
+    if packed.dim() != rank or packed.shape[-3] != count:
+        axes = f"{'batch_size, seqlen, ' if rank == 5 else 'total, '}{count}, nheads, headdim"
+        raise ArgumentError(f"{name} must be ({axes}), got shape {tuple(packed.shape)}")
+    return packed.unbind(-3)

@@ -1,0 +1,288 @@
+"""torch.library registration: the operators that stand for a call while it is traced (torch.compile, fake tensors).
+
+`fastattention::attention` serves dense and packed calls and has a backward, which computes the forward again on the sdpa
+backend and differentiates that. `fastattention::attention_kvcache` writes its caches in place and has none.
+An operator's scalars are those of `Options`, in order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattention.dispatch import run
+from fastattention.errors import UnsupportedError
+from fastattention.problem import AttentionOutput
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+
+
+def call_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    options: Options,
+    backend: str,
+) -> AttentionOutput:
+    """The operator `fastattention::attention`; its arguments are those of its schema."""
+    if options.dropout_p and options.return_lse:
+        raise UnsupportedError("return_attn_probs and return_lse with dropout cannot be traced; call outside torch.compile")
+    out, lse = torch.ops.fastattention.attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed,
+        max_seqlen_q, max_seqlen_k, *options, backend,
+    )  # fmt: skip
+    return AttentionOutput(out, lse if options.return_lse else None)
+
+
+def call_attention_kvcache(
+    arguments: KvCacheArguments, options: Options, rotary_interleaved: bool, num_splits: int, backend: str
+) -> AttentionOutput:
+    """The operator `fastattention::attention_kvcache`."""
+    a = arguments
+    if isinstance(a.cache_seqlens, int):
+        lengths = torch.full((a.q.shape[0],), a.cache_seqlens, dtype=torch.int32, device=a.q.device)
+        a = a._replace(cache_seqlens=lengths)
+    out, lse = torch.ops.fastattention.attention_kvcache(
+        *a, options.softmax_scale, options.causal, options.window_left, options.window_right, options.softcap,
+        options.return_lse, rotary_interleaved, num_splits, backend,
+    )  # fmt: skip
+    return AttentionOutput(out, lse if options.return_lse else None)
+
+
+@torch.library.custom_op("fastattention::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    return_lse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); lse is empty unless return_lse."""
+    options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, return_lse)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
+    return _outputs(_run_attention(tensors, (max_seqlen_q, max_seqlen_k), options, backend), q)
+
+
+def _run_attention(
+    tensors: tuple[Tensor | None, ...], max_seqlens: tuple[int | None, int | None], options: Options, backend: str
+) -> AttentionOutput:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed = tensors
+    assert q is not None and k is not None and v is not None
+    scores: dict[str, Tensor | None] = {
+        "alibi_slopes": alibi_slopes,
+        "attn_bias": attn_bias,
+        "sinks": sinks,
+        "dropout_seed": dropout_seed,
+    }
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        problem, inputs = prepare_dense(q, k, v, options, **scores)
+    else:
+        problem, inputs = prepare_packed(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, options, block_table=block_table, **scores
+        )
+    return run(problem, inputs, backend)
+
+
+def _outputs(result: AttentionOutput, q: Tensor) -> tuple[Tensor, Tensor]:
+    """An operator returns tensors only: an empty one stands for an lse nobody asked for."""
+    return result.out, q.new_empty(0, dtype=torch.float32) if result.lse is None else result.lse
+
+
+@attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    return_lse: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return _fake_outputs(q, v, return_lse)
+
+
+def _fake_outputs(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    *batch, tokens, nheads = q.shape[:-1]
+    return out, q.new_empty((*batch, nheads, tokens) if return_lse else 0, dtype=torch.float32)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:10])
+    ctx.scalars = inputs[10:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    wanted = [bool(needed) for needed in ctx.needs_input_grad[:10]]
+    rest = (None,) * len(ctx.scalars)
+    if grad_out is None and grad_lse is None:
+        return (None,) * 10 + rest
+    gradients = torch.ops.fastattention.attention_backward(grad_out, grad_lse, *saved, wanted, *ctx.scalars[:-1])
+    given = iter(gradients)
+    return tuple(next(given) if needed else None for needed in wanted) + rest
+
+
+attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+@torch.library.custom_op("fastattention::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    wanted: list[bool],
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    return_lse: bool,
+) -> list[Tensor]:
+    """Gradients of the tensors marked in `wanted` (q to dropout_seed), by computing the forward again on sdpa."""
+    options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, return_lse)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
+    leaves = tuple(
+        tensor.detach().requires_grad_(needed) if tensor is not None else None
+        for tensor, needed in zip(tensors, wanted, strict=True)
+    )
+    with torch.enable_grad():
+        result = _run_attention(leaves, (max_seqlen_q, max_seqlen_k), options, "sdpa")
+    given = [(out, grad) for out, grad in ((result.out, grad_out), (result.lse, grad_lse)) if grad is not None]
+    outputs, gradients = [out for out, _ in given], [grad for _, grad in given]
+    inputs = [leaf for leaf, needed in zip(leaves, wanted, strict=True) if needed and leaf is not None]
+    found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)  # type: ignore[arg-type]
+    return [torch.zeros_like(leaf) if grad is None else grad.contiguous() for grad, leaf in zip(found, inputs, strict=True)]
+
+
+@attention_backward.register_fake
+def _(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    *arguments: Any,
+) -> list[Tensor]:
+    tensors, wanted = arguments[:10], arguments[10]
+    return [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor, needed in zip(tensors, wanted, strict=True)
+        if needed
+    ]
+
+
+@torch.library.custom_op("fastattention::attention_kvcache", mutates_args=("k_cache", "v_cache"))
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    return_lse: bool,
+    rotary_interleaved: bool,
+    num_splits: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); lse is empty unless return_lse."""
+    options = Options(softmax_scale, causal, window_left, window_right, softcap, return_lse=return_lse)
+    arguments = KvCacheArguments(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, attn_bias, sinks,
+    )  # fmt: skip
+    problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
+    return _outputs(run(problem, inputs, backend), q)
+
+
+@attention_kvcache.register_fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    return_lse: bool,
+    rotary_interleaved: bool,
+    num_splits: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return _fake_outputs(q, v_cache, return_lse)

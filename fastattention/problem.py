@@ -1,0 +1,124 @@
+"""Problem: everything about one attention call except the numbers; Inputs: the tensors that hold them.
+
+A Problem is made by `validation.py`, is frozen and hashable, and is all a backend needs to say whether it can serve the
+call. Scalars arrive normalised: a backend never sees a default, a negative window other than -1, or a causal flag
+that disagrees with the window.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(enum.Enum):
+    """How the sequences of a batch lie in memory."""
+
+    DENSE = "dense"  # q (batch_size, seqlen_q, nheads, headdim), k and v (batch_size, seqlen_k, nheads_k, headdim)
+    PACKED = "packed"  # q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim) or pages
+    KVCACHE = "kvcache"  # q as dense; k and v are caches with per-sequence lengths, dense or pages
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Frozen shapes, dtype and mask of one call.
+
+    `seqlen_q` and `seqlen_k` are the longest of the batch: for PACKED the given or derived maxima, for KVCACHE
+    `seqlen_k` is the capacity of the cache in tokens.
+    """
+
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    batch_size: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int  # query tokens of the whole batch
+    nheads: int
+    nheads_k: int
+    headdim: int
+    headdim_v: int
+    softmax_scale: float
+    window_left: int  # keys visible to the left of the diagonal; -1 unlimited
+    window_right: int  # keys visible to the right of it; -1 unlimited, 0 when causal
+    softcap: float = 0.0  # 0 is off
+    has_alibi: bool = False
+    has_bias: bool = False
+    has_sinks: bool = False
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    needs_grad: bool = False
+    return_lse: bool = False
+    page_block_size: int | None = None  # tokens a page; None when k and v are not paged
+    seqlen_new: int = 0  # tokens appended to the cache by this call
+    rotary_dim: int = 0  # leading elements of headdim that are rotated; 0 is off
+    rotary_interleaved: bool = True
+    num_splits: int = 0  # parts the keys of a decode are split into; 0 lets the backend choose
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.nheads // self.nheads_k
+
+    @property
+    def is_causal(self) -> bool:
+        """True when the mask is exactly the bottom-right aligned triangle."""
+        return self.window_left == -1 and self.window_right == 0
+
+    @property
+    def has_window(self) -> bool:
+        """True when either side of the diagonal is bounded (causal included)."""
+        return self.window_left != -1 or self.window_right != -1
+
+    @property
+    def is_paged(self) -> bool:
+        return self.page_block_size is not None
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """(total_q, nheads, headdim_v) when packed, else (batch_size, seqlen_q, nheads, headdim_v)."""
+        if self.layout is Layout.PACKED:
+            return (self.total_q, self.nheads, self.headdim_v)
+        return (self.batch_size, self.seqlen_q, self.nheads, self.headdim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(nheads, total_q) when packed, else (batch_size, nheads, seqlen_q)."""
+        if self.layout is Layout.PACKED:
+            return (self.nheads, self.total_q)
+        return (self.batch_size, self.nheads, self.seqlen_q)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one call, validated against its Problem. Shapes as in the public functions."""
+
+    q: Tensor
+    k: Tensor  # keys, or the key cache
+    v: Tensor  # values, or the value cache
+    cu_seqlens_q: Tensor | None = None  # int32 (batch_size + 1,)
+    cu_seqlens_k: Tensor | None = None  # int32 (batch_size + 1,)
+    cache_seqlens: Tensor | None = None  # int32 (batch_size,), tokens in the cache before this call appends
+    cache_batch_idx: Tensor | None = None  # int32 (batch_size,)
+    cache_leftpad: Tensor | None = None  # int32 (batch_size,)
+    block_table: Tensor | None = None  # int32 (batch_size, max_blocks_per_seq)
+    k_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim)
+    v_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim_v)
+    rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2), dtype of q
+    rotary_sin: Tensor | None = None
+    alibi_slopes: Tensor | None = None  # float32 (nheads,) or (batch_size, nheads)
+    attn_bias: Tensor | None = None  # expanded to (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
+    sinks: Tensor | None = None  # float32 (nheads,)
+    dropout_seed: Tensor | None = None  # int64 scalar: seeds the dropout mask, so that backward can draw it again
+
+
+class AttentionOutput(NamedTuple):
+    """What a backend returns."""
+
+    out: Tensor  # Problem.out_shape, dtype of q
+    lse: Tensor | None  # float32 Problem.lse_shape, or None when not asked for
+    dropout_mask: Tensor | None = None  # S_dmask of flash-attn; None without dropout

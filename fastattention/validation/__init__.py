@@ -1,0 +1,12 @@
+"""The only validation: turns the arguments of a public function into a Problem and its Inputs, or raises ArgumentError.
+
+`common.py` checks what all functions share from shapes and dtypes alone and is cached per combination of them, so a
+repeated call pays for one dictionary look-up. `lengths.py` checks numbers (cu_seqlens, cache_seqlens, page indices), and
+can do so without a synchronisation on the CPU only. Nothing is written before both have passed.
+"""
+
+from fastattention.validation.common import Options
+from fastattention.validation.kvcache import KvCacheArguments, prepare_kvcache
+from fastattention.validation.prefill import prepare_dense, prepare_packed
+
+__all__ = ["KvCacheArguments", "Options", "prepare_dense", "prepare_kvcache", "prepare_packed"]

@@ -1,0 +1,69 @@
+"""Checks of numbers held in tensors: lengths, offsets and page indices.
+
+On the CPU they are read and checked before anything is computed. On other devices reading them would synchronise, so they
+are taken as given, as flash-attn does.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastattention.errors import ArgumentError
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> int:
+    """Longest sequence of a packed batch, after checking that the offsets are well formed.
+
+    total: tokens in the packed tensor, which the last offset must equal; None when the tensor is paged.
+    """
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ArgumentError(f"{name} must start at 0, got {offsets[0]}")
+    longest = 0
+    for index in range(1, len(offsets)):
+        length = offsets[index] - offsets[index - 1]
+        if length < 0:
+            raise ArgumentError(
+                f"{name} must not decrease, got {offsets[index - 1]} then {offsets[index]} at index {index}"
+            )
+        longest = max(longest, length)
+    if total is not None and offsets[-1] != total:
+        raise ArgumentError(f"{name} must end at the number of packed tokens, {total}, got {offsets[-1]}")
+    return longest
+
+
+def check_max_seqlen(name: str, given: int | None, longest: int) -> int:
+    """`given`, or the longest sequence when it is None; raises when `given` is too small."""
+    if given is None:
+        return longest
+    if given < longest:
+        raise ArgumentError(f"{name}={given} is smaller than the longest sequence, {longest}; None derives it")
+    return int(given)
+
+
+def check_block_table(block_table: Tensor, seqlens: list[int], page_block_size: int, num_blocks: int) -> None:
+    """Raises unless every page that a sequence of the given lengths uses exists; unused entries may hold anything."""
+    table = block_table.numpy()
+    for index, length in enumerate(seqlens):
+        used = table[index, : -(-length // page_block_size)]
+        if used.size and (used.min() < 0 or used.max() >= num_blocks):
+            bad = int(used.min()) if used.min() < 0 else int(used.max())
+            raise ArgumentError(
+                f"block_table names page {bad} for sequence {index}; the cache has pages 0 to {num_blocks - 1}"
+            )
+
+
+def check_paged_lengths(name: str, seqlens: list[int], capacity: int) -> None:
+    """Raises when a sequence is longer than its row of the block table can hold."""
+    for index, length in enumerate(seqlens):
+        if length > capacity:
+            raise ArgumentError(
+                f"{name} gives sequence {index} {length} tokens; its row of block_table holds {capacity} at most"
+            )
+
+
+def check_range(name: str, values: list[int], low: int, high: int, what: str) -> None:
+    """Raises unless low <= value <= high for every value."""
+    for index, value in enumerate(values):
+        if not low <= value <= high:
+            raise ArgumentError(f"{name}[{index}]={value} is out of range; allowed are {low} to {high} ({what})")

@@ -1,0 +1,255 @@
+"""Dense and packed calls: arguments to (Problem, Inputs)."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import Tensor
+
+from fastattention.errors import ArgumentError
+from fastattention.problem import Inputs, Layout, Problem
+from fastattention.validation import lengths
+from fastattention.validation.common import (
+    Options,
+    Signature,
+    as_float32,
+    check_bias,
+    check_index,
+    check_options,
+    check_qkv,
+    check_rank,
+    check_score_tensors,
+    last_axis_contiguous,
+    needs_grad,
+    require_tensor,
+    signature,
+)
+
+PAGED_AXES = "num_blocks, page_block_size, nheads_k, headdim"
+
+
+def prepare_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+) -> tuple[Problem, Inputs]:
+    """Problem and Inputs of fast_attn_func."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        require_tensor(name, tensor)
+    problem = _dense_problem(
+        Signature(q.shape, q.dtype, q.device),
+        Signature(k.shape, k.dtype, k.device),
+        Signature(v.shape, v.dtype, v.device),
+        signature(alibi_slopes),
+        signature(attn_bias),
+        signature(sinks),
+        options,
+        needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
+    )
+    if attn_bias is not None:
+        attn_bias = attn_bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
+    return problem, Inputs(
+        last_axis_contiguous(q),
+        last_axis_contiguous(k),
+        last_axis_contiguous(v),
+        alibi_slopes=as_float32(alibi_slopes),
+        attn_bias=attn_bias,
+        sinks=as_float32(sinks),
+        dropout_seed=dropout_seed,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense_problem(
+    q: Signature,
+    k: Signature,
+    v: Signature,
+    alibi_slopes: Signature | None,
+    attn_bias: Signature | None,
+    sinks: Signature | None,
+    options: Options,
+    needs_grad: bool,
+) -> Problem:
+    check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
+    check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")
+    check_rank("v", v, "batch_size, seqlen_k, nheads_k, headdim_v")
+    check_qkv(q, k, v)
+    batch_size, seqlen_q, nheads, headdim = q.shape
+    if k.shape[0] != batch_size or v.shape[0] != batch_size:
+        raise ArgumentError(f"q, k and v must have one batch_size, got {batch_size}, {k.shape[0]} and {v.shape[0]}")
+    if v.shape[1] != k.shape[1]:
+        raise ArgumentError(f"v has seqlen_k {v.shape[1]} and k has {k.shape[1]}; they must be the same")
+    check_score_tensors(q, batch_size, nheads, alibi_slopes, sinks)
+    full_shape = (batch_size, nheads, seqlen_q, k.shape[1])
+    check_bias(attn_bias, q, full_shape, "batch_size, nheads, seqlen_q, seqlen_k")
+    return Problem(
+        layout=Layout.DENSE,
+        device=q.device,
+        dtype=q.dtype,
+        batch_size=batch_size,
+        seqlen_q=seqlen_q,
+        seqlen_k=k.shape[1],
+        total_q=batch_size * seqlen_q,
+        nheads=nheads,
+        nheads_k=k.shape[2],
+        headdim=headdim,
+        headdim_v=v.shape[3],
+        has_alibi=alibi_slopes is not None,
+        has_bias=attn_bias is not None,
+        has_sinks=sinks is not None,
+        needs_grad=needs_grad,
+        **check_options(options, headdim)._asdict(),
+    )
+
+
+def prepare_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    options: Options,
+    *,
+    block_table: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+) -> tuple[Problem, Inputs]:
+    """Problem and Inputs of fast_attn_varlen_func."""
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, tensor in named.items():
+        require_tensor(name, tensor)
+    _check_packed_shapes(*(signature(tensor) for tensor in (*named.values(), block_table)))  # type: ignore[arg-type]
+    max_seqlen_q, max_seqlen_k = _check_packed_lengths(
+        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
+    )
+    problem = _packed_problem(
+        Signature(q.shape, q.dtype, q.device),
+        Signature(k.shape, k.dtype, k.device),
+        Signature(v.shape, v.dtype, v.device),
+        cu_seqlens_q.shape[0] - 1,
+        max_seqlen_q,
+        max_seqlen_k,
+        block_table is not None,
+        signature(alibi_slopes),
+        signature(attn_bias),
+        signature(sinks),
+        options,
+        needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
+    )
+    if attn_bias is not None:
+        attn_bias = attn_bias.expand(problem.nheads, problem.total_q, problem.seqlen_k)
+    return problem, Inputs(
+        last_axis_contiguous(q),
+        last_axis_contiguous(k),
+        last_axis_contiguous(v),
+        cu_seqlens_q=cu_seqlens_q.contiguous(),
+        cu_seqlens_k=cu_seqlens_k.contiguous(),
+        block_table=None if block_table is None else last_axis_contiguous(block_table),
+        alibi_slopes=as_float32(alibi_slopes),
+        attn_bias=attn_bias,
+        sinks=as_float32(sinks),
+        dropout_seed=dropout_seed,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_packed_shapes(
+    q: Signature,
+    k: Signature,
+    v: Signature,
+    cu_seqlens_q: Signature,
+    cu_seqlens_k: Signature,
+    block_table: Signature | None,
+) -> None:
+    check_rank("q", q, "total_q, nheads, headdim")
+    if block_table is None:
+        check_rank("k", k, "total_k, nheads_k, headdim")
+        check_rank("v", v, "total_k, nheads_k, headdim_v")
+    else:
+        check_rank("k", k, PAGED_AXES)
+        check_rank("v", v, PAGED_AXES + "_v")
+    check_qkv(q, k, v)
+    if v.shape[:-2] != k.shape[:-2]:
+        raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+    check_index("cu_seqlens_q", cu_seqlens_q, q, (-1,), "batch_size + 1")
+    if cu_seqlens_q.shape[0] < 1:
+        raise ArgumentError("cu_seqlens_q must be (batch_size + 1,), got no elements; an empty batch is [0]")
+    check_index("cu_seqlens_k", cu_seqlens_k, q, (cu_seqlens_q.shape[0],), "batch_size + 1")
+    if block_table is not None:
+        batch_size = cu_seqlens_q.shape[0] - 1
+        check_index("block_table", block_table, q, (batch_size, -1), "batch_size, max_blocks_per_seq")
+        if k.shape[1] < 1:
+            raise ArgumentError("page_block_size=0: k must be (" + PAGED_AXES + ") with pages of at least one token")
+
+
+def _check_packed_lengths(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    block_table: Tensor | None,
+) -> tuple[int, int]:
+    """Maxima of the batch. Off the CPU the numbers are read only when a maximum is missing."""
+    if q.device.type != "cpu" and max_seqlen_q is not None and max_seqlen_k is not None:
+        return max_seqlen_q, max_seqlen_k
+    longest_q = lengths.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    longest_k = lengths.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0] if block_table is None else None)
+    if block_table is not None:
+        seqlens = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).tolist()
+        lengths.check_paged_lengths("cu_seqlens_k", seqlens, block_table.shape[1] * k.shape[1])
+        lengths.check_block_table(block_table.cpu(), seqlens, k.shape[1], k.shape[0])
+    return (
+        lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, longest_q),
+        lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, longest_k),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _packed_problem(
+    q: Signature,
+    k: Signature,
+    v: Signature,
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    paged: bool,
+    alibi_slopes: Signature | None,
+    attn_bias: Signature | None,
+    sinks: Signature | None,
+    options: Options,
+    needs_grad: bool,
+) -> Problem:
+    total_q, nheads, headdim = q.shape
+    check_score_tensors(q, batch_size, nheads, alibi_slopes, sinks)
+    check_bias(attn_bias, q, (nheads, total_q, max_seqlen_k), "nheads, total_q, max_seqlen_k")
+    return Problem(
+        layout=Layout.PACKED,
+        device=q.device,
+        dtype=q.dtype,
+        batch_size=batch_size,
+        seqlen_q=max_seqlen_q,
+        seqlen_k=max_seqlen_k,
+        total_q=total_q,
+        nheads=nheads,
+        nheads_k=k.shape[-2],
+        headdim=headdim,
+        headdim_v=v.shape[-1],
+        has_alibi=alibi_slopes is not None,
+        has_bias=attn_bias is not None,
+        has_sinks=sinks is not None,
+        needs_grad=needs_grad,
+        page_block_size=k.shape[1] if paged else None,
+        **check_options(options, headdim)._asdict(),
+    )

@@ -1,0 +1,47 @@
+// Which keys a query sees, and which tiles need no mask or no work at all: the tile classification of the paper's
+// tiling-mask, for causal and window masks alike. Every kernel asks here. Plain C++ without includes, so that device
+// compilers take it too; tile_range.py says the same for planners written in Python, and a test holds the two together.
+#pragma once
+
+#ifndef FA_HOST_DEVICE
+#define FA_HOST_DEVICE
+#endif
+
+namespace fastattention {
+
+enum class TileKind : int {
+    kSkipped = 0,  // no query of the tile sees any of its keys
+    kPartial = 1,  // the mask must be applied
+    kFull = 2,     // every query sees every key
+};
+
+// The band of keys around the diagonal that is aligned to the bottom right corner of the score matrix: query i sees keys
+// i + seqlen_k - seqlen_q - left ... i + seqlen_k - seqlen_q + right, -1 being unlimited. Rows only ever move right, which
+// is why the first and last row of a tile decide for all of its rows.
+struct TileRange {
+    long long seqlen_q;
+    long long seqlen_k;
+    long long left;
+    long long right;
+
+    FA_HOST_DEVICE long long clamp(long long key) const { return key < 0 ? 0 : (key > seqlen_k ? seqlen_k : key); }
+
+    // First key that query i sees, if it sees any.
+    FA_HOST_DEVICE long long row_begin(long long i) const {
+        return left < 0 ? 0 : clamp(i + seqlen_k - seqlen_q - left);
+    }
+
+    // One past the last key that query i sees; not above row_begin when it sees none.
+    FA_HOST_DEVICE long long row_end(long long i) const {
+        return right < 0 ? seqlen_k : clamp(i + seqlen_k - seqlen_q + right + 1);
+    }
+
+    // The tile of queries first_q..last_q and keys first_k..last_k, all inclusive.
+    FA_HOST_DEVICE TileKind classify(long long first_q, long long last_q, long long first_k, long long last_k) const {
+        if (row_end(last_q) <= first_k || row_begin(first_q) > last_k) return TileKind::kSkipped;
+        if (row_begin(last_q) <= first_k && row_end(first_q) > last_k) return TileKind::kFull;
+        return TileKind::kPartial;
+    }
+};
+
+}  // namespace fastattention

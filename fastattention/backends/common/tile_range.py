@@ -1,0 +1,46 @@
+"""Which keys a query sees, and which tiles need no mask or no work: tile_range.hpp for planners written in Python."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class TileKind(enum.IntEnum):
+    """What a tile of the score matrix needs."""
+
+    SKIPPED = 0  # no query of the tile sees any of its keys
+    PARTIAL = 1  # the mask must be applied
+    FULL = 2  # every query sees every key
+
+
+@dataclass(frozen=True)
+class TileRange:
+    """The band of keys around the bottom-right aligned diagonal.
+
+    Query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, -1 being unlimited.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    left: int
+    right: int
+
+    def row_begin(self, i: int) -> int:
+        """First key that query i sees, if it sees any."""
+        return 0 if self.left < 0 else self._clamp(i + self.seqlen_k - self.seqlen_q - self.left)
+
+    def row_end(self, i: int) -> int:
+        """One past the last key that query i sees; not above row_begin when it sees none."""
+        return self.seqlen_k if self.right < 0 else self._clamp(i + self.seqlen_k - self.seqlen_q + self.right + 1)
+
+    def classify(self, first_q: int, last_q: int, first_k: int, last_k: int) -> TileKind:
+        """What the tile of queries first_q..last_q and keys first_k..last_k (inclusive) needs."""
+        if self.row_end(last_q) <= first_k or self.row_begin(first_q) > last_k:
+            return TileKind.SKIPPED
+        if self.row_begin(last_q) <= first_k and self.row_end(first_q) > last_k:
+            return TileKind.FULL
+        return TileKind.PARTIAL
+
+    def _clamp(self, key: int) -> int:
+        return min(max(key, 0), self.seqlen_k)

@@ -1,0 +1,49 @@
+// The exported functions. Arguments were validated in Python; here they are trusted.
+#include <cstdlib>
+
+#include "forward.hpp"
+#include "isa.hpp"
+#include "thread_pool.hpp"
+
+#define FA_EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace fastattention;
+
+// Changes with every change of params.h or of a function below, so that a stale library is found out when it is loaded.
+FA_EXPORT int64_t fastattention_abi_version() { return 1; }
+FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
+
+FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
+FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(static_cast<int>(isa)).name; }
+
+// 0, or 1 when memory ran out.
+FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* params) {
+    return forward(isa_kernels(static_cast<int>(isa)), *params) ? 0 : 1;
+}
+
+// Sum of the floating-point operations that all threads did. kind: 0 float32 multiply-add, 1 bfloat16 dot; 0 when the
+// instruction set has none.
+FA_EXPORT double fastattention_flop_loop(int64_t isa, int64_t kind, int64_t iterations, int64_t num_threads) {
+    const Kernels& kernels = isa_kernels(static_cast<int>(isa));
+    const auto loop = kind == 0 ? kernels.fma_loop : kernels.bf16_dot_loop;
+    if (loop == nullptr) return 0.0;
+    double per_thread = 0.0;
+    parallel_for(num_threads, static_cast<int>(num_threads), [&](int64_t index, int) {
+        const double operations = loop(iterations);
+        if (index == 0) per_thread = operations;
+    });
+    return per_thread * static_cast<double>(num_threads);
+}
+
+FA_EXPORT void fastattention_read_loop(int64_t isa, const char* data, int64_t bytes, int64_t num_threads) {
+    constexpr int64_t kPiece = int64_t{1} << 20;
+    const Kernels& kernels = isa_kernels(static_cast<int>(isa));
+    parallel_for(bytes / kPiece, static_cast<int>(num_threads),
+                 [&](int64_t index, int) { kernels.read_loop(data + index * kPiece, kPiece); });
+}
+
+// What tile_range.hpp says of a tile, for the test that holds tile_range.py to it.
+FA_EXPORT int64_t fastattention_classify_tile(int64_t seqlen_q, int64_t seqlen_k, int64_t left, int64_t right, int64_t first_q,
+                                              int64_t last_q, int64_t first_k, int64_t last_k) {
+    return static_cast<int64_t>(TileRange{seqlen_q, seqlen_k, left, right}.classify(first_q, last_q, first_k, last_k));
+}

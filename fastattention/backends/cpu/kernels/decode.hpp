@@ -1,0 +1,380 @@
+// Decode: a few query rows against keys and values where they lie, split over the keys and merged by log-sum-exp.
+//
+// Rows that share a key head are processed kGroup at a time, so that a key is read once for all of them. Scores are kept
+// key by key, the group's rows side by side: lane t * kGroup + g of a vector is key t, row g. Vertical operations then
+// serve all rows at once, and one reduction turns kWidth accumulators into one vector of scores.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+static constexpr int64_t kBlockKeys = 128;
+static constexpr int kMaxGroup = Vec::kWidth < 8 ? Vec::kWidth : 8;
+// Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a first-level cache and enough to cover
+// the latency of memory.
+static constexpr int64_t kAhead = 64;
+
+// How elements are multiplied: widened to floats one vector at a time ...
+template <class Element>
+struct Wide {
+    using Query = float;
+    static constexpr int kChunk = Vec::kWidth;  // elements a step takes
+    static constexpr int kKeysPerStep = 1;      // of values
+    static constexpr int kColumnVectors = 1;    // accumulators of one chunk of columns
+    FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
+    FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+
+    // The operand that a step multiplies with probabilities, from the same columns of its keys' values.
+    FA_INLINE void combine(const Vec* values, Vec* columns) { columns[0] = values[0]; }
+    FA_INLINE void restore_order(const float* from, float* to) { store(to, load(from)); }
+    template <int kGroup>
+    FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
+        store(to + i, p);
+    }
+};
+
+#ifdef FA_HAS_BF16_DOT
+// ... or two at a time by the instruction for pairs of bfloat16. Its columns come out interleaved and are put back in order
+// when a split is done.
+struct Paired {
+    using Query = Bfloat16;
+    static constexpr int kChunk = 2 * Vec::kWidth;
+    static constexpr int kKeysPerStep = 2;
+    static constexpr int kColumnVectors = 2;
+    FA_INLINE Vec load_chunk(const Bfloat16* p) { return load_pairs(p); }
+    FA_INLINE Vec load_chunk_partial(const Bfloat16* p, int n) { return load_pairs_partial(p, n); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
+
+    FA_INLINE void combine(const Vec* values, Vec* columns) {
+        columns[0] = interleave_low(values[0], values[1]);
+        columns[1] = interleave_high(values[0], values[1]);
+    }
+    FA_INLINE void restore_order(const float* from, float* to) {
+        Vec first, second;
+        restore_columns(load(from), load(from + Vec::kWidth), first, second);
+        store(to, first);
+        store(to + Vec::kWidth, second);
+    }
+    template <int kGroup>
+    FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
+        store_key_pairs<kGroup>(reinterpret_cast<Bfloat16*>(to) + i, p);
+    }
+};
+#endif
+
+// Where the keys and values of one block lie, and those to prefetch; past the last key they repeat it.
+template <class Element>
+struct Block {
+    const Element* keys[kBlockKeys + kAhead];
+    const Element* values[kBlockKeys + kAhead];
+    int64_t first;  // key
+    int64_t n;      // keys
+
+    void locate(const Rows& k, const Rows& v, int64_t begin, int64_t end) {
+        first = begin;
+        n = smaller(kBlockKeys, end - begin);
+        locate_rows(k, begin, end, keys);
+        locate_rows(v, begin, end, values);
+    }
+
+private:
+    static void locate_rows(const Rows& rows, int64_t begin, int64_t end, const Element** to) {
+        char* addresses[kBlockKeys + kAhead];
+        const int64_t known = smaller(kBlockKeys + kAhead, end - begin);
+        rows.addresses(begin, known, addresses);
+        for (int64_t j = 0; j < kBlockKeys + kAhead; ++j)
+            to[j] = reinterpret_cast<const Element*>(addresses[smaller(j, known - 1)]);
+    }
+};
+
+template <class Element>
+FA_INLINE void prefetch_row(const Element* row, int64_t n) {
+    for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(Element)); byte += 64)
+        prefetch(reinterpret_cast<const char*>(row) + byte);
+}
+
+// scores[j * kGroup + g] = key j . query g for the keys of a block, rounded up to whole vectors by repeating the last key.
+template <class Element, class Dot, int kGroup>
+static void score_block(const Block<Element>& block, const float* queries, int64_t query_stride, int64_t headdim,
+                        float* scores) {
+    constexpr int kKeys = Vec::kWidth / kGroup;
+    const int64_t chunks = headdim / Dot::kChunk;
+    const int tail = static_cast<int>(headdim % Dot::kChunk);
+    for (int64_t j = 0; j < block.n; j += kKeys) {
+        Vec acc[Vec::kWidth];
+#pragma GCC unroll 16
+        for (int i = 0; i < Vec::kWidth; ++i) acc[i] = zero();
+#pragma GCC unroll 16
+        for (int t = 0; t < kKeys; ++t) prefetch_row(block.keys[j + t + kAhead], headdim);
+        auto step = [&](const float* query, auto&& key_chunk) __attribute__((always_inline)) {
+            // Whichever are fewer, keys or queries, stay in registers.
+            if constexpr (kKeys > kGroup) {
+                Vec row[kGroup];
+#pragma GCC unroll 8
+                for (int g = 0; g < kGroup; ++g) row[g] = load(query + g * query_stride);
+#pragma GCC unroll 16
+                for (int t = 0; t < kKeys; ++t) {
+                    const Vec key = key_chunk(t);
+#pragma GCC unroll 8
+                    for (int g = 0; g < kGroup; ++g)
+                        acc[t * kGroup + g] = Dot::multiply_add(acc[t * kGroup + g], key, row[g]);
+                }
+            } else {
+                Vec key[kKeys];
+#pragma GCC unroll 16
+                for (int t = 0; t < kKeys; ++t) key[t] = key_chunk(t);
+#pragma GCC unroll 8
+                for (int g = 0; g < kGroup; ++g) {
+                    const Vec row = load(query + g * query_stride);
+#pragma GCC unroll 16
+                    for (int t = 0; t < kKeys; ++t)
+                        acc[t * kGroup + g] = Dot::multiply_add(acc[t * kGroup + g], key[t], row);
+                }
+            }
+        };
+        for (int64_t c = 0; c < chunks; ++c)
+            step(queries + c * Vec::kWidth, [&](int t) { return Dot::load_chunk(block.keys[j + t] + c * Dot::kChunk); });
+        if (tail)
+            step(queries + chunks * Vec::kWidth,
+                 [&](int t) { return Dot::load_chunk_partial(block.keys[j + t] + chunks * Dot::kChunk, tail); });
+        store(scores + j * kGroup, reduce_columns(acc));
+    }
+}
+
+// acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns from `column` on.
+template <class Element, class Dot, int kGroup, int kChunks, bool kPartial>
+FA_INLINE void accumulate_columns(const Block<Element>& block, const float* probabilities, float* acc_o, int64_t acc_stride,
+                                  int64_t column, int64_t headdim_v) {
+    constexpr int kVectors = Dot::kColumnVectors;
+    const int tail = static_cast<int>(headdim_v - column);
+    Vec acc[kGroup][kChunks][kVectors];
+#pragma GCC unroll 8
+    for (int g = 0; g < kGroup; ++g)
+#pragma GCC unroll 16
+        for (int c = 0; c < kChunks * kVectors; ++c)
+            acc[g][c / kVectors][c % kVectors] = load(acc_o + g * acc_stride + column + c * Vec::kWidth);
+    auto value = [&](int64_t j, int c) __attribute__((always_inline)) {
+        const Element* p = block.values[j] + column + c * Dot::kChunk;
+        return kPartial ? Dot::load_chunk_partial(p, tail) : Dot::load_chunk(p);
+    };
+    for (int64_t j = 0; j < block.n; j += Dot::kKeysPerStep) {
+        if (column == 0)
+            for (int i = 0; i < Dot::kKeysPerStep; ++i) prefetch_row(block.values[j + i + kAhead], headdim_v);
+        const float* p = probabilities + j / Dot::kKeysPerStep * kGroup;
+#pragma GCC unroll 8
+        for (int c = 0; c < kChunks; ++c) {
+            Vec values[Dot::kKeysPerStep], columns[kVectors];
+#pragma GCC unroll 2
+            for (int i = 0; i < Dot::kKeysPerStep; ++i) values[i] = value(j + i, c);
+            Dot::combine(values, columns);
+#pragma GCC unroll 8
+            for (int g = 0; g < kGroup; ++g)
+#pragma GCC unroll 2
+                for (int i = 0; i < kVectors; ++i)
+                    acc[g][c][i] = Dot::multiply_add(acc[g][c][i], columns[i], broadcast(p[g]));
+        }
+    }
+#pragma GCC unroll 8
+    for (int g = 0; g < kGroup; ++g)
+#pragma GCC unroll 16
+        for (int c = 0; c < kChunks * kVectors; ++c)
+            store(acc_o + g * acc_stride + column + c * Vec::kWidth, acc[g][c / kVectors][c % kVectors]);
+}
+
+template <class Element, class Dot, int kGroup>
+static void accumulate_block(const Block<Element>& block, const float* probabilities, float* acc_o, int64_t acc_stride,
+                             int64_t headdim_v) {
+    // As many accumulators as leave registers for a value and a broadcast.
+    constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
+    constexpr int kWanted = kAccumulators / (kGroup * Dot::kColumnVectors);
+    constexpr int kChunks = kWanted < 1 ? 1 : (kWanted > 8 ? 8 : kWanted);
+    int64_t column = 0;
+    for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
+        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, probabilities, acc_o, acc_stride, column, headdim_v);
+    for (; column + Dot::kChunk <= headdim_v; column += Dot::kChunk)
+        accumulate_columns<Element, Dot, kGroup, 1, false>(block, probabilities, acc_o, acc_stride, column, headdim_v);
+    if (column < headdim_v)
+        accumulate_columns<Element, Dot, kGroup, 1, true>(block, probabilities, acc_o, acc_stride, column, headdim_v);
+}
+
+// Rows first_row ... first_row + kGroup - 1 of one split. Rows past the last repeat it, and their results are not kept.
+template <class Element, class Dot, int kGroup>
+class DecodeGroup {
+public:
+    DecodeGroup(const Call& call, const DecodeSplit& split, int64_t first_row)
+        : call_(call),
+          split_(split),
+          sequence_(call.sequences[split.sequence]),
+          modifies_(modifies_scores(*call.params) || call.params->softmax_scale <= 0.0),
+          scale_(modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E),
+          query_stride_(round_up(call.params->headdim, Dot::kChunk) / Dot::kKeysPerStep),
+          acc_stride_(round_up(call.params->headdim_v, Dot::kChunk)) {
+        const int64_t last_row = call.rows(sequence_) - 1;
+        for (int g = 0; g < kGroup; ++g) {
+            rows_[g] = query_row(call, split.kv_head, smaller(first_row + g, last_row));
+            row_max_[g] = -kInfinity;
+            row_sum_[g] = 0.0f;
+            load_row(g);
+        }
+        memset(acc_o_, 0, kGroup * acc_stride_ * sizeof(float));
+    }
+
+    void attend(const Block<Element>& block) {
+        const TileRange& mask = sequence_.mask;
+        const TileKind kind =
+            mask.classify(rows_[0].token, rows_[kGroup - 1].token, block.first, block.first + block.n - 1);
+        if (kind == TileKind::kSkipped) return;
+        const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
+        score_block<Element, Dot, kGroup>(block, queries_, query_stride_, call_.params->headdim, scores_);
+        if (modifies_) modify(block);
+        for (int64_t i = block.n * kGroup; i < padded; ++i) scores_[i] = -kInfinity;
+        if (kind == TileKind::kPartial) hide(block);
+        softmax(padded);
+        accumulate_block<Element, Dot, kGroup>(block, probabilities_, acc_o_, acc_stride_, call_.params->headdim_v);
+    }
+
+    // Hands the results of the first n rows to the split.
+    void finish(int64_t first_row, int64_t n) {
+        for (int64_t g = 0; g < n; ++g) {
+            split_.row_max[first_row + g] = row_max_[g];
+            split_.row_sum[first_row + g] = row_sum_[g];
+            float* to = split_.acc_o + (first_row + g) * acc_stride_;
+            const float* from = acc_o_ + g * acc_stride_;
+            for (int64_t c = 0; c < acc_stride_; c += Dot::kChunk) Dot::restore_order(from + c, to + c);
+        }
+    }
+
+private:
+    void load_row(int g) {
+        float wide[kMaxHeaddim + 2 * Vec::kWidth];
+        const int64_t padded = query_stride_ * Dot::kKeysPerStep;
+        load_query<Element>(call_, sequence_, rows_[g], wide, padded);
+        narrow_row(wide, reinterpret_cast<typename Dot::Query*>(queries_ + g * query_stride_), padded);
+    }
+
+    // Row by row, as in prefill: the modifiers of a row are not those of its neighbours.
+    void modify(const Block<Element>& block) {
+        float row[kBlockKeys + Vec::kWidth];
+        for (int g = 0; g < kGroup; ++g) {
+            for (int64_t j = 0; j < block.n; ++j) row[j] = scores_[j * kGroup + g];
+            modify_scores(score_row(call_, sequence_, rows_[g].token, rows_[g].head), row, block.first, block.n);
+            for (int64_t j = 0; j < block.n; ++j) scores_[j * kGroup + g] = row[j];
+        }
+    }
+
+    void hide(const Block<Element>& block) {
+        for (int g = 0; g < kGroup; ++g) {
+            const int64_t begin = sequence_.mask.row_begin(rows_[g].token) - block.first;
+            const int64_t end = sequence_.mask.row_end(rows_[g].token) - block.first;
+            for (int64_t j = 0; j < smaller(begin, block.n); ++j) scores_[j * kGroup + g] = -kInfinity;
+            for (int64_t j = larger(end, 0); j < block.n; ++j) scores_[j * kGroup + g] = -kInfinity;
+        }
+    }
+
+    void softmax(int64_t padded) {
+        Vec highest = load(scores_);
+        for (int64_t i = Vec::kWidth; i < padded; i += Vec::kWidth) highest = maximum(highest, load(scores_ + i));
+        float lanes[Vec::kWidth], shifts[Vec::kWidth];
+        store(lanes, highest * broadcast(scale_));
+        for (int g = 0; g < kGroup; ++g) {
+            float new_max = row_max_[g];
+            for (int i = g; i < Vec::kWidth; i += kGroup) new_max = lanes[i] > new_max ? lanes[i] : new_max;
+            if (new_max != row_max_[g]) {
+                if (row_max_[g] != -kInfinity) rescale(g, exp2(row_max_[g] - new_max));
+                row_max_[g] = new_max;
+            }
+            // A row that has seen no key yet: any finite shift keeps its probabilities 0.
+            for (int i = g; i < Vec::kWidth; i += kGroup) shifts[i] = new_max == -kInfinity ? 0.0f : -new_max;
+        }
+        store(lanes, exponentiate(padded, load(shifts)));
+        for (int i = 0; i < Vec::kWidth; ++i) row_sum_[i % kGroup] += lanes[i];
+    }
+
+    Vec exponentiate(int64_t padded, Vec shift) {
+        const Vec scale = broadcast(scale_);
+        Vec sum = zero();
+        for (int64_t i = 0; i < padded; i += Vec::kWidth) {
+            const Vec p = exp2<Dot::kKeysPerStep == 1>(fma(load(scores_ + i), scale, shift));
+            sum = sum + p;
+            Dot::template store_probabilities<kGroup>(probabilities_, i, p);
+        }
+        return sum;
+    }
+
+    void rescale(int g, float factor) {
+        row_sum_[g] *= factor;
+        float* acc_o = acc_o_ + g * acc_stride_;
+        for (int64_t c = 0; c < acc_stride_; c += Vec::kWidth) store(acc_o + c, load(acc_o + c) * broadcast(factor));
+    }
+
+    const Call& call_;
+    const DecodeSplit& split_;
+    const Sequence& sequence_;
+    const bool modifies_;
+    const float scale_;
+    const int64_t query_stride_, acc_stride_;
+    QueryRow rows_[kGroup];
+    float row_max_[kGroup], row_sum_[kGroup];
+    alignas(64) float queries_[kGroup * kMaxHeaddim];
+    alignas(64) float acc_o_[kGroup * kMaxHeaddim];
+    // One step may read the probability of the key after the last: it is 0.
+    alignas(64) float scores_[kBlockKeys * kGroup + Vec::kWidth];
+    alignas(64) float probabilities_[kBlockKeys * kGroup + Vec::kWidth];
+};
+
+template <class Element, class Dot, int kGroup>
+static void decode_rows(const Call& call, const DecodeSplit& split, int64_t first_row, int64_t n) {
+    const Sequence& s = call.sequences[split.sequence];
+    const Rows k = call.keys(s, split.kv_head), v = call.values(s, split.kv_head);
+    DecodeGroup<Element, Dot, kGroup> group(call, split, first_row);
+    const int64_t first_token = query_row(call, split.kv_head, first_row).token;
+    const int64_t last_token = query_row(call, split.kv_head, first_row + n - 1).token;
+    const int64_t begin = larger(split.key_begin, s.mask.row_begin(first_token));
+    const int64_t end = smaller(split.key_end, s.mask.row_end(last_token));
+    Block<Element> block;
+    for (int64_t key = begin; key < end; key += kBlockKeys) {
+        block.locate(k, v, key, end);
+        group.attend(block);
+    }
+    group.finish(first_row, n);
+}
+
+template <class Element, class Dot>
+static void decode_split(const Call& call, const DecodeSplit& split) {
+    const int64_t rows = call.rows(call.sequences[split.sequence]);
+    for (int64_t row = 0; row < rows; row += kMaxGroup) {
+        const int64_t n = smaller(kMaxGroup, rows - row);
+        if (n == 1) {
+            decode_rows<Element, Dot, 1>(call, split, row, n);
+        } else if (n == 2) {
+            decode_rows<Element, Dot, 2>(call, split, row, n);
+        } else if (n <= 4) {
+            decode_rows<Element, Dot, 4>(call, split, row, n);
+        } else {
+            decode_rows<Element, Dot, kMaxGroup>(call, split, row, n);
+        }
+    }
+}
+
+// Exact merge of the splits of one key head, by the running maxima and sums of each.
+template <class Element>
+static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t columns) {
+    const Sequence& s = call.sequences[splits[0].sequence];
+    float acc_o[kMaxHeaddim + 2 * Vec::kWidth];
+    for (int64_t row = 0; row < call.rows(s); ++row) {
+        float row_max = -kInfinity, row_sum = 0.0f;
+        for (int64_t i = 0; i < num_splits; ++i)
+            row_max = splits[i].row_max[row] > row_max ? splits[i].row_max[row] : row_max;
+        memset(acc_o, 0, columns * sizeof(float));
+        for (int64_t i = 0; i < num_splits && row_max > -kInfinity; ++i) {
+            const float weight = exp2(splits[i].row_max[row] - row_max);
+            const float* from = splits[i].acc_o + row * columns;
+            row_sum += weight * splits[i].row_sum[row];
+            for (int64_t c = 0; c < columns; c += Vec::kWidth)
+                store(acc_o + c, fma(load(from + c), broadcast(weight), load(acc_o + c)));
+        }
+        store_result<Element>(call, s, query_row(call, splits[0].kv_head, row), acc_o, row_max, row_sum);
+    }
+}
+
+}  // namespace FA_NAMESPACE

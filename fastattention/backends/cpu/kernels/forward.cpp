@@ -1,0 +1,252 @@
+#include "forward.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "arena.hpp"
+#include "thread_pool.hpp"
+
+namespace fastattention {
+namespace {
+
+// Up to this many query rows of a key head are served from the keys where they lie; more pay for repacking them.
+constexpr int64_t kDecodeRows = 16;
+// Keys of a decode split: short enough to balance threads, long enough that merging is a few percent. Chosen from the
+// lengths alone, never from the number of threads, so that results do not depend on it.
+constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 2048, kWantedSplits = 256;
+// Heads are packed and processed in waves of about this many bytes, so that working memory does not grow with the batch.
+constexpr int64_t kWaveBytes = int64_t{32} << 20;
+// Multiply-adds below which waking another thread costs more than it saves: about 15 microseconds of work.
+constexpr double kSerialWork = 5e5;
+
+int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+struct KeyRange {
+    int64_t begin, end;
+    int64_t size() const { return std::max<int64_t>(end - begin, 0); }
+};
+
+// Keys that any query of the sequence sees.
+KeyRange visible_keys(const TileRange& mask) {
+    if (mask.seqlen_q == 0) return {0, 0};
+    return {mask.row_begin(0), mask.row_end(mask.seqlen_q - 1)};
+}
+
+Rows cache_rows(const FaAttentionParams& p, void* base, int64_t stride_batch, int64_t stride_row, int64_t batch,
+                int64_t element_size) {
+    const int64_t pad = p.cache_leftpad ? p.cache_leftpad[batch] : 0;
+    Rows rows{static_cast<char*>(base), stride_row * element_size, nullptr, 0, 0, 0};
+    if (p.block_table != nullptr) {
+        rows.pages = p.block_table + batch * p.block_table_stride;
+        rows.page_size = p.page_block_size;
+        rows.stride_page = stride_batch * element_size;
+        rows.first = pad;
+    } else if (p.cu_seqlens_k != nullptr) {
+        rows.base += p.cu_seqlens_k[batch] * rows.stride_row;
+    } else {
+        const int64_t row = p.cache_batch_idx ? p.cache_batch_idx[batch] : batch;
+        rows.base += row * stride_batch * element_size + pad * rows.stride_row;
+    }
+    return rows;
+}
+
+Sequence make_sequence(const FaAttentionParams& p, int64_t batch, int64_t element_size) {
+    Sequence s{};
+    s.batch = batch;
+    int64_t seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k, first_q = 0;
+    if (p.cu_seqlens_q != nullptr) {
+        first_q = p.cu_seqlens_q[batch];
+        seqlen_q = p.cu_seqlens_q[batch + 1] - first_q;
+        seqlen_k = p.cu_seqlens_k[batch + 1] - p.cu_seqlens_k[batch];
+    }
+    if (p.cache_seqlens != nullptr) {
+        s.cache_seqlen = p.cache_seqlens[batch];
+        seqlen_k = s.cache_seqlen + p.seqlen_new - (p.cache_leftpad ? p.cache_leftpad[batch] : 0);
+    }
+    s.mask = {seqlen_q, seqlen_k, p.window_left, p.window_right};
+    s.q = static_cast<const char*>(p.q) + (batch * p.q_stride_batch + first_q * p.q_stride_row) * element_size;
+    s.out = static_cast<char*>(p.out) + (batch * p.out_stride_batch + first_q * p.out_stride_row) * element_size;
+    s.k = cache_rows(p, p.k, p.k_stride_batch, p.k_stride_row, batch, element_size);
+    s.v = cache_rows(p, p.v, p.v_stride_batch, p.v_stride_row, batch, element_size);
+    if (p.lse != nullptr) s.lse = p.lse + batch * p.lse_stride_batch + first_q;
+    if (p.alibi_slopes != nullptr) s.alibi = p.alibi_slopes + batch * p.alibi_stride_batch;
+    if (p.attn_bias != nullptr) {
+        const int64_t size = p.bias_dtype == FA_FLOAT32 ? 4 : 2;
+        s.bias = static_cast<const char*>(p.attn_bias) + (batch * p.bias_stride_batch + first_q * p.bias_stride_row) * size;
+    }
+    return s;
+}
+
+class Forward {
+public:
+    Forward(const Kernels& kernels, const FaAttentionParams& p) : kernels_(kernels), p_(p) {
+        call_ = {&p, p.nheads / p.nheads_k, p.dtype == FA_FLOAT32 ? 4 : 2, nullptr};
+        sequences_.reserve(p.batch_size);
+        double work = 0.0;
+        for (int64_t b = 0; b < p.batch_size; ++b) {
+            sequences_.push_back(make_sequence(p, b, call_.element_size));
+            const Sequence& s = sequences_.back();
+            work += static_cast<double>(s.mask.seqlen_q) * visible_keys(s.mask).size() * p.nheads * (p.headdim + p.headdim_v);
+        }
+        call_.sequences = sequences_.data();
+        num_threads_ = work < kSerialWork ? 1 : static_cast<int>(p.num_threads);
+    }
+
+    bool run() {
+        append();
+        return decode() && prefill();
+    }
+
+private:
+    bool is_decode(const Sequence& s) const {
+        return call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0;
+    }
+
+    void append() {
+        const int64_t tokens = p_.seqlen_new;
+        if (tokens == 0) return;
+        // A token is quick to copy: threads pay only when there are many.
+        const int threads = tokens * p_.batch_size < 16 ? 1 : num_threads_;
+        parallel_for(p_.batch_size * tokens, threads, [&](int64_t index, int) {
+            kernels_.append_token(call_, sequences_[index / tokens], index % tokens);
+        });
+    }
+
+    // Keys of a split, for the sequences that are decoded.
+    int64_t split_keys() const {
+        int64_t keys = 0;
+        for (const Sequence& s : sequences_)
+            if (is_decode(s)) keys += visible_keys(s.mask).size() * p_.nheads_k;
+        return std::clamp(divide_up(divide_up(keys, kWantedSplits), 128) * 128, kMinSplitKeys, kMaxSplitKeys);
+    }
+
+    // Splits of one head lie together, in `splits_`; `order_` runs through the heads first, since neighbouring heads of a
+    // token share memory pages.
+    void plan_splits() {
+        const int64_t wanted = split_keys();
+        for (int64_t i = 0; i < p_.batch_size; ++i) {
+            const Sequence& s = sequences_[i];
+            if (!is_decode(s) || s.mask.seqlen_q == 0) continue;
+            const KeyRange keys = visible_keys(s.mask);
+            const int64_t step =
+                std::max<int64_t>(p_.num_splits > 0 ? divide_up(keys.size(), p_.num_splits) : wanted, 1);
+            const int64_t count = std::max<int64_t>(divide_up(keys.size(), step), 1);
+            const int64_t first = static_cast<int64_t>(splits_.size());
+            for (int64_t head = 0; head < p_.nheads_k; ++head) {
+                heads_.push_back(static_cast<int64_t>(splits_.size()));
+                for (int64_t j = 0; j < count; ++j) {
+                    const int64_t begin = keys.begin + j * step;
+                    splits_.push_back({i, head, begin, std::min(begin + step, keys.end), nullptr, nullptr, nullptr});
+                }
+            }
+            for (int64_t j = 0; j < count; ++j)
+                for (int64_t head = 0; head < p_.nheads_k; ++head) order_.push_back(first + head * count + j);
+        }
+        heads_.push_back(static_cast<int64_t>(splits_.size()));
+    }
+
+    bool decode() {
+        plan_splits();
+        if (splits_.empty()) return true;
+        const int64_t columns = kernels_.decode_columns(p_);
+        int64_t floats = 0;
+        for (const DecodeSplit& split : splits_) floats += call_.rows(sequences_[split.sequence]) * (columns + 2);
+        Arena arena(floats * sizeof(float));
+        if (arena.data() == nullptr) return false;
+        float* at = reinterpret_cast<float*>(arena.data());
+        for (DecodeSplit& split : splits_) {
+            const int64_t rows = call_.rows(sequences_[split.sequence]);
+            split.acc_o = at;
+            split.row_max = split.acc_o + rows * columns;
+            split.row_sum = split.row_max + rows;
+            at = split.row_sum + rows;
+        }
+        parallel_for(static_cast<int64_t>(order_.size()), num_threads_,
+                     [&](int64_t index, int) { kernels_.decode_split(call_, splits_[order_[index]]); });
+        // A merge is worth another thread only when there is a lot to merge.
+        const int threads = floats < (int64_t{1} << 18) ? 1 : num_threads_;
+        parallel_for(static_cast<int64_t>(heads_.size()) - 1, threads, [&](int64_t index, int) {
+            kernels_.decode_merge(call_, &splits_[heads_[index]], heads_[index + 1] - heads_[index]);
+        });
+        return true;
+    }
+
+    // A head of prefill and the panels of it that some query sees.
+    struct Job {
+        PackedHead head;
+        int64_t first_panel, end_panel;
+        int64_t floats;  // of packed keys, then of values
+        int64_t tiles;
+    };
+
+    bool prefill() {
+        std::vector<Job> jobs;
+        const PackGeometry g = kernels_.pack_geometry(p_);
+        for (int64_t i = 0; i < p_.batch_size; ++i) {
+            const Sequence& s = sequences_[i];
+            if (is_decode(s)) continue;
+            const KeyRange keys = visible_keys(s.mask);
+            const int64_t first = keys.begin / g.panel, end = divide_up(keys.end, g.panel);
+            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_columns / g.keys_per_unit);
+            const int64_t tiles = divide_up(call_.rows(s), g.tile_rows);
+            for (int64_t head = 0; head < p_.nheads_k; ++head)
+                jobs.push_back({{i, head, nullptr, nullptr}, first, end, floats, tiles});
+        }
+        for (size_t begin = 0, end; begin < jobs.size(); begin = end) {
+            int64_t floats = jobs[begin].floats;
+            for (end = begin + 1; end < jobs.size() && (floats + jobs[end].floats) * 4 <= kWaveBytes; ++end)
+                floats += jobs[end].floats;
+            if (!run_wave(g, &jobs[begin], static_cast<int64_t>(end - begin), floats)) return false;
+        }
+        return true;
+    }
+
+    bool run_wave(const PackGeometry& g, Job* jobs, int64_t count, int64_t floats) {
+        // Whole cache lines for each thread.
+        const int64_t scratch = divide_up(g.scratch_floats, 16) * 16;
+        Arena arena((scratch * num_threads_ + floats) * sizeof(float));
+        if (arena.data() == nullptr) return false;
+        float* working = reinterpret_cast<float*>(arena.data());
+        float* packed = working + scratch * num_threads_;
+        std::vector<int64_t> panels{0}, tiles{0};
+        for (int64_t i = 0; i < count; ++i) {
+            Job& job = jobs[i];
+            const int64_t keys = (job.end_panel - job.first_panel) * g.panel;
+            // Kernels address both by key from key 0 on, whether or not the first panels are needed.
+            job.head.keys = packed - job.first_panel * g.panel * g.key_units;
+            job.head.values = packed + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
+            packed += job.floats;
+            panels.push_back(panels.back() + job.end_panel - job.first_panel);
+            tiles.push_back(tiles.back() + job.tiles);
+        }
+        auto find = [](const std::vector<int64_t>& starts, int64_t index) {
+            return std::upper_bound(starts.begin(), starts.end(), index) - starts.begin() - 1;
+        };
+        parallel_for(panels.back(), num_threads_, [&](int64_t index, int) {
+            const auto i = find(panels, index);
+            kernels_.pack_panel(call_, jobs[i].head, jobs[i].first_panel + index - panels[i]);
+        });
+        // The last tiles of a causal head have the most keys: they go first, so that threads finish together.
+        parallel_for(tiles.back(), num_threads_, [&](int64_t index, int slot) {
+            const auto i = find(tiles, index);
+            const int64_t tile = tiles[i + 1] - 1 - index;
+            kernels_.prefill_tile(call_, jobs[i].head, tile * g.tile_rows, working + slot * scratch);
+        });
+        return true;
+    }
+
+    const Kernels& kernels_;
+    const FaAttentionParams& p_;
+    Call call_;
+    std::vector<Sequence> sequences_;
+    int num_threads_ = 1;
+    std::vector<DecodeSplit> splits_;
+    std::vector<int64_t> order_;  // of splits
+    std::vector<int64_t> heads_;  // first split of each head, and the end
+};
+
+}  // namespace
+
+bool forward(const Kernels& kernels, const FaAttentionParams& params) { return Forward(kernels, params).run(); }
+
+}  // namespace fastattention

@@ -1,0 +1,79 @@
+#include "isa.hpp"
+
+#include <vector>
+
+#ifdef FA_BUILD_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace generic {
+extern const fastattention::Kernels kernels;
+}
+#ifdef FA_BUILD_X86
+namespace avx2 {
+extern const fastattention::Kernels kernels;
+}
+namespace avx512 {
+extern const fastattention::Kernels kernels;
+}
+namespace avx512_bf16 {
+extern const fastattention::Kernels kernels;
+}
+namespace amx_bf16 {
+extern const fastattention::Kernels kernels;
+}
+#endif
+
+namespace fastattention {
+namespace {
+
+#ifdef FA_BUILD_X86
+// Bits of CPUID leaf 7 that __builtin_cpu_supports of older compilers does not know.
+bool leaf7_bit(unsigned subleaf, int reg, int bit) {
+    unsigned regs[4] = {};
+    if (!__get_cpuid_count(7, subleaf, &regs[0], &regs[1], &regs[2], &regs[3])) return false;
+    return regs[reg] >> bit & 1;
+}
+
+// Linux keeps AMX's large registers from a process until it asks for them.
+bool may_use_amx() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+std::vector<const Kernels*> detect() {
+    std::vector<const Kernels*> found{&generic::kernels};
+#ifdef FA_BUILD_X86
+    __builtin_cpu_init();
+    constexpr int kEax = 0, kEdx = 3;
+    // __builtin_cpu_supports also asks whether the operating system saves the registers.
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    unsigned regs[4] = {};
+    const bool f16c = __get_cpuid(1, &regs[0], &regs[1], &regs[2], &regs[3]) && (regs[2] >> 29 & 1);
+    if (!avx2 || !f16c) return found;
+    found.push_back(&avx2::kernels);
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
+        !__builtin_cpu_supports("avx512dq"))
+        return found;
+    found.push_back(&avx512::kernels);
+    if (!leaf7_bit(1, kEax, 5)) return found;
+    found.push_back(&avx512_bf16::kernels);
+    if (leaf7_bit(0, kEdx, 22) && leaf7_bit(0, kEdx, 24) && may_use_amx()) found.push_back(&amx_bf16::kernels);
+#endif
+    return found;
+}
+
+const std::vector<const Kernels*>& isas() {
+    static const std::vector<const Kernels*> found = detect();
+    return found;
+}
+
+}  // namespace
+
+int num_isas() { return static_cast<int>(isas().size()); }
+const Kernels& isa_kernels(int index) { return *isas()[index]; }
+
+}  // namespace fastattention

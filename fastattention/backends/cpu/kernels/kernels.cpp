@@ -1,0 +1,105 @@
+// The kernels of one instruction set. The build compiles this file once for each, with that set's compiler flags and
+//   FA_NAMESPACE     the namespace of its code, also its name
+//   FA_SIMD_HEADER   its vectors
+//   FA_HAS_BF16_DOT  when it multiplies pairs of bfloat16
+#include FA_SIMD_HEADER
+
+#include "plan.hpp"
+
+namespace FA_NAMESPACE {
+using namespace fastattention;
+}
+
+#include "math.hpp"
+// In this order: each uses those above it.
+#include "rows.hpp"
+#include "scores.hpp"
+#include "append.hpp"
+#include "gemm.hpp"
+#include "prefill.hpp"
+#include "decode.hpp"
+#include "peaks.hpp"
+
+namespace FA_NAMESPACE {
+
+// Which type and unit serve each element type: the one place that decides.
+template <class ElementType, class UnitType, class DotType>
+struct Path {
+    using Element = ElementType;
+    using Unit = UnitType;
+    using Dot = DotType;
+};
+
+template <class Use>
+FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
+    if (p.dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
+    if (p.dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>>{});
+#ifdef FA_HAS_BF16_DOT
+    return use(Path<Bfloat16, Bfloat16Pair, Paired>{});
+#else
+    return use(Path<Bfloat16, FloatUnit, Wide<Bfloat16>>{});
+#endif
+}
+
+static PackGeometry pack_geometry_of(const FaAttentionParams& params) {
+    return with_path(params, [&](auto path) { return pack_geometry<typename decltype(path)::Unit>(params); });
+}
+
+static void pack_panel_of(const Call& call, const PackedHead& head, int64_t panel) {
+    with_path(*call.params, [&](auto path) {
+        using Path = decltype(path);
+        pack_panel<typename Path::Element>(call, head, panel, typename Path::Unit{});
+    });
+}
+
+static void prefill_tile_of(const Call& call, const PackedHead& head, int64_t first_row, float* scratch) {
+    with_path(*call.params, [&](auto path) {
+        using Path = decltype(path);
+        prefill_tile<typename Path::Element, typename Path::Unit>(call, head, first_row, scratch);
+    });
+}
+
+static int64_t decode_columns_of(const FaAttentionParams& params) {
+    return with_path(params, [&](auto path) { return round_up(params.headdim_v, decltype(path)::Dot::kChunk); });
+}
+
+static void decode_split_of(const Call& call, const DecodeSplit& split) {
+    with_path(*call.params, [&](auto path) {
+        using Path = decltype(path);
+        decode_split<typename Path::Element, typename Path::Dot>(call, split);
+    });
+}
+
+static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t num_splits) {
+    with_path(*call.params, [&](auto path) {
+        decode_merge<typename decltype(path)::Element>(call, splits, num_splits, decode_columns_of(*call.params));
+    });
+}
+
+static void append_token_of(const Call& call, const Sequence& sequence, int64_t token) {
+    with_path(*call.params, [&](auto path) { append_token<typename decltype(path)::Element>(call, sequence, token); });
+}
+
+#define FA_STRING(name) #name
+#define FA_NAME_OF(name) FA_STRING(name)
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    FA_NAME_OF(FA_NAMESPACE),
+    pack_geometry_of,
+    pack_panel_of,
+    prefill_tile_of,
+    decode_columns_of,
+    decode_split_of,
+    decode_merge_of,
+    append_token_of,
+    fma_loop,
+#ifdef FA_HAS_BF16_DOT
+    bf16_dot_loop,
+#else
+    nullptr,
+#endif
+    read_loop,
+};
+
+}  // namespace FA_NAMESPACE

@@ -1,0 +1,57 @@
+// Vector exponential and hyperbolic tangent. Error bounds are those of docs/numerics.md, which tests measure.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+// 2^x for x <= 127, exact 0 for x below -160 and for -inf. Relative error below 2e-7 (kPrecise) or 1e-4 (for a result that
+// is rounded to bfloat16 anyway). Minimax polynomials of 2^f on [-1/2, 1/2].
+template <bool kPrecise = true>
+FA_INLINE Vec exp2(Vec x) {
+    x = maximum(x, broadcast(-160.0f));
+    const Vec n = round_nearest(x);
+    const Vec f = x - n;
+    Vec p;
+    if (kPrecise) {
+        p = broadcast(1.326472691e-3f);
+        p = fma(p, f, broadcast(9.671512660e-3f));
+        p = fma(p, f, broadcast(5.550733744e-2f));
+        p = fma(p, f, broadcast(2.402224208e-1f));
+        p = fma(p, f, broadcast(6.931469776e-1f));
+        p = fma(p, f, broadcast(1.0f));
+    } else {
+        p = broadcast(5.517166494e-2f);
+        p = fma(p, f, broadcast(2.426111219e-1f));
+        p = fma(p, f, broadcast(6.932609862e-1f));
+        p = fma(p, f, broadcast(9.999280736e-1f));
+    }
+    return scale_exponent(p, n);
+}
+
+FA_INLINE float exp2(float x) {
+    float lanes[Vec::kWidth];
+    store(lanes, exp2<true>(broadcast(x)));
+    return lanes[0];
+}
+
+// Odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
+FA_INLINE Vec tanh(Vec x) {
+    const Vec magnitude = absolute(x);
+    const Vec square = x * x;
+    Vec small = broadcast(-5.70498872745e-3f);
+    small = fma(small, square, broadcast(2.06390887954e-2f));
+    small = fma(small, square, broadcast(-5.37397155531e-2f));
+    small = fma(small, square, broadcast(1.33314422036e-1f));
+    small = fma(small, square, broadcast(-3.33332819422e-1f));
+    small = fma(small * square, x, x);
+    // Beyond 10 the result is 1 in float32; the bound also keeps 2^x finite.
+    const Vec bounded = broadcast(0.0f) - maximum(broadcast(-10.0f), broadcast(0.0f) - magnitude);
+    const Vec power = exp2<true>(bounded * broadcast(2.0f * kLog2E));
+    Vec large = broadcast(1.0f) - broadcast(2.0f) / (power + broadcast(1.0f));
+    large = select_less(x, broadcast(0.0f), broadcast(0.0f) - large, large);
+    return select_less(magnitude, broadcast(0.625f), small, large);
+}
+
+// log2 of a positive float: only used once a row.
+FA_INLINE float log2(float x) { return __builtin_log2f(x); }
+
+}  // namespace FA_NAMESPACE

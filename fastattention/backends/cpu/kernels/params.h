@@ -1,0 +1,58 @@
+// The C interface of the library. Every field is eight bytes wide, so that the layout is the same for every compiler and
+// for ctypes; fastattention/backends/cpu/library.py repeats the fields in this order, and a test compares the two.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Element types of tensors.
+enum { FA_FLOAT32 = 0, FA_BFLOAT16 = 1, FA_FLOAT16 = 2 };
+
+// One attention call. Strides are in elements, sizes in elements or tokens; absent tensors are null.
+typedef struct FaAttentionParams {
+    const void* q;    // (batch_size, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim)
+    void* k;          // (batch_size, seqlen_k, nheads_k, headdim), packed, a cache, or pages; written when k_new is given
+    void* v;          // as k with headdim_v
+    void* out;        // as q with headdim_v
+    float* lse;       // (batch_size, nheads, seqlen_q), packed (nheads, total_q), or null
+    const void* k_new;  // (batch_size, seqlen_new, nheads_k, headdim)
+    const void* v_new;  // (batch_size, seqlen_new, nheads_k, headdim_v)
+    const void* rotary_cos;  // (seqlen_rotary, rotary_dim / 2), contiguous
+    const void* rotary_sin;
+    const int32_t* cu_seqlens_q;     // (batch_size + 1)
+    const int32_t* cu_seqlens_k;     // (batch_size + 1)
+    const int32_t* cache_seqlens;    // (batch_size), before the append
+    const int32_t* cache_batch_idx;  // (batch_size)
+    const int32_t* cache_leftpad;    // (batch_size)
+    const int32_t* block_table;      // (batch_size, max_blocks_per_seq)
+    const float* alibi_slopes;       // (nheads) or (batch_size, nheads)
+    const float* sinks;              // (nheads)
+    const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), packed (1, nheads, total_q, max_seqlen_k)
+    int64_t dtype;                   // of q, k, v, out and the rotary tables
+    int64_t bias_dtype;
+    int64_t batch_size, seqlen_q, seqlen_k, seqlen_new;
+    int64_t nheads, nheads_k, headdim, headdim_v;
+    int64_t page_block_size;  // 0 when k and v are not paged
+    int64_t q_stride_batch, q_stride_row, q_stride_head;
+    int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a cache row or of a page
+    int64_t v_stride_batch, v_stride_row, v_stride_head;
+    int64_t out_stride_batch, out_stride_row, out_stride_head;
+    int64_t lse_stride_batch, lse_stride_head;
+    int64_t k_new_stride_batch, k_new_stride_row, k_new_stride_head;
+    int64_t v_new_stride_batch, v_new_stride_row, v_new_stride_head;
+    int64_t block_table_stride, alibi_stride_batch;
+    int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
+    int64_t window_left, window_right;  // -1 unlimited
+    int64_t rotary_dim, rotary_interleaved;
+    int64_t num_splits;   // 0: chosen from the lengths
+    int64_t num_threads;  // the caller's included
+    double softmax_scale;
+    double softcap;  // 0 is off
+} FaAttentionParams;
+
+#ifdef __cplusplus
+}
+#endif

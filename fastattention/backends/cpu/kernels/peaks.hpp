@@ -1,0 +1,54 @@
+// Loops that run at the limits of a core: what `fastattention bench` measures fractions of.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+// Independent accumulators, enough to cover the latency of an instruction on every pipe.
+static constexpr int kChains = 12;
+
+template <class Step>
+FA_INLINE float run_chains(int64_t iterations, Step&& step) {
+    Vec acc[kChains];
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) acc[i] = broadcast(static_cast<float>(i));
+    for (int64_t iteration = 0; iteration < iterations; ++iteration) {
+#pragma GCC unroll 12
+        for (int i = 0; i < kChains; ++i) acc[i] = step(acc[i]);
+    }
+    float sum = 0.0f;
+    for (int i = 0; i < kChains; ++i) sum += reduce_add(acc[i]);
+    return sum;
+}
+
+static double fma_loop(int64_t iterations) {
+    // Opaque to the compiler, and neither overflowing nor denormal.
+    volatile float factor_value = 0.5f, term_value = 0.25f;
+    const Vec factor = broadcast(factor_value), term = broadcast(term_value);
+    volatile float sink = run_chains(iterations, [&](Vec acc) { return fma(acc, factor, term); });
+    (void)sink;
+    return 2.0 * kChains * Vec::kWidth * static_cast<double>(iterations);
+}
+
+#ifdef FA_HAS_BF16_DOT
+static double bf16_dot_loop(int64_t iterations) {
+    volatile float ones_value = 1.00196078f;  // as bits: two bfloat16 near 1
+    const Vec ones = broadcast(ones_value);
+    volatile float sink = run_chains(iterations, [&](Vec acc) { return dot_pairs(acc, ones, ones); });
+    (void)sink;
+    return 4.0 * kChains * Vec::kWidth * static_cast<double>(iterations);
+}
+#endif
+
+// Reads bytes as fast as memory gives them.
+static uint64_t read_loop(const char* data, int64_t bytes) {
+    constexpr int64_t kStep = 4 * Vec::kWidth * sizeof(float);
+    Vec acc[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t at = 0; at + kStep <= bytes; at += kStep) {
+        for (int64_t line = 0; line < kStep; line += 64) prefetch(data + at + 4096 + line);
+        for (int i = 0; i < 4; ++i)
+            acc[i] = maximum(acc[i], load(reinterpret_cast<const float*>(data + at) + i * Vec::kWidth));
+    }
+    return static_cast<uint64_t>(reduce_max(maximum(maximum(acc[0], acc[1]), maximum(acc[2], acc[3]))) > 0.0f);
+}
+
+}  // namespace FA_NAMESPACE

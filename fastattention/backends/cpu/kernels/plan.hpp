@@ -1,0 +1,130 @@
+// What the driver (forward.cpp) hands to the kernels of an instruction set, and the table through which it calls them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Compiled for several instruction sets: an out-of-line copy of these functions could end up on a processor without them.
+#define FA_HOST_DEVICE __attribute__((always_inline))
+#include "../../common/tile_range.hpp"
+#include "params.h"
+
+namespace fastattention {
+
+// Rows of one head of keys or values of one sequence, wherever they lie.
+struct Rows {
+    char* base;            // row 0, or page 0 when paged
+    int64_t stride_row;    // in bytes
+    const int32_t* pages;  // null when the rows are equally spaced
+    int64_t page_size;     // tokens
+    int64_t stride_page;   // in bytes
+    int64_t first;         // cache position of row 0 when paged
+
+    FA_HOST_DEVICE char* operator()(int64_t row) const {
+        char* address;
+        addresses(row, 1, &address);
+        return address;
+    }
+
+    // Addresses of rows row ... row + n - 1.
+    FA_HOST_DEVICE void addresses(int64_t row, int64_t n, char** to) const {
+        if (pages == nullptr) {
+            for (int64_t i = 0; i < n; ++i) to[i] = base + (row + i) * stride_row;
+            return;
+        }
+        int64_t page = (first + row) / page_size, slot = (first + row) % page_size;
+        for (int64_t i = 0; i < n; ++page, slot = 0) {
+            char* at = base + pages[page] * stride_page + slot * stride_row;
+            for (; slot < page_size && i < n; ++slot, ++i, at += stride_row) to[i] = at;
+        }
+    }
+
+    // The same rows of another head, `offset` bytes further on.
+    FA_HOST_DEVICE Rows shifted(int64_t offset) const {
+        Rows other = *this;
+        other.base += offset;
+        return other;
+    }
+};
+
+// One sequence of the batch. Pointers are to its first query token and its head 0; the strides are in Call's params.
+struct Sequence {
+    TileRange mask;  // also holds seqlen_q and seqlen_k, the keys after an append
+    const char* q;
+    Rows k, v;
+    char* out;
+    float* lse;             // null when not asked for
+    const char* bias;       // null without
+    const float* alibi;     // slopes of all heads, null without
+    int64_t cache_seqlen;   // tokens before the append, left padding included: the rotary position of query 0
+    int64_t batch;
+};
+
+// All calls share this view of the arguments.
+struct Call {
+    const FaAttentionParams* params;
+    int64_t group_size;    // query heads that share a key head
+    int64_t element_size;  // bytes of an element of q, k, v, out
+    const Sequence* sequences;
+
+    FA_HOST_DEVICE Rows keys(const Sequence& s, int64_t kv_head) const {
+        return s.k.shifted(kv_head * params->k_stride_head * element_size);
+    }
+    FA_HOST_DEVICE Rows values(const Sequence& s, int64_t kv_head) const {
+        return s.v.shifted(kv_head * params->v_stride_head * element_size);
+    }
+
+    // A row is one query token of one query head. Rows of the heads that share a key head are processed together: row r
+    // of a group is token r / group_size of head kv_head * group_size + r % group_size.
+    FA_HOST_DEVICE int64_t rows(const Sequence& s) const { return s.mask.seqlen_q * group_size; }
+};
+
+// Keys and values of one head of one sequence, repacked for the matrix products of prefill. A unit is 32 bits: one float,
+// or two neighbouring bfloat16 (of a key's head dimension, or of two keys' values).
+struct PackedHead {
+    int64_t sequence;
+    int64_t kv_head;
+    float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
+    float* values;  // (units of keys, headdim_v padded)
+};
+
+// How an instruction set packs for a dtype and head dimension, in the units above.
+struct PackGeometry {
+    int64_t panel;           // keys a panel holds; packing is done a panel at a time
+    int64_t key_units;       // units of one key
+    int64_t keys_per_unit;   // keys that share a unit of values
+    int64_t value_columns;   // headdim_v padded
+    int64_t tile_rows;       // query rows of a tile
+    int64_t scratch_floats;  // working memory of a thread
+};
+
+// The partial result of one split of a decode: `rows` running maxima (in log2 units), sums and unnormalised outputs.
+struct DecodeSplit {
+    int64_t sequence;
+    int64_t kv_head;
+    int64_t key_begin, key_end;
+    float* row_max;  // (rows)
+    float* row_sum;  // (rows)
+    float* acc_o;    // (rows, headdim_v padded to the vector width)
+};
+
+struct Kernels {
+    const char* name;
+
+    PackGeometry (*pack_geometry)(const FaAttentionParams& params);
+    void (*pack_panel)(const Call& call, const PackedHead& head, int64_t panel);
+    void (*prefill_tile)(const Call& call, const PackedHead& head, int64_t first_row, float* scratch);
+
+    int64_t (*decode_columns)(const FaAttentionParams& params);  // row length of DecodeSplit::acc_o
+    void (*decode_split)(const Call& call, const DecodeSplit& split);
+    void (*decode_merge)(const Call& call, const DecodeSplit* splits, int64_t num_splits);
+
+    void (*append_token)(const Call& call, const Sequence& sequence, int64_t token);
+
+    // Loops that measure the limits of a core, see peaks.cpp; null where the instruction does not exist.
+    double (*fma_loop)(int64_t iterations);  // returns the floating-point operations it did
+    double (*bf16_dot_loop)(int64_t iterations);
+    uint64_t (*read_loop)(const char* data, int64_t bytes);
+};
+
+}  // namespace fastattention

@@ -1,0 +1,242 @@
+// Prefill: many query rows against packed keys and values, tile by tile with an online softmax.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+static constexpr int64_t kTileRows = 48;  // a multiple of kRows
+// Keys of a tile: with K and V of 128 floats, 256 KB, a quarter of a 1 MB second-level cache, read by 8 blocks of rows.
+static constexpr int64_t kTileKeys = 256;
+// Rows of the score and query tiles are padded so that they do not all fall into the same cache sets.
+static constexpr int64_t kRowPadding = 16;
+static constexpr int64_t kScoreStride = kTileKeys + kRowPadding;
+
+template <class Unit>
+FA_INLINE PackGeometry pack_geometry(const FaAttentionParams& p) {
+    PackGeometry g;
+    g.panel = kPanel;
+    g.key_units = (p.headdim + Unit::kElements - 1) / Unit::kElements;
+    g.keys_per_unit = Unit::kElements;
+    g.value_columns = round_up(p.headdim_v, Vec::kWidth);
+    g.tile_rows = kTileRows;
+    const int64_t query_stride = g.key_units + kRowPadding;
+    // A query is widened before it is narrowed to pairs: the last row needs room for that.
+    g.scratch_floats = kTileRows * (query_stride + kScoreStride + g.value_columns + Vec::kWidth) + kMaxHeaddim;
+    return g;
+}
+
+// Packs one panel of keys, transposed, and the values of the same keys. Keys past the end become zeros: their scores are
+// masked, and zeros keep whatever follows the sequence in memory out of the products.
+template <class Element>
+static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, FloatUnit) {
+    const FaAttentionParams& p = *call.params;
+    const PackGeometry g = pack_geometry<FloatUnit>(p);
+    const int64_t first = panel * kPanel;
+    const Sequence& s = call.sequences[head.sequence];
+    const Rows k = call.keys(s, head.kv_head), v = call.values(s, head.kv_head);
+    const int64_t n = smaller(kPanel, s.mask.seqlen_k - first);
+    float* keys = head.keys + first * g.key_units;
+    float* values = head.values + first * g.value_columns;
+    float wide[kMaxHeaddim + Vec::kWidth];
+    for (int64_t j = 0; j < kPanel; ++j) {
+        if (j >= n) {
+            for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = 0.0f;
+            for (int64_t c = 0; c < g.value_columns; ++c) values[j * g.value_columns + c] = 0.0f;
+            continue;
+        }
+        widen_row(reinterpret_cast<const Element*>(k(first + j)), wide, p.headdim, p.headdim);
+        for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = wide[u];
+        widen_row(reinterpret_cast<const Element*>(v(first + j)), values + j * g.value_columns, p.headdim_v, g.value_columns);
+    }
+}
+
+#ifdef FA_HAS_BF16_DOT
+template <class Element>
+static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, Bfloat16Pair) {
+    const FaAttentionParams& p = *call.params;
+    const PackGeometry g = pack_geometry<Bfloat16Pair>(p);
+    const int64_t first = panel * kPanel;
+    const Sequence& s = call.sequences[head.sequence];
+    const Rows k = call.keys(s, head.kv_head), v = call.values(s, head.kv_head);
+    const int64_t n = smaller(kPanel, s.mask.seqlen_k - first);
+    float* keys = head.keys + first * g.key_units;
+    float* values = head.values + first / 2 * g.value_columns;
+    Bfloat16 key[kMaxHeaddim + 2], pair[2][kMaxHeaddim + 2 * Vec::kWidth];
+    for (int64_t j = 0; j < kPanel; ++j) {
+        memset(key, 0, sizeof(key));
+        if (j < n) memcpy(key, k(first + j), p.headdim * sizeof(Bfloat16));
+        for (int64_t u = 0; u < g.key_units; ++u) memcpy(&keys[u * kPanel + j], &key[2 * u], 4);
+    }
+    for (int64_t j = 0; j < kPanel; j += 2) {
+        memset(pair, 0, sizeof(pair));
+        for (int64_t i = 0; i < 2 && j + i < n; ++i) memcpy(pair[i], v(first + j + i), p.headdim_v * sizeof(Bfloat16));
+        auto* to = reinterpret_cast<uint32_t*>(values + j / 2 * g.value_columns);
+        for (int64_t c = 0; c < g.value_columns; ++c)
+            to[c] = pair[0][c].bits | static_cast<uint32_t>(pair[1][c].bits) << 16;
+    }
+}
+#endif
+
+template <class Element, class Unit>
+class PrefillTile {
+public:
+    PrefillTile(const Call& call, const PackedHead& head, int64_t first_row, float* scratch)
+        : call_(call),
+          head_(head),
+          sequence_(call.sequences[head.sequence]),
+          geometry_(pack_geometry<Unit>(*call.params)),
+          modifies_(modifies_scores(*call.params) || call.params->softmax_scale <= 0.0),
+          // With an untouched score, scale and the change of base are one multiplication inside the exponential.
+          scale_(modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E),
+          first_row_(first_row),
+          num_rows_(smaller(kTileRows, call.rows(sequence_) - first_row)),
+          padded_rows_(round_up(num_rows_, kRows)),
+          query_stride_(geometry_.key_units + kRowPadding) {
+        queries_ = scratch;
+        scores_ = queries_ + kTileRows * query_stride_ + kMaxHeaddim;
+        acc_o_ = scores_ + kTileRows * kScoreStride;
+        row_sum_ = acc_o_ + kTileRows * geometry_.value_columns;
+    }
+
+    void run() {
+        start();
+        const TileRange& mask = sequence_.mask;
+        const int64_t first_token = query_row(call_, head_.kv_head, first_row_).token;
+        const int64_t last_token = query_row(call_, head_.kv_head, first_row_ + num_rows_ - 1).token;
+        const int64_t end = mask.row_end(last_token);
+        for (int64_t key = mask.row_begin(first_token) / kPanel * kPanel; key < end; key += kTileKeys) {
+            const int64_t n = smaller(kTileKeys, end - key);
+            const TileKind kind = mask.classify(first_token, last_token, key, key + n - 1);
+            if (kind == TileKind::kSkipped) continue;
+            multiply_queries(key, n);
+            for (int64_t row = 0; row < num_rows_; ++row) softmax(row, key, n, kind);
+            accumulate_values(key, n);
+        }
+        finish();
+    }
+
+private:
+    void start() {
+        for (int64_t row = 0; row < padded_rows_; ++row) {
+            row_max_[row] = -kInfinity;
+            store(row_sum_ + row * Vec::kWidth, zero());
+            float* query = queries_ + row * query_stride_;
+            if (row < num_rows_) {
+                const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
+                load_query<Element>(call_, sequence_, at, query, geometry_.key_units * Unit::kElements);
+                if (Unit::kElements == 2) narrow_in_place(query, geometry_.key_units * 2);
+            } else {
+                memset(query, 0, geometry_.key_units * sizeof(float));
+                memset(scores_ + row * kScoreStride, 0, kScoreStride * sizeof(float));
+            }
+        }
+        memset(acc_o_, 0, padded_rows_ * geometry_.value_columns * sizeof(float));
+    }
+
+    // The first half of a row of floats becomes the row in bfloat16.
+    static void narrow_in_place(float* row, int64_t n) {
+        auto* narrow = reinterpret_cast<Bfloat16*>(row);
+        int64_t i = 0;
+        for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(narrow + i, load(row + i));
+        if (i < n) store_partial(narrow + i, load_partial(row + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+    }
+
+    void multiply_queries(int64_t key, int64_t n) {
+        for (int64_t j = 0; j < n; j += kPanel)
+            multiply_panel<Unit, false>(queries_, query_stride_, head_.keys + (key + j) * geometry_.key_units, kPanel,
+                                        geometry_.key_units, scores_ + j, kScoreStride, padded_rows_,
+                                        smaller(kPanel, round_up(n - j, Vec::kWidth)));
+    }
+
+    // Scores of a row become probabilities relative to its running maximum, in place; what was accumulated is rescaled.
+    void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {
+        float* scores = scores_ + row * kScoreStride;
+        const int64_t padded = round_up(n, Vec::kWidth);
+        int64_t begin = 0, end = n;
+        if (kind == TileKind::kPartial) {
+            const int64_t token = query_row(call_, head_.kv_head, first_row_ + row).token;
+            begin = larger(sequence_.mask.row_begin(token) - key, 0);
+            end = smaller(sequence_.mask.row_end(token) - key, n);
+        }
+        if (begin >= end) return clear_probabilities(scores, padded);
+        if (modifies_) {
+            const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
+            modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, n);
+        }
+        for (int64_t j = 0; j < begin; ++j) scores[j] = -kInfinity;
+        for (int64_t j = end; j < padded; ++j) scores[j] = -kInfinity;
+
+        Vec highest = load(scores);
+        for (int64_t j = Vec::kWidth; j < padded; j += Vec::kWidth) highest = maximum(highest, load(scores + j));
+        const float old_max = row_max_[row];
+        const float tile_max = reduce_max(highest) * scale_;
+        const float new_max = old_max > tile_max ? old_max : tile_max;
+        if (new_max == -kInfinity) return clear_probabilities(scores, padded);
+        if (new_max != old_max) {
+            row_max_[row] = new_max;
+            if (old_max != -kInfinity) rescale(row, exp2(old_max - new_max));
+        }
+        store(row_sum_ + row * Vec::kWidth, load(row_sum_ + row * Vec::kWidth) + exponentiate(scores, padded, new_max));
+    }
+
+    // Writes exp2(score * scale - max) over the scores and returns their sum, lane by lane. Pairs are written as bfloat16
+    // from the start of the row: never ahead of what is still to be read.
+    Vec exponentiate(float* scores, int64_t padded, float max) const {
+        const Vec scale = broadcast(scale_), shift = broadcast(-max);
+        Vec sum = zero();
+        for (int64_t j = 0; j < padded; j += Vec::kWidth) {
+            const Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));
+            sum = sum + p;
+            if (Unit::kElements == 1) {
+                store(scores + j, p);
+            } else {
+                store(reinterpret_cast<Bfloat16*>(scores) + j, p);
+            }
+        }
+        return sum;
+    }
+
+    static void clear_probabilities(float* scores, int64_t padded) {
+        memset(scores, 0, padded / Unit::kElements * sizeof(float));
+    }
+
+    void rescale(int64_t row, float factor) {
+        const Vec by = broadcast(factor);
+        float* acc_o = acc_o_ + row * geometry_.value_columns;
+        for (int64_t c = 0; c < geometry_.value_columns; c += Vec::kWidth) store(acc_o + c, load(acc_o + c) * by);
+        store(row_sum_ + row * Vec::kWidth, load(row_sum_ + row * Vec::kWidth) * by);
+    }
+
+    void accumulate_values(int64_t key, int64_t n) {
+        const int64_t columns = geometry_.value_columns;
+        const float* values = head_.values + key / Unit::kElements * columns;
+        const int64_t depth = round_up(n, Vec::kWidth) / Unit::kElements;
+        for (int64_t c = 0; c < columns; c += kPanel)
+            multiply_panel<Unit, true>(scores_, kScoreStride, values + c, columns, depth, acc_o_ + c, columns, padded_rows_,
+                                       smaller(kPanel, columns - c));
+    }
+
+    void finish() {
+        for (int64_t row = 0; row < num_rows_; ++row) {
+            const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
+            store_result<Element>(call_, sequence_, at, acc_o_ + row * geometry_.value_columns, row_max_[row],
+                                  reduce_add(load(row_sum_ + row * Vec::kWidth)));
+        }
+    }
+
+    const Call& call_;
+    const PackedHead& head_;
+    const Sequence& sequence_;
+    const PackGeometry geometry_;
+    const bool modifies_;
+    const float scale_;
+    const int64_t first_row_, num_rows_, padded_rows_, query_stride_;
+    float *queries_, *scores_, *acc_o_, *row_sum_;
+    float row_max_[kTileRows];  // in log2 units
+};
+
+template <class Element, class Unit>
+static void prefill_tile(const Call& call, const PackedHead& head, int64_t first_row, float* scratch) {
+    PrefillTile<Element, Unit>(call, head, first_row, scratch).run();
+}
+
+}  // namespace FA_NAMESPACE

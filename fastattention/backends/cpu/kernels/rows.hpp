@@ -1,0 +1,92 @@
+// Single rows of tensors: conversion, rotary embedding, and where a query row and its result lie.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+static constexpr int64_t kMaxHeaddim = 256;
+
+// to[0..n) = from[0..n); `to` is padded with zeros up to `padded`.
+template <class Element>
+FA_INLINE void widen_row(const Element* from, float* to, int64_t n, int64_t padded) {
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(to + i, load(from + i));
+    if (i < n) {
+        float lanes[Vec::kWidth];
+        store(lanes, load_partial(from + i, static_cast<int>(n - i)));
+        for (int lane = 0; i < n; ++i, ++lane) to[i] = lanes[lane];
+    }
+    for (; i < padded; ++i) to[i] = 0.0f;
+}
+
+template <class Element>
+FA_INLINE void narrow_row(const float* from, Element* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(to + i, load(from + i));
+    if (i < n) store_partial(to + i, load_partial(from + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+}
+
+// Rotary embedding of one row at a position, in place. Interleaved: elements 2i and 2i + 1 turn by angle i (GPT-J);
+// otherwise i and i + rotary_dim / 2 (GPT-NeoX, Llama).
+template <class Element>
+static void rotate_row(const FaAttentionParams& p, int64_t position, float* row) {
+    const int64_t half = p.rotary_dim / 2;
+    float cosine[kMaxHeaddim / 2 + Vec::kWidth], sine[kMaxHeaddim / 2 + Vec::kWidth];
+    widen_row(static_cast<const Element*>(p.rotary_cos) + position * half, cosine, half, half);
+    widen_row(static_cast<const Element*>(p.rotary_sin) + position * half, sine, half, half);
+    const int64_t step = p.rotary_interleaved ? 2 : 1;
+    const int64_t partner = p.rotary_interleaved ? 1 : half;
+    for (int64_t i = 0; i < half; ++i) {
+        const float x = row[i * step], y = row[i * step + partner];
+        row[i * step] = x * cosine[i] - y * sine[i];
+        row[i * step + partner] = x * sine[i] + y * cosine[i];
+    }
+}
+
+// Row r of the group of query heads that share kv_head.
+struct QueryRow {
+    int64_t token;
+    int64_t head;
+};
+
+FA_INLINE QueryRow query_row(const Call& call, int64_t kv_head, int64_t row) {
+    return {row / call.group_size, kv_head * call.group_size + row % call.group_size};
+}
+
+// A query row as floats, rotated when the call asks for it, padded with zeros up to `padded`.
+template <class Element>
+static void load_query(const Call& call, const Sequence& s, QueryRow at, float* to, int64_t padded) {
+    const FaAttentionParams& p = *call.params;
+    const int64_t offset = at.token * p.q_stride_row + at.head * p.q_stride_head;
+    widen_row(reinterpret_cast<const Element*>(s.q) + offset, to, p.headdim, padded);
+    if (p.rotary_dim > 0) {
+        const bool by_token = p.window_left >= 0 || p.window_right >= 0;
+        rotate_row<Element>(p, s.cache_seqlen + (by_token ? at.token : 0), to);
+    }
+}
+
+// Writes a finished row: acc_o / row_sum, and lse. row_max is in log2 units; the sink joins the denominator here.
+template <class Element>
+static void store_result(const Call& call, const Sequence& s, QueryRow at, const float* acc_o, float row_max, float row_sum) {
+    const FaAttentionParams& p = *call.params;
+    float scale = 1.0f;
+    if (p.sinks) {
+        const float sink = p.sinks[at.head] * kLog2E;
+        const float highest = row_max > sink ? row_max : sink;
+        if (highest > -kInfinity) {
+            scale = exp2(row_max - highest);
+            row_sum = row_sum * scale + exp2(sink - highest);
+            row_max = highest;
+        }
+    }
+    const Vec factor = broadcast(row_sum > 0.0f || row_sum != row_sum ? scale / row_sum : 0.0f);
+    Element* to = reinterpret_cast<Element*>(s.out) + at.token * p.out_stride_row + at.head * p.out_stride_head;
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= p.headdim_v; i += Vec::kWidth) store(to + i, load(acc_o + i) * factor);
+    if (i < p.headdim_v) store_partial(to + i, load(acc_o + i) * factor, static_cast<int>(p.headdim_v - i));
+    if (s.lse) {
+        const bool empty = row_sum == 0.0f;
+        s.lse[at.head * p.lse_stride_head + at.token] = empty ? -kInfinity : (row_max + log2(row_sum)) * kLn2;
+    }
+}
+
+}  // namespace FA_NAMESPACE

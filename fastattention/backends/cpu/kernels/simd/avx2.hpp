@@ -1,0 +1,107 @@
+// Eight floats: AVX2, FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "elements.hpp"
+
+namespace FA_NAMESPACE {
+
+struct Vec {
+    static constexpr int kWidth = 8;
+    static constexpr int kRegisters = 16;
+    __m256 v;
+};
+
+FA_INLINE Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+FA_INLINE Vec zero() { return {_mm256_setzero_ps()}; }
+FA_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+FA_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+FA_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+FA_INLINE Vec absolute(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+FA_INLINE Vec iota() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
+
+FA_INLINE float reduce_max(Vec a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+FA_INLINE float reduce_add(Vec a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+
+// a where x < limit, else b.
+FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) {
+    return {_mm256_blendv_ps(b.v, a.v, _mm256_cmp_ps(x.v, limit.v, _CMP_LT_OQ))};
+}
+
+FA_INLINE Vec from_bits16(__m128i bits, Bfloat16) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
+}
+FA_INLINE Vec from_bits16(__m128i bits, Float16) { return {_mm256_cvtph_ps(bits)}; }
+FA_INLINE __m128i to_bits16(Vec a, Float16) { return _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+FA_INLINE __m128i to_bits16(Vec a, Bfloat16) {
+    // Round to nearest even; a NaN keeps its upper bits, made quiet so that it cannot become an infinity.
+    const __m256i bits = _mm256_castps_si256(a.v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i upper = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+}
+
+FA_INLINE __m256i first_lanes(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+FA_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+FA_INLINE Vec load_partial(const float* p, int n) { return {_mm256_maskload_ps(p, first_lanes(n))}; }
+FA_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
+FA_INLINE void store_partial(float* p, Vec a, int n) { _mm256_maskstore_ps(p, first_lanes(n), a.v); }
+
+template <class Half>
+FA_INLINE Vec load(const Half* p) {
+    return from_bits16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), Half{});
+}
+template <class Half>
+FA_INLINE Vec load_partial(const Half* p, int n) {
+    Half padded[8] = {};
+    memcpy(padded, p, n * sizeof(Half));
+    return load(padded);
+}
+template <class Half>
+FA_INLINE void store(Half* p, Vec a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bits16(a, Half{}));
+}
+template <class Half>
+FA_INLINE void store_partial(Half* p, Vec a, int n) {
+    Half padded[8];
+    store(padded, a);
+    memcpy(p, padded, n * sizeof(Half));
+}
+
+FA_INLINE Vec round_nearest(Vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+// 2^n * p for integral n; zero where n is below the smallest normal exponent.
+FA_INLINE Vec scale_exponent(Vec p, Vec n) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23);
+    const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v), exponent));
+    return {_mm256_and_ps(scaled, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_GE_OQ))};
+}
+
+// Lane i of the result is the sum of all lanes of acc[i].
+FA_INLINE Vec reduce_columns(const Vec* acc) {
+    const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(acc[0].v, acc[1].v), _mm256_hadd_ps(acc[2].v, acc[3].v));
+    const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(acc[4].v, acc[5].v), _mm256_hadd_ps(acc[6].v, acc[7].v));
+    return {_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31))};
+}
+
+FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace FA_NAMESPACE

@@ -1,0 +1,150 @@
+// Sixteen floats: AVX-512 F, BW, VL and DQ; with FA_HAS_BF16_DOT also AVX512_BF16.
+#pragma once
+
+#include <immintrin.h>
+
+#include "elements.hpp"
+
+namespace FA_NAMESPACE {
+
+struct Vec {
+    static constexpr int kWidth = 16;
+    static constexpr int kRegisters = 32;
+    __m512 v;
+};
+
+FA_INLINE Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+FA_INLINE Vec zero() { return {_mm512_setzero_ps()}; }
+FA_INLINE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+FA_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+FA_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+FA_INLINE Vec absolute(Vec a) { return {_mm512_abs_ps(a.v)}; }
+FA_INLINE float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
+FA_INLINE float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
+FA_INLINE Vec iota() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+
+// a where x < limit, else b.
+FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_LT_OQ), b.v, a.v)};
+}
+
+FA_INLINE __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+FA_INLINE Vec from_bits16(__m256i bits, Bfloat16) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
+}
+FA_INLINE Vec from_bits16(__m256i bits, Float16) { return {_mm512_cvtph_ps(bits)}; }
+FA_INLINE __m256i to_bits16(Vec a, Float16) { return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+FA_INLINE __m256i to_bits16(Vec a, Bfloat16) {
+#ifdef FA_HAS_BF16_DOT
+    return (__m256i)_mm512_cvtneps_pbh(a.v);
+#else
+    // Round to nearest even; a NaN keeps its upper bits, made quiet so that it cannot become an infinity.
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, nan, quiet), 16));
+#endif
+}
+
+FA_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+FA_INLINE Vec load_partial(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+FA_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+FA_INLINE void store_partial(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
+
+template <class Half>
+FA_INLINE Vec load(const Half* p) {
+    return from_bits16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), Half{});
+}
+template <class Half>
+FA_INLINE Vec load_partial(const Half* p, int n) {
+    return from_bits16(_mm256_maskz_loadu_epi16(first_lanes(n), p), Half{});
+}
+template <class Half>
+FA_INLINE void store(Half* p, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bits16(a, Half{}));
+}
+template <class Half>
+FA_INLINE void store_partial(Half* p, Vec a, int n) {
+    _mm256_mask_storeu_epi16(p, first_lanes(n), to_bits16(a, Half{}));
+}
+
+// 2^n * p for integral n; exact zero far below the smallest float.
+FA_INLINE Vec scale_exponent(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
+FA_INLINE Vec round_nearest(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+// Lane i of the result is the sum of all lanes of acc[i]. Each step adds two vectors' halves with one shuffle and one
+// blend; the lanes come out in bit-reversed order of the pairing, which is why acc is paired at distance 8, 4, 2, 1.
+FA_INLINE Vec reduce_columns(const Vec* acc) {
+    __m512 t[8], u[4], w[2];
+    for (int i = 0; i < 8; ++i) {
+        const __m512 x = acc[i].v, y = acc[i + 8].v;
+        t[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xff00, x, y), _mm512_shuffle_f32x4(x, y, 0x4e));
+    }
+    for (int i = 0; i < 4; ++i) {
+        const __m512 x = t[i], y = t[i + 4];
+        const __m512 swapped = _mm512_castpd_ps(_mm512_permutex_pd(_mm512_castps_pd(_mm512_mask_blend_ps(0x0f0f, x, y)), 0x4e));
+        u[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xf0f0, x, y), swapped);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const __m512 x = u[i], y = u[i + 2];
+        const __m512 crossed = _mm512_shuffle_ps(x, y, 0x4e);
+        w[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, x, y), crossed);
+    }
+    const __m512 x = w[0], y = w[1];
+    const __m512 even = _mm512_mask_blend_ps(0xaaaa, x, y);
+    const __m512 odd = _mm512_permute_ps(_mm512_mask_blend_ps(0x5555, x, y), 0xb1);
+    return {_mm512_add_ps(even, odd)};
+}
+
+#ifdef FA_HAS_BF16_DOT
+// acc + a.even * b.even + a.odd * b.odd over sixteen pairs of bfloat16.
+FA_INLINE Vec dot_pairs(Vec acc, Vec a, Vec b) {
+    return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
+}
+
+FA_INLINE Vec load_pairs(const Bfloat16* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
+FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
+    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1ull), p))};
+}
+
+// Probabilities of kGroup rows, key by key, become pairs of neighbouring keys: to[(pair * kGroup + g) * 2 + i] is key
+// 2 * pair + i of row g.
+template <int kGroup>
+FA_INLINE void store_key_pairs(Bfloat16* to, Vec p) {
+    alignas(32) static constexpr struct Order {
+        uint16_t lane[16] = {};
+        constexpr Order() {
+            for (int i = 0; i < 16; ++i) lane[i] = (i / (2 * kGroup) * 2 + i % 2) * kGroup + i / 2 % kGroup;
+        }
+    } order;
+    const __m256i index = _mm256_load_si256(reinterpret_cast<const __m256i*>(order.lane));
+    const __m256i pairs = _mm256_permutexvar_epi16(index, to_bits16(p, Bfloat16{}));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs);
+}
+
+// The low and high halves of each 128-bit lane of two rows, element by element: pairs (a[i], b[i]). Columns come out in the
+// order of kPairOrder.
+FA_INLINE Vec interleave_low(Vec a, Vec b) {
+    return {_mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+}
+FA_INLINE Vec interleave_high(Vec a, Vec b) {
+    return {_mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+}
+// Undoes the order of interleave_low and interleave_high on two accumulators of sixteen columns each.
+FA_INLINE void restore_columns(Vec low, Vec high, Vec& first, Vec& second) {
+    const __m512i index_first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i index_second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    first.v = _mm512_permutex2var_ps(low.v, index_first, high.v);
+    second.v = _mm512_permutex2var_ps(low.v, index_second, high.v);
+}
+#endif
+
+FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace FA_NAMESPACE

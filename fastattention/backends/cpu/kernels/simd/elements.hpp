@@ -1,0 +1,30 @@
+// Element types as they lie in memory, and the macros every kernel header needs.
+//
+// FA_NAMESPACE is defined by the build for each instruction set. Everything compiled with its flags lives in that
+// namespace: code that the linker could merge with a copy built for another processor would crash on the older one. That
+// is also why kernel headers use no templates of the standard library.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define FA_INLINE static inline __attribute__((always_inline))
+
+namespace FA_NAMESPACE {
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+static constexpr float kInfinity = __builtin_inff();
+static constexpr float kLog2E = 1.44269504088896340736f;
+static constexpr float kLn2 = 0.69314718055994530942f;
+
+FA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+FA_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+FA_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+}  // namespace FA_NAMESPACE

@@ -1,0 +1,148 @@
+// Four floats in the compiler's own vector types: any processor; NEON on aarch64.
+#pragma once
+
+#include <cmath>
+
+#include "elements.hpp"
+
+namespace FA_NAMESPACE {
+
+typedef float Float4 __attribute__((vector_size(16)));
+typedef int32_t Int4 __attribute__((vector_size(16)));
+typedef uint32_t Uint4 __attribute__((vector_size(16)));
+
+struct Vec {
+    static constexpr int kWidth = 4;
+#ifdef __aarch64__
+    static constexpr int kRegisters = 32;
+#else
+    static constexpr int kRegisters = 16;
+#endif
+    Float4 v;
+};
+
+FA_INLINE Vec broadcast(float x) { return {Float4{x, x, x, x}}; }
+FA_INLINE Vec zero() { return broadcast(0.0f); }
+FA_INLINE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+FA_INLINE Vec operator-(Vec a, Vec b) { return {a.v - b.v}; }
+FA_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+FA_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }  // contracted where the processor can
+FA_INLINE Vec choose(Int4 where, Vec a, Vec b) { return {(Float4)(((Int4)a.v & where) | ((Int4)b.v & ~where))}; }
+FA_INLINE Vec maximum(Vec a, Vec b) { return choose((Int4)(a.v > b.v), a, b); }
+FA_INLINE Vec absolute(Vec a) { return {(Float4)((Int4)a.v & 0x7fffffff)}; }
+FA_INLINE Vec iota() { return {Float4{0.0f, 1.0f, 2.0f, 3.0f}}; }
+
+FA_INLINE float reduce_max(Vec a) {
+    const float x = a.v[0] > a.v[1] ? a.v[0] : a.v[1];
+    const float y = a.v[2] > a.v[3] ? a.v[2] : a.v[3];
+    return x > y ? x : y;
+}
+FA_INLINE float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3]); }
+
+// a where x < limit, else b.
+FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) { return choose((Int4)(x.v < limit.v), a, b); }
+
+FA_INLINE float to_float(Bfloat16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+FA_INLINE float to_float(Float16 x) {
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+    const uint32_t magnitude = x.bits & 0x7fff;
+    if (magnitude < 0x0400) {  // zero or subnormal: a multiple of 2^-24
+        const float value = static_cast<float>(magnitude) * 0x1p-24f;
+        return sign ? -value : value;
+    }
+    uint32_t bits = (magnitude << 13) + (112u << 23);
+    if (magnitude >= 0x7c00) bits += 112u << 23;  // infinity or NaN
+    bits |= sign;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+FA_INLINE Bfloat16 to_half(float x, Bfloat16) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return {static_cast<uint16_t>((bits >> 16) | 0x40)};
+    return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+FA_INLINE Float16 to_half(float x, Float16) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
+    if (bits >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // 65520 and above round to infinity
+    if (bits < 0x38800000) {                                               // below 2^-14: subnormal
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        const float shifted = magnitude + 0.5f;  // aligns 2^-24 with the last bit, so that the addition rounds
+        uint32_t rounded;
+        memcpy(&rounded, &shifted, 4);
+        return {static_cast<uint16_t>(sign | (rounded - 0x3f000000))};
+    }
+    return {static_cast<uint16_t>(sign | ((bits - (112u << 23) + 0x0fff + ((bits >> 13) & 1)) >> 13))};
+}
+
+FA_INLINE Vec load(const float* p) {
+    Vec a;
+    memcpy(&a.v, p, 16);
+    return a;
+}
+FA_INLINE void store(float* p, Vec a) { memcpy(p, &a.v, 16); }
+FA_INLINE Vec load_partial(const float* p, int n) {
+    Vec a = zero();
+    for (int i = 0; i < n; ++i) a.v[i] = p[i];
+    return a;
+}
+FA_INLINE void store_partial(float* p, Vec a, int n) {
+    for (int i = 0; i < n; ++i) p[i] = a.v[i];
+}
+
+template <class Half>
+FA_INLINE Vec load_partial(const Half* p, int n) {
+    Vec a = zero();
+    for (int i = 0; i < n; ++i) a.v[i] = to_float(p[i]);
+    return a;
+}
+template <class Half>
+FA_INLINE Vec load(const Half* p) {
+    return load_partial(p, 4);
+}
+template <class Half>
+FA_INLINE void store_partial(Half* p, Vec a, int n) {
+    for (int i = 0; i < n; ++i) p[i] = to_half(a.v[i], Half{});
+}
+template <class Half>
+FA_INLINE void store(Half* p, Vec a) {
+    store_partial(p, a, 4);
+}
+
+// Nearest integer for |x| < 2^22: adding 1.5 * 2^23 leaves no fraction bits.
+FA_INLINE Vec round_nearest(Vec x) {
+    volatile float magic_value = 12582912.0f;
+    const Vec magic = broadcast(magic_value);
+    return {(x.v + magic.v) - magic.v};
+}
+
+// 2^n * p for integral n; zero where n is below the smallest normal exponent.
+FA_INLINE Vec scale_exponent(Vec p, Vec n) {
+    const Int4 exponent = __builtin_convertvector(n.v, Int4) << 23;
+    const Int4 scaled = (Int4)p.v + exponent;
+    return {(Float4)(scaled & (Int4)(n.v >= -126.0f))};
+}
+
+// Lane i of the result is the sum of all lanes of acc[i].
+FA_INLINE Vec reduce_columns(const Vec* acc) {
+    return {Float4{reduce_add(acc[0]), reduce_add(acc[1]), reduce_add(acc[2]), reduce_add(acc[3])}};
+}
+
+FA_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+
+}  // namespace FA_NAMESPACE

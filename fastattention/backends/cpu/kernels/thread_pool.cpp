@@ -1,0 +1,130 @@
+#include "thread_pool.hpp"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace fastattention {
+namespace {
+
+// Workers look for work this often before they sleep. About 20 microseconds: longer than the gap between the stages of a
+// call, shorter than anything a neighbour on the same core would notice.
+constexpr int kSpins = 400;
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+public:
+    void run(int64_t count, int num_threads, Task task, void* context) {
+        std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+        if (!owner.owns_lock()) return run_alone(count, task, context);
+        grow(num_threads - 1);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            task_ = task;
+            context_ = context;
+            count_ = count;
+            next_.store(0, std::memory_order_relaxed);
+            helpers_ = num_threads - 1;
+            working_.store(helpers_, std::memory_order_relaxed);
+            generation_.fetch_add(1, std::memory_order_release);
+        }
+        wake_.notify_all();
+        take(0);
+        while (working_.load(std::memory_order_acquire) != 0) wait_for_helpers();
+    }
+
+    static void run_alone(int64_t count, Task task, void* context) {
+        for (int64_t index = 0; index < count; ++index) task(context, index, 0);
+    }
+
+private:
+    void grow(int wanted) {
+        while (static_cast<int>(workers_.size()) < wanted) {
+            const int slot = static_cast<int>(workers_.size()) + 1;
+            const uint64_t seen = generation_.load(std::memory_order_relaxed);
+            workers_.emplace_back([this, slot, seen] { work(slot, seen); });
+            workers_.back().detach();
+        }
+    }
+
+    void take(int slot) {
+        for (int64_t index; (index = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) task_(context_, index, slot);
+    }
+
+    void work(int slot, uint64_t seen) {
+        for (;;) {
+            for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) pause();
+            bool helps;
+            {
+                std::unique_lock<std::mutex> lock(mutex_);
+                wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
+                seen = generation_.load(std::memory_order_relaxed);
+                helps = slot <= helpers_;
+            }
+            if (!helps) continue;
+            take(slot);
+            if (working_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                std::lock_guard<std::mutex> lock(mutex_);
+                done_.notify_one();
+            }
+        }
+    }
+
+    void wait_for_helpers() {
+        for (int spin = 0; spin < kSpins; ++spin) {
+            if (working_.load(std::memory_order_acquire) == 0) return;
+            pause();
+        }
+        std::unique_lock<std::mutex> lock(mutex_);
+        done_.wait(lock, [&] { return working_.load(std::memory_order_acquire) == 0; });
+    }
+
+    std::mutex owner_;  // held by the one caller that the workers serve
+    std::mutex mutex_;  // guards the job below
+    std::condition_variable wake_, done_;
+    std::vector<std::thread> workers_;
+    std::atomic<uint64_t> generation_{0};
+    std::atomic<int64_t> next_{0};
+    std::atomic<int> working_{0};
+    int helpers_ = 0;
+    int64_t count_ = 0;
+    Task task_ = nullptr;
+    void* context_ = nullptr;
+};
+
+// Never destroyed: workers may still be parked in it when the process ends, and a forked child, which inherits no
+// threads, starts a new one.
+Pool* pool = nullptr;
+
+void renew_pool() { pool = new Pool; }
+
+Pool& the_pool() {
+    static const bool started = [] {
+        renew_pool();
+        pthread_atfork(nullptr, nullptr, renew_pool);
+        return true;
+    }();
+    (void)started;
+    return *pool;
+}
+
+}  // namespace
+
+void parallel_for(int64_t count, int num_threads, Task task, void* context) {
+    if (count < num_threads) num_threads = static_cast<int>(count);
+    if (num_threads <= 1) return Pool::run_alone(count, task, context);
+    the_pool().run(count, num_threads, task, context);
+}
+
+}  // namespace fastattention

@@ -1,0 +1,21 @@
+// A small pool of threads: no OpenMP, so that it cannot collide with the copy that torch brings.
+#pragma once
+
+#include <cstdint>
+
+namespace fastattention {
+
+// Calls task(context, index, slot) once for every index in [0, count), on up to num_threads threads of which the caller is
+// one, and returns when all are done. Indices are handed out in order, one at a time; slot is below num_threads and is
+// held by one thread at a time. When another thread is using the pool, the caller does all of the work itself.
+using Task = void (*)(void* context, int64_t index, int slot);
+void parallel_for(int64_t count, int num_threads, Task task, void* context);
+
+// The same for a callable `work(index, slot)`.
+template <class Work>
+void parallel_for(int64_t count, int num_threads, Work&& work) {
+    auto call = [](void* context, int64_t index, int slot) { (*static_cast<Work*>(context))(index, slot); };
+    parallel_for(count, num_threads, static_cast<Task>(call), &work);
+}
+
+}  // namespace fastattention

@@ -1,0 +1,174 @@
+"""The native library: finds it, loads it with ctypes, and speaks its C interface (kernels/params.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+import fastattention.backends.cpu
+from fastattention import config
+from fastattention.errors import ArgumentError, LibraryError
+
+_FILE_NAME = "libfastattention_cpu.so"
+_ABI_VERSION = 1  # of api.cpp
+
+_POINTERS = (
+    "q k v out lse k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx "
+    "cache_leftpad block_table alibi_slopes sinks attn_bias"
+).split()
+_INTEGERS = (
+    "dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v page_block_size "
+    "q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head "
+    "v_stride_batch v_stride_row v_stride_head out_stride_batch out_stride_row out_stride_head "
+    "lse_stride_batch lse_stride_head k_new_stride_batch k_new_stride_row k_new_stride_head "
+    "v_new_stride_batch v_new_stride_row v_new_stride_head block_table_stride alibi_stride_batch "
+    "bias_stride_batch bias_stride_head bias_stride_row bias_stride_key window_left window_right "
+    "rotary_dim rotary_interleaved num_splits num_threads"
+).split()
+_DOUBLES = ["softmax_scale", "softcap"]
+
+
+class AttentionParams(ctypes.Structure):
+    """FaAttentionParams of params.h, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in _POINTERS]
+        + [(name, ctypes.c_int64) for name in _INTEGERS]
+        + [(name, ctypes.c_double) for name in _DOUBLES]
+    )
+
+
+class Peaks(NamedTuple):
+    """Measured limits of this machine, over all threads used."""
+
+    num_threads: int
+    fma_gflops: float  # float32 fused multiply-add, two operations each
+    bf16_dot_gflops: float | None  # bfloat16 dot products; None without the instruction
+    read_gbytes_per_s: float  # sequential reads of memory far larger than the caches
+
+
+class Library:
+    """The loaded library and the instruction set chosen from those this processor runs."""
+
+    def __init__(self, path: Path) -> None:
+        """Loads the library at `path`. Raises LibraryError when it is missing, damaged or of another version."""
+        self.path = path
+        try:
+            self._functions = ctypes.CDLL(str(path))
+            self._declare()
+        except (OSError, AttributeError) as error:
+            raise LibraryError(f"cannot load {path}: {error}; reinstall fastattention") from error
+        abi, size = self._functions.fastattention_abi_version(), self._functions.fastattention_params_size()
+        if abi != _ABI_VERSION or size != ctypes.sizeof(AttentionParams):
+            raise LibraryError(
+                f"{path} is of another version (interface {abi}, parameters of {size} bytes; expected {_ABI_VERSION} and "
+                f"{ctypes.sizeof(AttentionParams)}); reinstall fastattention"
+            )
+        self.isas = [
+            self._functions.fastattention_isa_name(index).decode()
+            for index in range(self._functions.fastattention_num_isas())
+        ]
+        self._isa_index = self._chosen_isa()
+
+    def _declare(self) -> None:
+        int64 = ctypes.c_int64
+        declarations: dict[str, tuple[type | None, Sequence[type]]] = {
+            "fastattention_abi_version": (int64, ()),
+            "fastattention_params_size": (int64, ()),
+            "fastattention_num_isas": (int64, ()),
+            "fastattention_isa_name": (ctypes.c_char_p, (int64,)),
+            "fastattention_forward": (int64, (int64, ctypes.c_void_p)),
+            "fastattention_flop_loop": (ctypes.c_double, (int64,) * 4),
+            "fastattention_read_loop": (None, (int64, ctypes.c_void_p, int64, int64)),
+            "fastattention_classify_tile": (int64, (int64,) * 8),
+        }
+        for name, (result, arguments) in declarations.items():
+            function = getattr(self._functions, name)
+            function.restype, function.argtypes = result, list(arguments)
+
+    def _chosen_isa(self) -> int:
+        wanted = config.cpu_isa()
+        if wanted is None:
+            return len(self.isas) - 1
+        if wanted not in self.isas:
+            raise LibraryError(
+                f"FASTATTENTION_CPU_ISA={wanted!r} is not available here; this processor runs {', '.join(self.isas)}"
+            )
+        return self.isas.index(wanted)
+
+    @property
+    def isa(self) -> str:
+        """Name of the instruction set in use."""
+        return self.isas[self._isa_index]
+
+    def forward(self, params: AttentionParams) -> None:
+        """Runs one attention call. Raises MemoryError when working memory runs out."""
+        if self._functions.fastattention_forward(self._isa_index, ctypes.addressof(params)) != 0:
+            raise MemoryError("fastattention could not get memory for its packed keys and values")
+
+    def flop_loop(self, kind: int, iterations: int, num_threads: int) -> float:
+        """Runs multiply-adds (kind 0) or bfloat16 dots (kind 1) on all threads; returns how many operations that were."""
+        return float(self._functions.fastattention_flop_loop(self._isa_index, kind, iterations, num_threads))
+
+    def read_loop(self, data: torch.Tensor, num_threads: int) -> None:
+        """Reads all of a uint8 tensor once."""
+        self._functions.fastattention_read_loop(self._isa_index, data.data_ptr(), data.numel(), num_threads)
+
+    def classify_tile(self, *arguments: int) -> int:
+        """TileRange::classify of tile_range.hpp: seqlen_q, seqlen_k, left, right, first_q, last_q, first_k, last_k."""
+        return int(self._functions.fastattention_classify_tile(*arguments))
+
+
+def find_library() -> Path:
+    """Path of the library: FASTATTENTION_CPU_LIBRARY, else beside this package. Raises LibraryError when there is none."""
+    override = config.cpu_library()
+    if override is not None:
+        return Path(override)
+    for folder in fastattention.backends.cpu.__path__:
+        if (path := Path(folder) / _FILE_NAME).exists():
+            return path
+    raise LibraryError(f"{_FILE_NAME} is not installed; run `pip install .` in the source tree, with a C++ compiler")
+
+
+@functools.cache
+def load_library() -> Library:
+    """The library, loaded once. Raises LibraryError."""
+    return Library(find_library())
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that the library was built for and this processor runs, slowest first. Raises LibraryError."""
+    return list(load_library().isas)
+
+
+def measure_peaks(num_threads: int) -> Peaks:
+    """Measures the limits of this machine with `num_threads` threads; takes a few seconds and 1 GiB of memory."""
+    if num_threads < 1:
+        raise ArgumentError(f"num_threads={num_threads} must be at least 1")
+    library = load_library()
+    data = torch.ones(1 << 30, dtype=torch.uint8)
+    has_dot = library.flop_loop(1, 1, 1) > 0.0
+    return Peaks(
+        num_threads,
+        _rate(lambda: library.flop_loop(0, 8_000_000, num_threads)),
+        _rate(lambda: library.flop_loop(1, 8_000_000, num_threads)) if has_dot else None,
+        _rate(lambda: (library.read_loop(data, num_threads), data.numel())[1]),
+    )
+
+
+def _rate(work: object) -> float:
+    """Median rate of five runs of `work`, which returns how much it did, in 1e9 a second."""
+    assert callable(work)
+    rates = []
+    for _ in range(5):
+        start = time.perf_counter()
+        amount = work()
+        rates.append(amount / (time.perf_counter() - start) / 1e9)
+    return float(median(rates))

@@ -6,22 +6,34 @@
 
 namespace FA_NAMESPACE {
 
-struct FloatUnit {
+// What a unit says of itself:
+//   kElements   elements it holds
+//   kRowStep    rows of A and C come in multiples of this
+//   kDepthStep  so does the depth
+//   begin, end  called by a thread around a sequence of products
+// Register tile: with six rows, the accumulators, one vector of A and kVectors of B fill the registers.
+static constexpr int kRows = 6;
+static constexpr int kVectors = Vec::kRegisters == 32 ? 4 : 2;
+static constexpr int kPanel = kVectors * Vec::kWidth;
+
+struct VectorUnit {
+    static constexpr int kRowStep = kRows;
+    static constexpr int kDepthStep = 1;
+    FA_INLINE void begin() {}
+    FA_INLINE void end() {}
+};
+
+struct FloatUnit : VectorUnit {
     static constexpr int kElements = 1;
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 };
 
 #ifdef FA_HAS_BF16_DOT
-struct Bfloat16Pair {
+struct Bfloat16Pair : VectorUnit {
     static constexpr int kElements = 2;
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
 };
 #endif
-
-// Register tile: with six rows, the accumulators, one vector of A and kVectors of B fill the registers.
-static constexpr int kRows = 6;
-static constexpr int kVectors = Vec::kRegisters == 32 ? 4 : 2;
-static constexpr int kPanel = kVectors * Vec::kWidth;
 
 template <class Unit, int kUsed, bool kAccumulate>
 FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
@@ -55,9 +67,9 @@ FA_INLINE void multiply_rows(const float* a, int64_t a_stride, const float* b, i
         multiply_tile<Unit, kUsed, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride, c_stride);
 }
 
-// rows: a multiple of kRows; columns: a multiple of the vector width, up to kPanel.
-template <class Unit, bool kAccumulate>
-static void multiply_panel(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+// rows: a multiple of Unit::kRowStep; columns: a multiple of the vector width, up to kPanel.
+template <bool kAccumulate, class Unit>
+static void multiply_panel(Unit, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                            int64_t c_stride, int64_t rows, int64_t columns) {
     switch (columns / Vec::kWidth) {
         case 1: return multiply_rows<Unit, 1, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);

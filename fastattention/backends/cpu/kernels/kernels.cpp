@@ -2,6 +2,7 @@
 //   FA_NAMESPACE     the namespace of its code, also its name
 //   FA_SIMD_HEADER   its vectors
 //   FA_HAS_BF16_DOT  when it multiplies pairs of bfloat16
+//   FA_HAS_AMX       when it has AMX tiles for them
 #include FA_SIMD_HEADER
 
 #include "plan.hpp"
@@ -16,6 +17,9 @@ using namespace fastattention;
 #include "scores.hpp"
 #include "append.hpp"
 #include "gemm.hpp"
+#ifdef FA_HAS_AMX
+#include "gemm_amx.hpp"
+#endif
 #include "prefill.hpp"
 #include "decode.hpp"
 #include "peaks.hpp"
@@ -34,7 +38,9 @@ template <class Use>
 FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
     if (p.dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
     if (p.dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>>{});
-#ifdef FA_HAS_BF16_DOT
+#if defined(FA_HAS_AMX)
+    return use(Path<Bfloat16, AmxPair, Paired>{});
+#elif defined(FA_HAS_BF16_DOT)
     return use(Path<Bfloat16, Bfloat16Pair, Paired>{});
 #else
     return use(Path<Bfloat16, FloatUnit, Wide<Bfloat16>>{});

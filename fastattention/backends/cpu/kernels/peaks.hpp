@@ -29,7 +29,23 @@ static double fma_loop(int64_t iterations) {
     return 2.0 * kChains * Vec::kWidth * static_cast<double>(iterations);
 }
 
-#ifdef FA_HAS_BF16_DOT
+#if defined(FA_HAS_AMX)
+static double bf16_dot_loop(int64_t iterations) {
+    AmxPair::begin();
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    for (int64_t iteration = 0; iteration < iterations; ++iteration) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    AmxPair::end();
+    return 4.0 * 2.0 * 16 * 16 * 32 * static_cast<double>(iterations);
+}
+#elif defined(FA_HAS_BF16_DOT)
 static double bf16_dot_loop(int64_t iterations) {
     volatile float ones_value = 1.00196078f;  // as bits: two bfloat16 near 1
     const Vec ones = broadcast(ones_value);

@@ -3,7 +3,7 @@
 
 namespace FA_NAMESPACE {
 
-static constexpr int64_t kTileRows = 48;  // a multiple of kRows
+static constexpr int64_t kTileRows = 48;  // a multiple of every Unit::kRowStep
 // Keys of a tile: with K and V of 128 floats, 256 KB, a quarter of a 1 MB second-level cache, read by 8 blocks of rows.
 static constexpr int64_t kTileKeys = 256;
 // Rows of the score and query tiles are padded so that they do not all fall into the same cache sets.
@@ -14,7 +14,7 @@ template <class Unit>
 FA_INLINE PackGeometry pack_geometry(const FaAttentionParams& p) {
     PackGeometry g;
     g.panel = kPanel;
-    g.key_units = (p.headdim + Unit::kElements - 1) / Unit::kElements;
+    g.key_units = round_up(p.headdim, Unit::kElements * Unit::kDepthStep) / Unit::kElements;
     g.keys_per_unit = Unit::kElements;
     g.value_columns = round_up(p.headdim_v, Vec::kWidth);
     g.tile_rows = kTileRows;
@@ -50,10 +50,10 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
 }
 
 #ifdef FA_HAS_BF16_DOT
-template <class Element>
-static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, Bfloat16Pair) {
+template <class Element, class Pair>
+static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, Pair) {
     const FaAttentionParams& p = *call.params;
-    const PackGeometry g = pack_geometry<Bfloat16Pair>(p);
+    const PackGeometry g = pack_geometry<Pair>(p);
     const int64_t first = panel * kPanel;
     const Sequence& s = call.sequences[head.sequence];
     const Rows k = call.keys(s, head.kv_head), v = call.values(s, head.kv_head);
@@ -89,7 +89,7 @@ public:
           scale_(modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E),
           first_row_(first_row),
           num_rows_(smaller(kTileRows, call.rows(sequence_) - first_row)),
-          padded_rows_(round_up(num_rows_, kRows)),
+          padded_rows_(round_up(num_rows_, Unit::kRowStep)),
           query_stride_(geometry_.key_units + kRowPadding) {
         queries_ = scratch;
         scores_ = queries_ + kTileRows * query_stride_ + kMaxHeaddim;
@@ -98,6 +98,7 @@ public:
     }
 
     void run() {
+        Unit::begin();
         start();
         const TileRange& mask = sequence_.mask;
         const int64_t first_token = query_row(call_, head_.kv_head, first_row_).token;
@@ -112,9 +113,13 @@ public:
             accumulate_values(key, n);
         }
         finish();
+        Unit::end();
     }
 
 private:
+    // Keys of a tile, filled up to what the product with the values takes at once.
+    static int64_t padded_keys(int64_t n) { return round_up(n, larger(Vec::kWidth, Unit::kDepthStep * Unit::kElements)); }
+
     void start() {
         for (int64_t row = 0; row < padded_rows_; ++row) {
             row_max_[row] = -kInfinity;
@@ -142,7 +147,7 @@ private:
 
     void multiply_queries(int64_t key, int64_t n) {
         for (int64_t j = 0; j < n; j += kPanel)
-            multiply_panel<Unit, false>(queries_, query_stride_, head_.keys + (key + j) * geometry_.key_units, kPanel,
+            multiply_panel<false>(Unit{}, queries_, query_stride_, head_.keys + (key + j) * geometry_.key_units, kPanel,
                                         geometry_.key_units, scores_ + j, kScoreStride, padded_rows_,
                                         smaller(kPanel, round_up(n - j, Vec::kWidth)));
     }
@@ -150,7 +155,7 @@ private:
     // Scores of a row become probabilities relative to its running maximum, in place; what was accumulated is rescaled.
     void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {
         float* scores = scores_ + row * kScoreStride;
-        const int64_t padded = round_up(n, Vec::kWidth);
+        const int64_t padded = padded_keys(n);
         int64_t begin = 0, end = n;
         if (kind == TileKind::kPartial) {
             const int64_t token = query_row(call_, head_.kv_head, first_row_ + row).token;
@@ -209,9 +214,9 @@ private:
     void accumulate_values(int64_t key, int64_t n) {
         const int64_t columns = geometry_.value_columns;
         const float* values = head_.values + key / Unit::kElements * columns;
-        const int64_t depth = round_up(n, Vec::kWidth) / Unit::kElements;
+        const int64_t depth = padded_keys(n) / Unit::kElements;
         for (int64_t c = 0; c < columns; c += kPanel)
-            multiply_panel<Unit, true>(scores_, kScoreStride, values + c, columns, depth, acc_o_ + c, columns, padded_rows_,
+            multiply_panel<true>(Unit{}, scores_, kScoreStride, values + c, columns, depth, acc_o_ + c, columns, padded_rows_,
                                        smaller(kPanel, columns - c));
     }
 

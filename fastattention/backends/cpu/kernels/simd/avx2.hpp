@@ -102,6 +102,7 @@ FA_INLINE Vec reduce_columns(const Vec* acc) {
     return {_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31))};
 }
 
-FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Into the second-level cache: first-level prefetches hold buffers that the loads of the moment need (docs/experiments.md).
+FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace FA_NAMESPACE

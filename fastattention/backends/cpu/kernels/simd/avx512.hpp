@@ -145,6 +145,7 @@ FA_INLINE void restore_columns(Vec low, Vec high, Vec& first, Vec& second) {
 }
 #endif
 
-FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Into the second-level cache: first-level prefetches hold buffers that the loads of the moment need (docs/experiments.md).
+FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace FA_NAMESPACE

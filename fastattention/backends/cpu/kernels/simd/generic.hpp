@@ -143,6 +143,6 @@ FA_INLINE Vec reduce_columns(const Vec* acc) {
     return {Float4{reduce_add(acc[0]), reduce_add(acc[1]), reduce_add(acc[2]), reduce_add(acc[3])}};
 }
 
-FA_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+FA_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace FA_NAMESPACE

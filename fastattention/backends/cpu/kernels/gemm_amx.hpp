@@ -5,20 +5,20 @@ namespace FA_NAMESPACE {
 
 static constexpr int kAmxTile = 16;  // rows of a tile, units of its depth, columns of its result
 
+// All eight tile registers take 16 rows of 64 bytes. A constant in memory: the intrinsic tells the compiler of only eight of
+// the bytes it reads, so that stores to a local one are dropped.
+alignas(64) static const struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+} kAmxConfig;
+
 struct AmxPair {
     static constexpr int kElements = 2;
     static constexpr int kRowStep = kAmxTile;
     static constexpr int kDepthStep = kAmxTile;
 
-    // All eight tile registers take 16 rows of 64 bytes.
-    FA_INLINE void begin() {
-        alignas(64) struct {
-            uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } config;
-        _tile_loadconfig(&config);
-    }
+    FA_INLINE void begin() { _tile_loadconfig(&kAmxConfig); }
     FA_INLINE void end() { _tile_release(); }
 };
 

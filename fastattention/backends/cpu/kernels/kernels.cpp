@@ -39,7 +39,8 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
     if (p.dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
     if (p.dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>>{});
 #if defined(FA_HAS_AMX)
-    return use(Path<Bfloat16, AmxPair, Paired>{});
+    // Processors with AMX run the vector instruction for pairs at half the rate of floats: decode widens instead.
+    return use(Path<Bfloat16, AmxPair, Wide<Bfloat16>>{});
 #elif defined(FA_HAS_BF16_DOT)
     return use(Path<Bfloat16, Bfloat16Pair, Paired>{});
 #else

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.backends.registry import Verdict, select_backend, verdicts
+from fastattention.backends.registry import Verdict, get_backend, select_backend, verdicts
+from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 
@@ -52,23 +53,34 @@ def explain_call(call: Callable[[], object]) -> Explanation:
         return explained.explanation
     finally:
         _explaining.reset(token)
-    raise AssertionError("the call returned without choosing a backend")
+    raise ArgumentError(
+        "explain reached no choice of a backend: function must be one of fastattention's, on tensors that hold data "
+        "(not fake ones, not under torch.compile)"
+    )
 
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
     """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
     if _explaining.get():
+        if backend != "auto":
+            get_backend(backend)  # an unknown name is an error here as it is in the call
         raise _Explained(Explanation(problem, tuple(verdicts(problem))))
     return select_backend(problem, backend).forward(problem, inputs)
 
 
-def runs_eagerly(q: Tensor) -> bool:
-    """True when kernels may read q's memory now; False when the call is being traced and must stay an operator.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_active_dispatch_modes = torch._C._len_torch_dispatch_stack
 
-    Traced are torch.compile, tensor subclasses (fake tensors among them) and any active dispatch mode.
+
+def runs_eagerly(q: Tensor) -> bool:
+    """True when kernels may read q's memory now; False when the call must stay an operator.
+
+    That is so under torch.compile and any active dispatch mode, and for tensor subclasses (fake tensors among them) and
+    tensors on the meta device.
     """
     return (
         not torch.compiler.is_compiling()
-        and type(q) in (Tensor, torch.nn.Parameter)
-        and torch._C._len_torch_dispatch_stack() == 0
+        and type(q) in _PLAIN_TYPES
+        and not q.is_meta
+        and _active_dispatch_modes() == 0
     )

@@ -22,7 +22,8 @@ dropout_p: probability with which a softmax weight is dropped; others are divide
     generator, so torch.manual_seed repeats it. Use 0.0 in inference.
 deterministic: asks for a deterministic backward. The forward always is.
 return_attn_probs: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout, else
-    (batch_size, nheads, seqlen_q, seqlen_k) in the dtype of q: the softmax weights, negative where dropped.
+    (batch_size, nheads, seqlen_q, seqlen_k) in the dtype of q: the softmax weights, negative where dropped. For packed
+    calls these are the longest lengths, and 0 fills the rest.
 
 Keyword-only, ours:
 
@@ -37,8 +38,9 @@ backend: "auto", or the name of the only backend to use (`fastattention info` li
 q, k and v are float16, bfloat16 or float32, all of one dtype and on one device; headdim and headdim_v are 1 to 256 and
 may differ; nheads_k divides nheads. Any strides are served in place; a strided last axis is copied first.
 
-Raises ArgumentError (a ValueError) for a wrong argument and UnsupportedError (a NotImplementedError) with every backend's
-reason when none can serve the call.
+All functions work under torch.compile, where a call becomes one operator; the dropout mask of return_attn_probs is the
+only thing they cannot give there. They raise ArgumentError (a ValueError) for a wrong argument and UnsupportedError (a
+NotImplementedError) with every backend's reason when none can serve the call.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ from torch import Tensor
 
 from fastattention import ops
 from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
-from fastattention.validation.common import require_tensor, window_pair
+from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation.common import read_options, require_tensor
 
 WindowSize = Sequence[int] | Tensor
 
@@ -87,18 +89,19 @@ def fast_attn_func(
     Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
     (out, lse, S_dmask).
     """
-    left, right = window_pair(window_size)
-    options = Options(
-        softmax_scale, causal, left, right, softcap, dropout_p, deterministic, return_lse or return_attn_probs
-    )
-    seed = _dropout_seed(q, dropout_p)
+    with_lse = return_lse or return_attn_probs
+    options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
+    seed = _dropout_seed(q, options.dropout_p)
     if runs_eagerly(q):
         problem, inputs = prepare_dense(
             q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed
         )
         result = run(problem, inputs, backend)
     else:
-        result = ops.call_attention(q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, None, None, options, backend)
+        _check_traceable(q, options.dropout_p, return_attn_probs)
+        result = ops.call_attention(
+            q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, None, None, options, backend
+        )
     return _returned(result, return_lse, return_attn_probs)
 
 
@@ -180,16 +183,14 @@ def fast_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32 (batch_size + 1,), offsets from 0: sequence b is tokens cu_seqlens[b] to
         cu_seqlens[b + 1] - 1. Sequences may be empty.
     max_seqlen_q, max_seqlen_k: longest sequences. None derives them (on a GPU that synchronises).
-    block_table: int32 (batch_size, max_blocks_per_seq), the pages of each sequence; entries past its length are not read.
+    block_table: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not read.
 
     The other arguments, the mask (aligned per sequence) and the errors are those of `fastattention.interface`.
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
-    left, right = window_pair(window_size)
-    options = Options(
-        softmax_scale, causal, left, right, softcap, dropout_p, deterministic, return_lse or return_attn_probs
-    )
-    seed = _dropout_seed(q, dropout_p)
+    with_lse = return_lse or return_attn_probs
+    options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
+    seed = _dropout_seed(q, options.dropout_p)
     if runs_eagerly(q):
         problem, inputs = prepare_packed(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
@@ -197,6 +198,7 @@ def fast_attn_varlen_func(
         )  # fmt: skip
         result = run(problem, inputs, backend)
     else:
+        _check_traceable(q, options.dropout_p, return_attn_probs)
         result = ops.call_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed,
             max_seqlen_q, max_seqlen_k, options, backend,
@@ -291,8 +293,8 @@ def fast_attn_with_kvcache(
     v_cache: as k_cache, with headdim_v
     k, v: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append at cache_seqlens[b], or None
     rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), dtype of q; needs k. k[:, i] is rotated by position
-        cache_seqlens[b] + i, and so is q[:, i] when causal or windowed; otherwise all of q by position cache_seqlens[b].
-    rotary_interleaved: True pairs elements 0 and 1, 2 and 3 (GPT-J); False pairs 0 and rotary_dim / 2 (GPT-NeoX, Llama).
+        cache_seqlens[b] + i, and so is q[:, i] when causal or windowed; otherwise all of q by cache_seqlens[b].
+    rotary_interleaved: True pairs elements 0 and 1, 2 and 3 (GPT-J); False 0 and rotary_dim / 2 (GPT-NeoX, Llama).
     cache_seqlens: int32 (batch_size,) or one int: tokens in the cache before this call; None means the cache is full.
     cache_batch_idx: int32 (batch_size,), the row of the cache of each sequence; must not repeat when appending.
     cache_leftpad: int32 (batch_size,), first token of each sequence within its cache row (and within cache_seqlens).
@@ -300,14 +302,13 @@ def fast_attn_with_kvcache(
     num_splits: parts the keys are split into in decoding; 0 chooses.
 
     Query i of seqlen_q is token cache_seqlens[b] + seqlen_new - seqlen_q + i: causal and window_size are aligned to the
-    bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads, seqlen_q, capacity).
-    There is no backward. The other arguments and the errors are those of `fastattention.interface`; when an error is raised
-    the caches are as they were.
+    bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads, seqlen_q,
+    capacity), alibi_slopes and attn_bias counting keys from cache_leftpad. There is no backward. The other arguments
+    and the errors are those of `fastattention.interface`; when an error is raised the caches are as they were.
     Returns out (batch_size, seqlen_q, nheads, headdim_v), with return_softmax_lse or return_lse (out, lse).
     """
-    left, right = window_pair(window_size)
     with_lse = return_softmax_lse or return_lse
-    options = Options(softmax_scale, causal, left, right, softcap, return_lse=with_lse)
+    options = read_options(softmax_scale, causal, window_size, softcap, return_lse=with_lse)
     arguments = KvCacheArguments(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks,
@@ -316,6 +317,7 @@ def fast_attn_with_kvcache(
         problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
         result = run(problem, inputs, backend)
     else:
+        _check_traceable(q)
         result = ops.call_attention_kvcache(arguments, options, rotary_interleaved, num_splits, backend)
     return _returned(result, with_lse, False)
 
@@ -323,7 +325,8 @@ def fast_attn_with_kvcache(
 def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs: Any) -> Explanation:
     """Every backend's verdict on the call `function(*args, **kwargs)`, which is validated but not computed.
 
-    function: any of the functions above. Caches are not written. Raises ArgumentError as the call would.
+    function: any of the functions above. Caches are not written. Raises ArgumentError as the call would, and when it
+    cannot be explained because it is being traced.
     """
     return explain_call(lambda: function(*args, **kwargs))
 
@@ -332,7 +335,18 @@ def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:
     """A seed from torch's generator. A tensor, so that a traced call draws a new one each time it runs."""
     if dropout_p == 0.0:
         return None
-    return torch.randint(2**62, (), device=require_tensor("q", q).device)
+    require_tensor("q", q)
+    return torch.randint(2**62, (), device=q.device)
+
+
+def _check_traceable(q: Tensor, dropout_p: float = 0.0, return_attn_probs: bool = False) -> None:
+    """Raises for what the operators cannot take or give. They make all other checks when they run."""
+    require_tensor("q", q)
+    if dropout_p and return_attn_probs:
+        raise UnsupportedError(
+            f"return_attn_probs with dropout_p={dropout_p} gives the dropout mask, which a traced call cannot return; "
+            "use return_lse, or call outside torch.compile"
+        )
 
 
 def _returned(result: AttentionOutput, return_lse: bool, return_attn_probs: bool) -> Any:

@@ -1,19 +1,20 @@
 """torch.library registration: the operators that stand for a call while it is traced (torch.compile, fake tensors).
 
-`fastattention::attention` serves dense and packed calls and has a backward, which computes the forward again on the sdpa
-backend and differentiates that. `fastattention::attention_kvcache` writes its caches in place and has none.
+`fastattention::attention` serves dense and packed calls and has a backward, which computes the forward again on the
+sdpa backend and differentiates that. `fastattention::attention_kvcache` writes its caches in place and has none.
 An operator's scalars are those of `Options`, in order.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattention.dispatch import run
-from fastattention.errors import UnsupportedError
 from fastattention.problem import AttentionOutput
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
 
@@ -35,8 +36,6 @@ def call_attention(
     backend: str,
 ) -> AttentionOutput:
     """The operator `fastattention::attention`; its arguments are those of its schema."""
-    if options.dropout_p and options.return_lse:
-        raise UnsupportedError("return_attn_probs and return_lse with dropout cannot be traced; call outside torch.compile")
     out, lse = torch.ops.fastattention.attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed,
         max_seqlen_q, max_seqlen_k, *options, backend,
@@ -93,19 +92,18 @@ def _run_attention(
     tensors: tuple[Tensor | None, ...], max_seqlens: tuple[int | None, int | None], options: Options, backend: str
 ) -> AttentionOutput:
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed = tensors
-    assert q is not None and k is not None and v is not None
-    scores: dict[str, Tensor | None] = {
-        "alibi_slopes": alibi_slopes,
-        "attn_bias": attn_bias,
-        "sinks": sinks,
-        "dropout_seed": dropout_seed,
-    }
+    assert q is not None
+    assert k is not None
+    assert v is not None
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        problem, inputs = prepare_dense(q, k, v, options, **scores)
+        problem, inputs = prepare_dense(
+            q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed
+        )
     else:
         problem, inputs = prepare_packed(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, options, block_table=block_table, **scores
-        )
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, options, block_table=block_table,
+            alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+        )  # fmt: skip
     return run(problem, inputs, backend)
 
 
@@ -154,14 +152,15 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    wanted = [bool(needed) for needed in ctx.needs_input_grad[:10]]
-    rest = (None,) * len(ctx.scalars)
+    *scalars, return_lse, _ = ctx.scalars
+    if not return_lse:
+        grad_lse = None  # of the empty tensor in place of lse
     if grad_out is None and grad_lse is None:
-        return (None,) * 10 + rest
-    gradients = torch.ops.fastattention.attention_backward(grad_out, grad_lse, *saved, wanted, *ctx.scalars[:-1])
-    given = iter(gradients)
-    return tuple(next(given) if needed else None for needed in wanted) + rest
+        return (None,) * (10 + len(ctx.scalars))
+    wanted = [bool(needed) for needed in ctx.needs_input_grad[:10]]
+    found = torch.ops.fastattention.attention_backward(grad_out, grad_lse, *ctx.saved_tensors, wanted, *scalars)
+    gradients = iter(found)
+    return tuple(next(gradients) if needed else None for needed in wanted) + (None,) * len(ctx.scalars)
 
 
 attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -191,30 +190,43 @@ def attention_backward(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
-    return_lse: bool,
 ) -> list[Tensor]:
-    """Gradients of the tensors marked in `wanted` (q to dropout_seed), by computing the forward again on sdpa."""
-    options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, return_lse)
+    """Gradients of those of q to dropout_seed that `wanted` marks, by computing the forward again on sdpa."""
+    with_lse = grad_lse is not None
+    options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, with_lse)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
     leaves = tuple(
         tensor.detach().requires_grad_(needed) if tensor is not None else None
         for tensor, needed in zip(tensors, wanted, strict=True)
     )
-    with torch.enable_grad():
+    sources = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    with _autograd():
         result = _run_attention(leaves, (max_seqlen_q, max_seqlen_k), options, "sdpa")
-    given = [(out, grad) for out, grad in ((result.out, grad_out), (result.lse, grad_lse)) if grad is not None]
-    outputs, gradients = [out for out, _ in given], [grad for _, grad in given]
-    inputs = [leaf for leaf, needed in zip(leaves, wanted, strict=True) if needed and leaf is not None]
-    found = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)  # type: ignore[arg-type]
-    return [torch.zeros_like(leaf) if grad is None else grad.contiguous() for grad, leaf in zip(found, inputs, strict=True)]
+        given = [(x, grad) for x, grad in ((result.out, grad_out), (result.lse, grad_lse)) if grad is not None]
+        outputs, output_gradients = zip(*given, strict=True)
+        gradients = torch.autograd.grad(outputs, sources, output_gradients, allow_unused=True, materialize_grads=True)
+    return [gradient.contiguous() for gradient in gradients]
+
+
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Lets autograd record inside an operator, which torch runs with autograd's dispatch keys excluded."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+_AUTOGRAD_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+)
 
 
 @attention_backward.register_fake
-def _(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    *arguments: Any,
-) -> list[Tensor]:
+def _(grad_out: Tensor | None, grad_lse: Tensor | None, *arguments: Any) -> list[Tensor]:
     tensors, wanted = arguments[:10], arguments[10]
     return [
         torch.empty_like(tensor, memory_format=torch.contiguous_format)

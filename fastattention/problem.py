@@ -76,6 +76,7 @@ class Problem:
 
     @property
     def is_paged(self) -> bool:
+        """True when k and v are pages that a block table puts in order."""
         return self.page_block_size is not None
 
     @property
@@ -93,9 +94,11 @@ class Problem:
         return (self.batch_size, self.nheads, self.seqlen_q)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The tensors of one call, validated against its Problem. Shapes as in the public functions."""
+class Inputs(NamedTuple):
+    """The tensors of one call, validated against its Problem. Shapes as in the public functions.
+
+    A tuple, because making one costs a tenth of making a frozen dataclass, and every call makes one.
+    """
 
     q: Tensor
     k: Tensor  # keys, or the key cache
@@ -111,7 +114,7 @@ class Inputs:
     rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2), dtype of q
     rotary_sin: Tensor | None = None
     alibi_slopes: Tensor | None = None  # float32 (nheads,) or (batch_size, nheads)
-    attn_bias: Tensor | None = None  # expanded to (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
+    attn_bias: Tensor | None = None  # expanded: (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
     sinks: Tensor | None = None  # float32 (nheads,)
     dropout_seed: Tensor | None = None  # int64 scalar: seeds the dropout mask, so that backward can draw it again
 
@@ -119,6 +122,6 @@ class Inputs:
 class AttentionOutput(NamedTuple):
     """What a backend returns."""
 
-    out: Tensor  # Problem.out_shape, dtype of q
-    lse: Tensor | None  # float32 Problem.lse_shape, or None when not asked for
-    dropout_mask: Tensor | None = None  # S_dmask of flash-attn; None without dropout
+    out: Tensor  # Problem.out_shape, dtype of q, contiguous
+    lse: Tensor | None  # float32 Problem.lse_shape, contiguous, or None when not asked for
+    dropout_mask: Tensor | None = None  # S_dmask of flash-attn when lse is asked for too; None without dropout

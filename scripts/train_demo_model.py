@@ -1,6 +1,6 @@
 """Train the byte-level model of `fastattention demo` on the Python standard library's own sources.
 
-    python scripts/train_demo_model.py --minutes 9
+    python scripts/train_demo_model.py --minutes 2.1
 
 A token is a byte, so there is no tokenizer to ship; byte 0 stands before every file. Whole files go one after another
 in path order, so that the modules of a package share a context. One file in twenty, chosen by a hash of its path, is
@@ -30,16 +30,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-SEPARATOR = 0  # never occurs in a source file
-HELD_OUT_ONE_IN = 20
-# Tables written by programs (code pages, the text of help()) and other people's packages teach little about Python.
+SEPARATOR, HELD_OUT_ONE_IN = 0, 20  # byte 0 never occurs in a source file
+# Tables written by programs (code pages, the text of help()) and other people's packages are not what we model.
 EXCLUDED_DIRECTORIES = frozenset({"__pycache__", "dist-packages", "encodings", "pydoc_data", "site-packages"})
-EXCLUDED_PREFIX = "_sysconfigdata"
 
-SHORT_FRACTION = 0.5  # of the time: the first half trains on windows SHORT_DIVISOR times shorter, which cost much less
-SHORT_DIVISOR = 4
 WARMUP_STEPS = 100
-WEIGHT_DECAY = 0.1
+WEIGHT_DECAY = 0.3
 MAX_GRADIENT_NORM = 1.0
 EVALUATIONS = 40  # points on the loss curve
 EVALUATION_BYTES = 1 << 17  # in flight during an evaluation
@@ -81,7 +77,6 @@ class CurvePoint:
     step: int
     seconds: float
     bytes_seen: int
-    seqlen: int
     learning_rate: float
     train_bits_per_byte: float
     validation_bits_per_byte: float
@@ -104,7 +99,7 @@ def is_held_out(name: str) -> bool:
 def library_files(stdlib: Path) -> list[Path]:
     """Every module of the library worth learning from, relative to it, in path order."""
     paths = (path.relative_to(stdlib) for path in stdlib.rglob("*.py"))
-    return sorted(p for p in paths if not (EXCLUDED_DIRECTORIES & set(p.parts) or p.name.startswith(EXCLUDED_PREFIX)))
+    return sorted(p for p in paths if not (EXCLUDED_DIRECTORIES & set(p.parts) or p.name.startswith("_sysconfigdata")))
 
 
 def read_corpus(options: Options) -> Corpus:
@@ -116,14 +111,14 @@ def read_corpus(options: Options) -> Corpus:
     for held_out, parts in texts.items():
         stream = torch.frombuffer(bytearray(b"".join(parts) + bytes([SEPARATOR])), dtype=torch.uint8)
         if len(stream) < 2 * options.seqlen:
-            part = "validation" if held_out else "training"
-            raise SystemExit(f"{options.stdlib} gives {len(stream)} {part} bytes; --seqlen needs {2 * options.seqlen}")
+            found = f"--stdlib {options.stdlib} holds {len(stream)} {'validation' if held_out else 'training'} bytes"
+            raise SystemExit(f"{found}; --seqlen {options.seqlen} needs {2 * options.seqlen} or more")
         streams[held_out] = stream.to(options.device)
     return Corpus(streams[False], streams[True], len(texts[False]), len(texts[True]))
 
 
 def windows(stream: torch.Tensor, seqlen: int, batch_size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield (batch_size, seqlen + 1) int64 forever; each epoch cuts the stream at a new phase and shuffles it."""
+    """Yield (batch_size, seqlen + 1) int64 forever: each epoch cuts the stream at a new phase and shuffles the cuts."""
     offsets = torch.arange(seqlen + 1)
     while True:
         phase = int(torch.randint(seqlen, (1,), generator=generator))
@@ -215,18 +210,15 @@ def training_step(
 def train(model: LlamaForCausalLM, corpus: Corpus, options: Options) -> list[CurvePoint]:
     """Train until the minutes are over, keeping the weights of the best validation loss in the output directory."""
     optimizers = build_optimizers(model)
-    generator = torch.Generator().manual_seed(options.seed)
     curve: list[CurvePoint] = []
     losses: list[torch.Tensor] = []
-    start, step, bytes_seen, seqlen, progress, evaluations = time.monotonic(), 0, 0, 0, 0.0, 0
+    batch_size = options.bytes_per_step // options.seqlen
+    batches = windows(corpus.train, options.seqlen, batch_size, torch.Generator().manual_seed(options.seed))
+    start, step, progress, evaluations = time.monotonic(), 0, 0.0, 0
     while progress < 1:
-        wanted = options.seqlen // SHORT_DIVISOR if progress < SHORT_FRACTION else options.seqlen
-        if seqlen != wanted:
-            seqlen = wanted
-            batches = windows(corpus.train, seqlen, options.bytes_per_step // seqlen, generator)
         rate = options.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS) * (1 - progress)
         losses.append(training_step(model, optimizers, next(batches), rate))
-        step, bytes_seen = step + 1, bytes_seen + options.bytes_per_step // seqlen * seqlen
+        step += 1
         if step % 8 == 0 and corpus.train.is_cuda:
             torch.cuda.synchronize()  # the clock sets the schedule: the queue must not run far ahead of it
         seconds = time.monotonic() - start
@@ -237,7 +229,8 @@ def train(model: LlamaForCausalLM, corpus: Corpus, options: Options) -> list[Cur
             held_out = float(bits_by_position(model, corpus.validation, options.seqlen, options.seqlen).mean())
             if held_out < min((point.validation_bits_per_byte for point in curve), default=math.inf):
                 save_model(model, options.output_dir)
-            curve.append(CurvePoint(step, seconds, bytes_seen, seqlen, rate, trained, held_out))
+            bytes_seen = step * batch_size * options.seqlen
+            curve.append(CurvePoint(step, seconds, bytes_seen, rate, trained, held_out))
             losses = []
             print(f"{seconds:4.0f} s  step {step}  train {trained:.4f}  held out {held_out:.4f} bits/byte", flush=True)
     return curve
@@ -263,8 +256,7 @@ def write_curve(curve: list[CurvePoint], path: Path) -> None:
         writer = csv.DictWriter(file, [field.name for field in fields(CurvePoint)], lineterminator="\n")
         writer.writeheader()
         for point in curve:
-            row = asdict(point).items()
-            writer.writerow({name: f"{value:.5g}" if isinstance(value, float) else value for name, value in row})
+            writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(point).items()})
 
 
 def draw_curve(curve: list[CurvePoint], evaluation: Evaluation, options: Options, path: Path) -> None:
@@ -272,13 +264,9 @@ def draw_curve(curve: list[CurvePoint], evaluation: Evaluation, options: Options
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss, context = figure.subplots(1, 2)
     megabytes = [point.bytes_seen / 1e6 for point in curve]
-    loss.plot(megabytes, [point.train_bits_per_byte for point in curve], label="training files")
-    loss.plot(megabytes, [point.validation_bits_per_byte for point in curve], label="held-out files")
-    last_short = max(
-        (mb for mb, point in zip(megabytes, curve, strict=True) if point.seqlen < options.seqlen), default=0
-    )
-    loss.axvline(last_short, color="grey", linestyle=":", label=f"from here windows of {options.seqlen} bytes")
-    loss.set(xlabel="bytes seen (MB)", ylabel="bits per byte", ylim=(0.9 * evaluation.train, 2.5), title="Training")
+    loss.semilogx(megabytes, [point.train_bits_per_byte for point in curve], label="training files")
+    loss.semilogx(megabytes, [point.validation_bits_per_byte for point in curve], label="held-out files")
+    loss.set(xlabel="bytes seen (MB)", ylabel="bits per byte", title="Training")
     loss.legend()
     width = options.seqlen // CONTEXT_BUCKETS
     context.plot([(i + 0.5) * width for i in range(CONTEXT_BUCKETS)], evaluation.by_context, marker="o")
@@ -310,8 +298,8 @@ A token is a byte, so there is no tokenizer: a file is `[0, *data]`. Byte 0 stan
   `encodings` and `pydoc_data`: {corpus.train_files:,} files, {train_bytes:,} bytes.
 - Held out, by a hash of the path: {corpus.validation_files:,} files, {validation_bytes:,} bytes.
 - Device: {device}; torch {torch}, transformers {transformers}.
-- {last.step:,} steps over {megabytes:,.0f} MB ({epochs:.1f} epochs) in {last.seconds:.0f} s. Stored: the weights of step
-  {best.step:,}, the best on the held-out files. Curve: `docs/demo_model_loss.csv` and `docs/demo_model_loss.png`.
+- {last.step:,} steps over {megabytes:,.0f} MB ({epochs:.1f} epochs) in {last.seconds:.0f} s. Stored: the weights of
+  step {best.step:,}, the best on the held-out files. Curve: `docs/demo_model_loss.csv` and `docs/demo_model_loss.png`.
 
 ## Result
 
@@ -367,15 +355,17 @@ def parse_options() -> Options:
     parser.add_argument("--output-dir", type=Path, default=root / "fastattention/cli/demo_model")
     parser.add_argument("--docs-dir", type=Path, default=root / "docs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=9.0, help="training time, compilation included")
+    parser.add_argument("--minutes", type=float, default=2.1, help="training time, compilation included")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 128")
     parser.add_argument("--intermediate-size", type=int, default=640)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=8192, help="context of the model, in bytes; a multiple of 8")
     parser.add_argument("--bytes-per-step", type=int, default=1 << 17)
-    parser.add_argument("--learning-rate", type=float, default=4e-3, help="peak, for Muon and AdamW alike")
+    parser.add_argument("--learning-rate", type=float, default=6e-3, help="peak, for Muon and AdamW alike")
     options = Options(**vars(parser.parse_args()))
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes} is not positive")
     if options.hidden_size <= 0 or options.hidden_size % 128:
         parser.error(f"--hidden-size {options.hidden_size} is not a multiple of 128 (two heads of 64 share a key head)")
     if options.seqlen <= 0 or options.seqlen % CONTEXT_BUCKETS:

@@ -1,0 +1,1 @@
+"""The command line. main.py holds the options; every command is a module of its own."""

@@ -1,8 +1,9 @@
 """The only validation: turns the arguments of a public function into a Problem and its Inputs, or raises ArgumentError.
 
-`common.py` checks what all functions share from shapes and dtypes alone and is cached per combination of them, so a
-repeated call pays for one dictionary look-up. `lengths.py` checks numbers (cu_seqlens, cache_seqlens, page indices), and
-can do so without a synchronisation on the CPU only. Nothing is written before both have passed.
+`common.py` checks what all functions share. `prefill.py` and `kvcache.py` make Problems from shapes, dtypes and devices
+alone, cached per combination of them, so that a repeated call pays for one dictionary look-up. `lengths.py` checks
+numbers (cu_seqlens, cache_seqlens, page indices), which only the CPU can do without a synchronisation. Nothing is
+written before all have passed.
 """
 
 from fastattention.validation.common import Options

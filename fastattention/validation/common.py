@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import numbers
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ MAX_HEADDIM = 256
 
 
 class Options(NamedTuple):
-    """The scalar arguments of a call, as given except for `window_size`, which `window_pair` has read."""
+    """The scalar arguments of a call as `read_options` has read them: of the right types, values not yet checked."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -52,52 +54,110 @@ class Scores(NamedTuple):
     return_lse: bool
 
 
-def signature(tensor: Tensor | None) -> Signature | None:
-    """The Signature of a tensor; None stays None."""
-    return None if tensor is None else Signature(tensor.shape, tensor.dtype, tensor.device)
-
-
-def require_tensor(name: str, value: object) -> Tensor:
-    """`value` if it is a tensor; raises ArgumentError naming it otherwise."""
+def require_tensor(name: str, value: object) -> None:
+    """Raises ArgumentError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    return value
+        raise _not_a_tensor(name, value)
 
 
-def window_pair(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
-    """(left, right) from a pair or a tensor of two integers; -1 is unlimited."""
+def signature(name: str, value: object) -> Signature:
+    """The Signature of a tensor; raises ArgumentError naming anything else."""
+    if not isinstance(value, Tensor):
+        raise _not_a_tensor(name, value)
+    # Every call makes three or more of these: tuple.__new__ takes a third of the time of Signature(...).
+    return tuple.__new__(Signature, (value.shape, value.dtype, value.device))
+
+
+def _not_a_tensor(name: str, value: object) -> ArgumentError:
+    return ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def read_options(
+    softmax_scale: object,
+    causal: object,
+    window_size: Sequence[int] | Tensor,
+    softcap: object,
+    dropout_p: object = 0.0,
+    deterministic: object = False,
+    return_lse: bool = False,
+) -> Options:
+    """Options from arguments as given: reads window_size and raises ArgumentError for anything of a wrong type."""
+    left, right = _window_pair(window_size)
+    if not (softmax_scale is None or type(softmax_scale) is float):
+        softmax_scale = _number("softmax_scale", softmax_scale)
+    return Options(
+        softmax_scale,
+        causal if type(causal) is bool else read_flag("causal", causal),
+        left,
+        right,
+        softcap if type(softcap) is float else _number("softcap", softcap),
+        dropout_p if type(dropout_p) is float else _number("dropout_p", dropout_p),
+        deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
+        return_lse,
+    )
+
+
+def read_int(name: str, value: object, allowed: str = "an integer") -> int:
+    """`value` as an int; raises ArgumentError naming anything that is not an integer."""
     try:
-        left, right = (int(side) for side in window_size)
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ArgumentError(f"{name} must be {allowed}, got {value!r}") from error
+
+
+def read_flag(name: str, value: object) -> bool:
+    """`value` as a bool; raises ArgumentError naming anything but True, False, 0 and 1."""
+    if not isinstance(value, (int, numpy.bool_)) or value not in (0, 1):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, numbers.Real):
+        raise ArgumentError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _window_pair(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
+    """(left, right) from a pair or a tensor of two integers."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if type(left) is int and type(right) is int:
+            return left, right
+    try:
+        left, right = (operator.index(side) for side in window_size)
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"window_size must be two integers (left, right), got {window_size!r}") from error
-    if left < -1 or right < -1:
-        raise ArgumentError(f"window_size=({left}, {right}): each side must be -1 (unlimited) or at least 0")
     return left, right
 
 
-@functools.lru_cache(maxsize=1024)
-def check_options(options: Options, headdim: int) -> Scores:
-    """Validates the scalar arguments and fills in defaults."""
-    scale = headdim**-0.5 if options.softmax_scale is None else float(options.softmax_scale)
+def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) -> Scores:
+    """Validates the values of the scalar arguments and fills in defaults."""
+    scale = headdim**-0.5 if options.softmax_scale is None else options.softmax_scale
     if not math.isfinite(scale):
         raise ArgumentError(f"softmax_scale={scale} must be finite; None means headdim ** -0.5")
+    if options.window_left < -1 or options.window_right < -1:
+        given = (options.window_left, options.window_right)
+        raise ArgumentError(f"window_size={given}: each side must be -1 (unlimited) or at least 0")
     if not (math.isfinite(options.softcap) and options.softcap >= 0.0):
         raise ArgumentError(f"softcap={options.softcap} must be finite and at least 0 (0 turns it off)")
     if not 0.0 <= options.dropout_p < 1.0:
         raise ArgumentError(f"dropout_p={options.dropout_p} must be at least 0 and below 1")
+    # A side this wide hides nothing; kernels hold it in 32 bits.
+    widest = seqlen_q + seqlen_k
     return Scores(
         softmax_scale=scale,
-        window_left=options.window_left,
-        window_right=0 if options.causal else options.window_right,
-        softcap=float(options.softcap),
-        dropout_p=float(options.dropout_p),
-        deterministic=bool(options.deterministic),
+        window_left=min(options.window_left, widest),
+        window_right=0 if options.causal else min(options.window_right, widest),
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        deterministic=options.deterministic,
         return_lse=bool(options.return_lse),
     )
 
 
 def check_rank(name: str, tensor: Signature, axes: str) -> None:
-    """Raises unless `tensor` has as many dimensions as `axes`, a text such as "batch_size, seqlen_q, nheads, headdim"."""
+    """Raises unless `tensor` has as many dimensions as the text `axes` has names, separated by commas."""
     if len(tensor.shape) != axes.count(",") + 1:
         raise ArgumentError(f"{name} must be ({axes}), got shape {tuple(tensor.shape)}")
 
@@ -195,11 +255,15 @@ def last_axis_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """True when autograd wants to differentiate through this call."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def needs_grad(*arguments: object) -> bool:
+    """True when autograd wants to differentiate through a call with these arguments."""
+    if torch.is_grad_enabled():
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.requires_grad:
+                return True
+    return False
 
 
-def as_float32(tensor: Tensor | None) -> Tensor | None:
+def as_float32(tensor: Tensor) -> Tensor:
     """Per-head values in the dtype in which kernels read them."""
-    return None if tensor is None else tensor.to(torch.float32).contiguous()
+    return tensor.to(torch.float32).contiguous()

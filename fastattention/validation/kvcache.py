@@ -25,7 +25,8 @@ from fastattention.validation.common import (
     check_shape,
     last_axis_contiguous,
     needs_grad,
-    require_tensor,
+    read_flag,
+    read_int,
     signature,
 )
 from fastattention.validation.prefill import PAGED_AXES
@@ -51,7 +52,7 @@ class KvCacheArguments(NamedTuple):
 
 
 class _Signatures(NamedTuple):
-    """Signatures of KvCacheArguments, with cache_seqlens already a tensor."""
+    """Signatures of KvCacheArguments; that of cache_seqlens is None unless it is a tensor."""
 
     q: Signature
     k_cache: Signature
@@ -60,7 +61,7 @@ class _Signatures(NamedTuple):
     v: Signature | None
     rotary_cos: Signature | None
     rotary_sin: Signature | None
-    cache_seqlens: Signature
+    cache_seqlens: Signature | None
     cache_batch_idx: Signature | None
     cache_leftpad: Signature | None
     block_table: Signature | None
@@ -74,33 +75,66 @@ def prepare_kvcache(
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_with_kvcache. Reads the caches' shapes only; writes nothing."""
     a = arguments
-    for name in ("q", "k_cache", "v_cache"):
-        require_tensor(name, getattr(a, name))
-    a = a._replace(cache_seqlens=_cache_seqlens(a))
+    if a.cache_seqlens is None and a.k is not None:
+        raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
     problem = _kvcache_problem(
-        _Signatures(*(signature(tensor) for tensor in a)),  # type: ignore[arg-type]
+        _signatures(a),
         options,
-        bool(rotary_interleaved),
-        int(num_splits),
-        needs_grad(a.q, a.k_cache, a.v_cache, a.k, a.v, a.alibi_slopes, a.attn_bias, a.sinks),
+        rotary_interleaved if type(rotary_interleaved) is bool else read_flag("rotary_interleaved", rotary_interleaved),
+        num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
+        needs_grad(*a),
     )
-    for name, cache in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
-        if cache.stride(-1) != 1 and cache.shape[-1] != 1:
-            raise ArgumentError(f"{name} must have a contiguous last axis, got strides {cache.stride()}")
-    if a.q.device.type == "cpu":
-        _check_numbers(problem, a)
-    return problem, _inputs(problem, a)
+    _check_cache_memory("k_cache", a.k_cache, a.k is not None)
+    _check_cache_memory("v_cache", a.v_cache, a.k is not None)
+    cache_seqlens = _cache_seqlens(problem, a)
+    if a.q.is_cpu:
+        _check_numbers(problem, a, cache_seqlens.tolist())
+    return problem, _inputs(problem, a, cache_seqlens)
 
 
-def _cache_seqlens(a: KvCacheArguments) -> Tensor:
-    if a.cache_seqlens is None:
-        if a.k is not None:
-            raise ArgumentError("cache_seqlens is needed when k and v are appended: it says where they go")
-        capacity = a.k_cache.shape[1] if a.block_table is None else a.k_cache.shape[1] * a.block_table.shape[-1]
-        return torch.full((a.q.shape[0],), capacity, dtype=torch.int32, device=a.q.device)
-    if isinstance(a.cache_seqlens, int):
-        return torch.full((a.q.shape[0],), a.cache_seqlens, dtype=torch.int32, device=a.q.device)
-    return require_tensor("cache_seqlens", a.cache_seqlens).contiguous()
+def _signatures(a: KvCacheArguments) -> _Signatures:
+    return _Signatures(
+        signature("q", a.q),
+        signature("k_cache", a.k_cache),
+        signature("v_cache", a.v_cache),
+        None if a.k is None else signature("k", a.k),
+        None if a.v is None else signature("v", a.v),
+        None if a.rotary_cos is None else signature("rotary_cos", a.rotary_cos),
+        None if a.rotary_sin is None else signature("rotary_sin", a.rotary_sin),
+        signature("cache_seqlens", a.cache_seqlens) if isinstance(a.cache_seqlens, Tensor) else None,
+        None if a.cache_batch_idx is None else signature("cache_batch_idx", a.cache_batch_idx),
+        None if a.cache_leftpad is None else signature("cache_leftpad", a.cache_leftpad),
+        None if a.block_table is None else signature("block_table", a.block_table),
+        None if a.alibi_slopes is None else signature("alibi_slopes", a.alibi_slopes),
+        None if a.attn_bias is None else signature("attn_bias", a.attn_bias),
+        None if a.sinks is None else signature("sinks", a.sinks),
+    )
+
+
+def _check_cache_memory(name: str, cache: Tensor, appends: bool) -> None:
+    """Checks the strides of a cache, which is used and written in place and hence never copied."""
+    strides = cache.stride()
+    if strides[-1] != 1 and cache.shape[-1] != 1:
+        raise ArgumentError(f"{name} must have a contiguous last axis, got strides {strides}")
+    if appends and any(step == 0 and size > 1 for step, size in zip(strides, cache.shape, strict=True)):
+        raise ArgumentError(f"{name} is expanded, got strides {strides}; appended tokens need memory of their own")
+
+
+def _cache_seqlens(problem: Problem, a: KvCacheArguments) -> Tensor:
+    """cache_seqlens as a tensor: given, one length for all, or a full cache."""
+    if isinstance(a.cache_seqlens, Tensor):
+        return a.cache_seqlens.contiguous()
+    length = problem.seqlen_k
+    if a.cache_seqlens is not None:
+        length = read_int("cache_seqlens", a.cache_seqlens, "an int32 tensor (batch_size,) or an integer")
+        _check_room(problem, [length])
+    return torch.full((problem.batch_size,), length, dtype=torch.int32, device=problem.device)
+
+
+def _check_room(problem: Problem, before: list[int]) -> None:
+    """Raises unless every length fits the cache together with the new tokens."""
+    fill = f"{problem.seqlen_k} tokens of capacity, {problem.seqlen_new} of them for k and v"
+    lengths.check_range("cache_seqlens", before, 0, problem.seqlen_k - problem.seqlen_new, fill)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,7 +179,7 @@ def _kvcache_problem(
         rotary_dim=rotary_dim,
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
-        **check_options(options, headdim)._asdict(),
+        **check_options(options, headdim, seqlen_q, capacity)._asdict(),
     )
 
 
@@ -158,13 +192,19 @@ def _check_cache_indices(s: _Signatures, batch_size: int) -> int:
     if s.block_table is not None:
         check_index("block_table", s.block_table, s.q, (batch_size, -1), "batch_size, max_blocks_per_seq")
         if s.cache_batch_idx is not None:
-            raise ArgumentError("cache_batch_idx cannot be combined with block_table; index the rows of block_table instead")
+            raise ArgumentError(
+                f"cache_batch_idx, got {s.cache_batch_idx}, cannot be combined with block_table; "
+                "index the rows of block_table instead"
+            )
         if s.k_cache.shape[1] < 1:
-            raise ArgumentError("page_block_size=0: k_cache must be (" + PAGED_AXES + ") with at least one token a page")
+            raise ArgumentError(
+                f"k_cache must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(s.k_cache.shape)}"
+            )
         return int(s.block_table.shape[1] * s.k_cache.shape[1])
     if s.cache_batch_idx is None and s.k_cache.shape[0] != batch_size:
         raise ArgumentError(
-            f"k_cache holds {s.k_cache.shape[0]} sequences and q {batch_size}; give cache_batch_idx to choose among them"
+            f"k_cache holds {s.k_cache.shape[0]} sequences and q {batch_size}; they must be the same, or give "
+            "cache_batch_idx to choose among them"
         )
     return int(s.k_cache.shape[1])
 
@@ -172,7 +212,7 @@ def _check_cache_indices(s: _Signatures, batch_size: int) -> int:
 def _check_new_tokens(s: _Signatures, batch_size: int) -> int:
     """Checks k and v to append; returns how many tokens they add to each sequence."""
     if (s.k is None) != (s.v is None):
-        raise ArgumentError("k and v must be given together, got only " + ("v" if s.k is None else "k"))
+        raise ArgumentError(f"k and v must be given together, got only {'v' if s.k is None else 'k'}")
     if s.k is None or s.v is None:
         return 0
     check_rank("k", s.k, "batch_size, seqlen_new, nheads_k, headdim")
@@ -180,18 +220,18 @@ def _check_new_tokens(s: _Signatures, batch_size: int) -> int:
         check_like_q(name, new, s.q)
         expected = (batch_size, s.k.shape[1], *cache.shape[2:])
         check_shape(name, new, expected, "batch_size, seqlen_new, nheads_k, headdim" + ("_v" if name == "v" else ""))
-    return int(s.k.shape[1])
+    return s.k.shape[1]
 
 
 def _check_rotary(s: _Signatures, headdim: int) -> int:
     """Checks the rotary tables by shape; returns rotary_dim, 0 without them."""
     if (s.rotary_cos is None) != (s.rotary_sin is None):
         missing = "rotary_cos" if s.rotary_cos is None else "rotary_sin"
-        raise ArgumentError(f"rotary_cos and rotary_sin must be given together, {missing} is missing")
+        raise ArgumentError(f"rotary_cos and rotary_sin must be given together, got no {missing}")
     if s.rotary_cos is None or s.rotary_sin is None:
         return 0
     if s.k is None:
-        raise ArgumentError("rotary_cos needs k and v: rotary embedding is applied where tokens are appended")
+        raise ArgumentError("rotary_cos must come with k and v, got none: rotary embedding goes with an append")
     check_rank("rotary_cos", s.rotary_cos, "seqlen_rotary, rotary_dim / 2")
     check_shape("rotary_sin", s.rotary_sin, tuple(s.rotary_cos.shape), "seqlen_rotary, rotary_dim / 2")
     check_like_q("rotary_cos", s.rotary_cos, s.q)
@@ -202,12 +242,9 @@ def _check_rotary(s: _Signatures, headdim: int) -> int:
     return rotary_dim
 
 
-def _check_numbers(problem: Problem, a: KvCacheArguments) -> None:
-    """Everything that depends on the numbers in index tensors."""
-    assert isinstance(a.cache_seqlens, Tensor)
-    before: list[int] = a.cache_seqlens.tolist()
-    fill = f"{problem.seqlen_k} tokens of capacity, {problem.seqlen_new} of them for k and v"
-    lengths.check_range("cache_seqlens", before, 0, problem.seqlen_k - problem.seqlen_new, fill)
+def _check_numbers(problem: Problem, a: KvCacheArguments, before: list[int]) -> None:
+    """Everything that depends on the numbers in index tensors; `before` are those of cache_seqlens."""
+    _check_room(problem, before)
     if a.cache_leftpad is not None:
         for index, (pad, length) in enumerate(zip(a.cache_leftpad.tolist(), before, strict=True)):
             if not 0 <= pad <= length:
@@ -220,22 +257,24 @@ def _check_numbers(problem: Problem, a: KvCacheArguments) -> None:
     if a.block_table is not None:
         after = [length + problem.seqlen_new for length in before]
         lengths.check_block_table(a.block_table, after, a.k_cache.shape[1], a.k_cache.shape[0])
+        if problem.batch_size * problem.seqlen_new > 1:
+            lengths.check_appended_places(a.block_table, before, problem.seqlen_new, a.k_cache.shape[1])
     if a.rotary_cos is not None and before:
-        last = max(before) + max(problem.seqlen_new, problem.seqlen_q)
-        if last > a.rotary_cos.shape[0]:
-            raise ArgumentError(f"rotary_cos has {a.rotary_cos.shape[0]} positions; this call needs {last}")
+        steps = max(problem.seqlen_new, problem.seqlen_q if problem.has_window else min(problem.seqlen_q, 1))
+        needed = max(before) + steps
+        if needed > a.rotary_cos.shape[0]:
+            raise ArgumentError(f"rotary_cos has {a.rotary_cos.shape[0]} positions; this call needs {needed}")
 
 
-def _inputs(problem: Problem, a: KvCacheArguments) -> Inputs:
-    assert isinstance(a.cache_seqlens, Tensor)
+def _inputs(problem: Problem, a: KvCacheArguments, cache_seqlens: Tensor) -> Inputs:
     bias = a.attn_bias
     if bias is not None:
         bias = bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
     return Inputs(
-        last_axis_contiguous(a.q),
-        a.k_cache,
-        a.v_cache,
-        cache_seqlens=a.cache_seqlens,
+        q=last_axis_contiguous(a.q),
+        k=a.k_cache,
+        v=a.v_cache,
+        cache_seqlens=cache_seqlens,
         cache_batch_idx=None if a.cache_batch_idx is None else a.cache_batch_idx.contiguous(),
         cache_leftpad=None if a.cache_leftpad is None else a.cache_leftpad.contiguous(),
         block_table=None if a.block_table is None else last_axis_contiguous(a.block_table),
@@ -243,7 +282,7 @@ def _inputs(problem: Problem, a: KvCacheArguments) -> Inputs:
         v_new=None if a.v is None else last_axis_contiguous(a.v),
         rotary_cos=None if a.rotary_cos is None else a.rotary_cos.contiguous(),
         rotary_sin=None if a.rotary_sin is None else a.rotary_sin.contiguous(),
-        alibi_slopes=as_float32(a.alibi_slopes),
+        alibi_slopes=None if a.alibi_slopes is None else as_float32(a.alibi_slopes),
         attn_bias=bias,
-        sinks=as_float32(a.sinks),
+        sinks=None if a.sinks is None else as_float32(a.sinks),
     )

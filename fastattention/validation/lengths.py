@@ -1,11 +1,12 @@
 """Checks of numbers held in tensors: lengths, offsets and page indices.
 
-On the CPU they are read and checked before anything is computed. On other devices reading them would synchronise, so they
-are taken as given, as flash-attn does.
+On the CPU they are read and checked before anything is computed. On other devices reading them would synchronise, so
+they are taken as given, as flash-attn does.
 """
 
 from __future__ import annotations
 
+import numpy
 from torch import Tensor
 
 from fastattention.errors import ArgumentError
@@ -38,19 +39,33 @@ def check_max_seqlen(name: str, given: int | None, longest: int) -> int:
         return longest
     if given < longest:
         raise ArgumentError(f"{name}={given} is smaller than the longest sequence, {longest}; None derives it")
-    return int(given)
+    return given
 
 
 def check_block_table(block_table: Tensor, seqlens: list[int], page_block_size: int, num_blocks: int) -> None:
     """Raises unless every page that a sequence of the given lengths uses exists; unused entries may hold anything."""
-    table = block_table.numpy()
+    table = block_table.numpy(force=True)
     for index, length in enumerate(seqlens):
         used = table[index, : -(-length // page_block_size)]
-        if used.size and (used.min() < 0 or used.max() >= num_blocks):
-            bad = int(used.min()) if used.min() < 0 else int(used.max())
+        wrong = used[(used < 0) | (used >= num_blocks)]
+        if wrong.size:
             raise ArgumentError(
-                f"block_table names page {bad} for sequence {index}; the cache has pages 0 to {num_blocks - 1}"
+                f"block_table names page {wrong[0]} for sequence {index}; the cache has pages 0 to {num_blocks - 1}"
             )
+
+
+def check_appended_places(block_table: Tensor, seqlens: list[int], seqlen_new: int, page_block_size: int) -> None:
+    """Raises when two of the tokens appended to sequences of the given lengths go to one place: one would be lost."""
+    positions = numpy.asarray(seqlens, dtype=numpy.int64)[:, None] + numpy.arange(seqlen_new)
+    pages = numpy.take_along_axis(block_table.numpy(force=True), positions // page_block_size, axis=1)
+    places = numpy.sort(pages * numpy.int64(page_block_size) + positions % page_block_size, axis=None)
+    repeated = places[1:][places[1:] == places[:-1]]
+    if repeated.size:
+        page, slot = divmod(int(repeated[0]), page_block_size)
+        raise ArgumentError(
+            f"block_table puts two appended tokens into slot {slot} of page {page}; sequences may share pages that "
+            "they read, but each appended token needs a place of its own"
+        )
 
 
 def check_paged_lengths(name: str, seqlens: list[int], capacity: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from fastattention.validation.common import (
     check_score_tensors,
     last_axis_contiguous,
     needs_grad,
-    require_tensor,
+    read_int,
     signature,
 )
 
@@ -40,15 +41,13 @@ def prepare_dense(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_func."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        require_tensor(name, tensor)
     problem = _dense_problem(
-        Signature(q.shape, q.dtype, q.device),
-        Signature(k.shape, k.dtype, k.device),
-        Signature(v.shape, v.dtype, v.device),
-        signature(alibi_slopes),
-        signature(attn_bias),
-        signature(sinks),
+        signature("q", q),
+        signature("k", k),
+        signature("v", v),
+        None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
+        None if attn_bias is None else signature("attn_bias", attn_bias),
+        None if sinks is None else signature("sinks", sinks),
         options,
         needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
     )
@@ -58,9 +57,9 @@ def prepare_dense(
         last_axis_contiguous(q),
         last_axis_contiguous(k),
         last_axis_contiguous(v),
-        alibi_slopes=as_float32(alibi_slopes),
+        alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
         attn_bias=attn_bias,
-        sinks=as_float32(sinks),
+        sinks=None if sinks is None else as_float32(sinks),
         dropout_seed=dropout_seed,
     )
 
@@ -104,7 +103,7 @@ def _dense_problem(
         has_bias=attn_bias is not None,
         has_sinks=sinks is not None,
         needs_grad=needs_grad,
-        **check_options(options, headdim)._asdict(),
+        **check_options(options, headdim, seqlen_q, k.shape[1])._asdict(),
     )
 
 
@@ -125,24 +124,25 @@ def prepare_packed(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_varlen_func."""
-    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    for name, tensor in named.items():
-        require_tensor(name, tensor)
-    _check_packed_shapes(*(signature(tensor) for tensor in (*named.values(), block_table)))  # type: ignore[arg-type]
-    max_seqlen_q, max_seqlen_k = _check_packed_lengths(
+    shapes = _PackedSignatures(
+        signature("q", q),
+        signature("k", k),
+        signature("v", v),
+        signature("cu_seqlens_q", cu_seqlens_q),
+        signature("cu_seqlens_k", cu_seqlens_k),
+        None if block_table is None else signature("block_table", block_table),
+        None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
+        None if attn_bias is None else signature("attn_bias", attn_bias),
+        None if sinks is None else signature("sinks", sinks),
+    )
+    _check_packed_shapes(shapes)
+    longest_q, longest_k = _check_packed_lengths(
         q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
     )
     problem = _packed_problem(
-        Signature(q.shape, q.dtype, q.device),
-        Signature(k.shape, k.dtype, k.device),
-        Signature(v.shape, v.dtype, v.device),
-        cu_seqlens_q.shape[0] - 1,
-        max_seqlen_q,
-        max_seqlen_k,
-        block_table is not None,
-        signature(alibi_slopes),
-        signature(attn_bias),
-        signature(sinks),
+        shapes,
+        longest_q,
+        longest_k,
         options,
         needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
     )
@@ -155,22 +155,28 @@ def prepare_packed(
         cu_seqlens_q=cu_seqlens_q.contiguous(),
         cu_seqlens_k=cu_seqlens_k.contiguous(),
         block_table=None if block_table is None else last_axis_contiguous(block_table),
-        alibi_slopes=as_float32(alibi_slopes),
+        alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
         attn_bias=attn_bias,
-        sinks=as_float32(sinks),
+        sinks=None if sinks is None else as_float32(sinks),
         dropout_seed=dropout_seed,
     )
 
 
+class _PackedSignatures(NamedTuple):
+    q: Signature
+    k: Signature
+    v: Signature
+    cu_seqlens_q: Signature
+    cu_seqlens_k: Signature
+    block_table: Signature | None
+    alibi_slopes: Signature | None
+    attn_bias: Signature | None
+    sinks: Signature | None
+
+
 @functools.lru_cache(maxsize=4096)
-def _check_packed_shapes(
-    q: Signature,
-    k: Signature,
-    v: Signature,
-    cu_seqlens_q: Signature,
-    cu_seqlens_k: Signature,
-    block_table: Signature | None,
-) -> None:
+def _check_packed_shapes(s: _PackedSignatures) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table = s[:6]
     check_rank("q", q, "total_q, nheads, headdim")
     if block_table is None:
         check_rank("k", k, "total_k, nheads_k, headdim")
@@ -189,7 +195,7 @@ def _check_packed_shapes(
         batch_size = cu_seqlens_q.shape[0] - 1
         check_index("block_table", block_table, q, (batch_size, -1), "batch_size, max_blocks_per_seq")
         if k.shape[1] < 1:
-            raise ArgumentError("page_block_size=0: k must be (" + PAGED_AXES + ") with pages of at least one token")
+            raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
 
 
 def _check_packed_lengths(
@@ -202,14 +208,20 @@ def _check_packed_lengths(
     block_table: Tensor | None,
 ) -> tuple[int, int]:
     """Maxima of the batch. Off the CPU the numbers are read only when a maximum is missing."""
-    if q.device.type != "cpu" and max_seqlen_q is not None and max_seqlen_k is not None:
+    if max_seqlen_q is not None:
+        max_seqlen_q = read_int("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        max_seqlen_k = read_int("max_seqlen_k", max_seqlen_k)
+    if max_seqlen_q is not None and max_seqlen_k is not None and not q.is_cpu:
+        lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, 0)
+        lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
         return max_seqlen_q, max_seqlen_k
     longest_q = lengths.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     longest_k = lengths.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0] if block_table is None else None)
     if block_table is not None:
-        seqlens = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).tolist()
+        seqlens = cu_seqlens_k.diff().tolist()
         lengths.check_paged_lengths("cu_seqlens_k", seqlens, block_table.shape[1] * k.shape[1])
-        lengths.check_block_table(block_table.cpu(), seqlens, k.shape[1], k.shape[0])
+        lengths.check_block_table(block_table, seqlens, k.shape[1], k.shape[0])
     return (
         lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, longest_q),
         lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, longest_k),
@@ -218,19 +230,10 @@ def _check_packed_lengths(
 
 @functools.lru_cache(maxsize=4096)
 def _packed_problem(
-    q: Signature,
-    k: Signature,
-    v: Signature,
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    paged: bool,
-    alibi_slopes: Signature | None,
-    attn_bias: Signature | None,
-    sinks: Signature | None,
-    options: Options,
-    needs_grad: bool,
+    s: _PackedSignatures, max_seqlen_q: int, max_seqlen_k: int, options: Options, needs_grad: bool
 ) -> Problem:
+    q, k, v, alibi_slopes, attn_bias, sinks = s.q, s.k, s.v, s.alibi_slopes, s.attn_bias, s.sinks
+    batch_size = s.cu_seqlens_q.shape[0] - 1
     total_q, nheads, headdim = q.shape
     check_score_tensors(q, batch_size, nheads, alibi_slopes, sinks)
     check_bias(attn_bias, q, (nheads, total_q, max_seqlen_k), "nheads, total_q, max_seqlen_k")
@@ -250,6 +253,6 @@ def _packed_problem(
         has_bias=attn_bias is not None,
         has_sinks=sinks is not None,
         needs_grad=needs_grad,
-        page_block_size=k.shape[1] if paged else None,
-        **check_options(options, headdim)._asdict(),
+        page_block_size=None if s.block_table is None else k.shape[1],
+        **check_options(options, headdim, max_seqlen_q, max_seqlen_k)._asdict(),
     )

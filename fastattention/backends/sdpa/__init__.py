@@ -1,0 +1,1 @@
+"""The sdpa backend: torch's own attention."""

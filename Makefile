@@ -1,0 +1,25 @@
+# Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
+.PHONY: demo test check sanitize bench clean
+
+VENV := .venv
+KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
+	$(shell find fastattention/backends/cpu/kernels -type f)
+
+demo: $(VENV)/.installed  ## continue a real source file with three kinds of attention, and compare them
+	$(VENV)/bin/fastattention demo
+
+test: $(VENV)/.installed  ## every test
+	scripts/test
+
+check: $(VENV)/.installed  ## formatting, lint and types
+	scripts/check
+
+sanitize: $(VENV)/.installed  ## the native library under address, undefined-behaviour and thread sanitizers
+	scripts/sanitize
+
+$(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
+	scripts/install
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build

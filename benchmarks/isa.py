@@ -1,0 +1,39 @@
+"""How fast are the kernels of older instruction sets?
+
+    python benchmarks/isa.py                              # all that this processor runs, each in its own process
+    FASTATTENTION_CPU_ISA=avx2 python benchmarks/isa.py   # that one
+
+A float32 prefill against peers that use whatever they like. The limits are those of the instruction set.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from fastattention import config
+from fastattention.backends.cpu.library import available_isas
+from fastattention.cli.bench.session import run_question
+from fastattention.cli.bench.suite import prefill
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(seqlen: int = 4096, seconds: float = 10.0, output: Path = RESULTS) -> None:
+    """Spend about `seconds` on each problem; write isa_NAME.json and isa_NAME.png into `output`."""
+    forced = config.cpu_isa()
+    if forced is not None:
+        workloads = [workload for workload in prefill(seqlen) if workload.dtype == "float32"]
+        run_question(f"isa_{forced}", workloads, seconds, output)
+        return
+    for isa in available_isas():
+        # A process loads its kernels once: another instruction set is another process.
+        subprocess.run([sys.executable, *sys.argv], env={**os.environ, "FASTATTENTION_CPU_ISA": isa}, check=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

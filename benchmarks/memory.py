@@ -1,0 +1,149 @@
+"""How much memory does a prefill take beyond its inputs, and how does that grow with the length?
+
+    python benchmarks/memory.py
+
+Every number comes from a process of its own: bfloat16 q, k and v of 4 heads of 64 are resident, the peak of resident
+memory is reset, one causal attention runs, and the rise of the peak is reported. It includes the result, whose size
+stands beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from fastattention.cli import peak_memory
+from fastattention.cli.bench.peers import EAGER, FASTATTENTION, SDPA
+from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.workload import Workload, make_tensors
+from fastattention.cli.console import OUTPUT, fail, progress_bar
+from fastattention.cli.machine import describe_machine
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = {peer.name: peer for peer in (FASTATTENTION, SDPA, EAGER)}
+NHEADS, HEADDIM = 4, 64
+WARM_UP_SEQLEN = 64
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one prefill; extra_bytes is None for one that was not run, and then `reason` says why."""
+
+    peer: str
+    seqlen: int
+    result_bytes: int
+    extra_bytes: int | None = None
+    reason: str | None = None
+
+
+def main(
+    shortest: int = 1024,
+    longest: int = 65536,
+    output: Path = RESULTS,
+    only: Annotated[
+        tuple[str, int] | None, typer.Option(hidden=True, help="Measure this peer and length here.")
+    ] = None,
+) -> None:
+    """Double the length from `shortest` to `longest`; write memory.json and memory.png into `output`."""
+    if only is not None:
+        print(json.dumps(asdict(measure_here(*only))))
+        return
+    reason = peak_memory.why_unavailable()
+    if reason is not None:
+        raise fail(reason)
+    seqlens = [shortest << step for step in range((longest // shortest).bit_length())]
+    cases = [(peer, seqlen) for seqlen in seqlens for peer in PEERS]
+    with progress_bar() as bar:
+        peaks = [measure_in_process(*case) for case in bar.track(cases, description="peak memory")]
+    show(peaks)
+    output.mkdir(parents=True, exist_ok=True)
+    machine = describe_machine()
+    record = {"schema": SCHEMA, "question": "memory", "machine": machine, "peaks": [asdict(peak) for peak in peaks]}
+    (output / "memory.json").write_text(json.dumps(record, indent=1) + "\n")
+    draw(peaks, f"memory: {title(machine)}", output / "memory.png")
+
+
+def make_workload(seqlen: int) -> Workload:
+    """The problem that is measured."""
+    return Workload("prefill", "bfloat16", (seqlen,), (seqlen,), NHEADS, NHEADS, HEADDIM, causal=True)
+
+
+def measure_here(peer: str, seqlen: int) -> Peak:
+    """The rise of this process's peak in one call, after a short one that starts threads and loads code."""
+    for length in (WARM_UP_SEQLEN, seqlen):
+        workload = make_workload(length)
+        prepared = PEERS[peer].prepare(workload, make_tensors(workload))
+        peak_memory.reset_peak()
+        before = peak_memory.resident_bytes()
+        out = prepared.output(prepared.call())
+        extra_bytes = peak_memory.peak_bytes() - before
+    return Peak(peer, seqlen, out.nbytes, extra_bytes)
+
+
+def measure_in_process(peer: str, seqlen: int) -> Peak:
+    """`measure_here` in a fresh process, unless the machine has not the memory for it."""
+    result_bytes = seqlen * NHEADS * HEADDIM * 2
+    needed, available = seqlen**2 * NHEADS * (2 + 4 + 2), available_bytes()  # scores, float32 softmax, weights
+    if peer == EAGER.name and needed > available // 2:
+        reason = f"needs about {needed / 2**30:.0f} GiB, {available / 2**30:.0f} GiB are available"
+        return Peak(peer, seqlen, result_bytes, reason=reason)
+    # Without the threshold glibc keeps freed memory resident, and a later allocation would not show.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "--only", peer, str(seqlen)]
+    child = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return Peak(**json.loads(child.stdout))
+
+
+def available_bytes() -> int:
+    """What the kernel says can be allocated without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+def show(peaks: list[Peak]) -> None:
+    """Print one row a length."""
+    table = Table("tokens", "result", *PEERS, title="peak extra memory, result included")
+    for seqlen in dict.fromkeys(peak.seqlen for peak in peaks):
+        row = [peak for peak in peaks if peak.seqlen == seqlen]
+        cells = [in_words(peak.extra_bytes) if peak.extra_bytes is not None else peak.reason or "" for peak in row]
+        table.add_row(str(seqlen), in_words(row[0].result_bytes), *cells)
+    OUTPUT.print(table)
+
+
+def in_words(count: int) -> str:
+    """Bytes as MB."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def draw(peaks: list[Peak], heading: str, path: Path) -> None:
+    """One line a peer on logarithmic axes, the size of the result dashed."""
+    from matplotlib.figure import Figure  # the measuring processes do without
+
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    panel = figure.subplots()
+    for peer in PEERS:
+        measured = [peak for peak in peaks if peak.peer == peer and peak.extra_bytes is not None]
+        megabytes = [(peak.extra_bytes or 0) / 1e6 for peak in measured]
+        panel.plot([peak.seqlen for peak in measured], megabytes, marker="o", label=peer)
+        for peak, value in zip(measured, megabytes, strict=True):
+            panel.annotate(f"{value:.3g}", (peak.seqlen, value), (0, 5), textcoords="offset points", fontsize=7)
+    results = {peak.seqlen: peak.result_bytes / 1e6 for peak in peaks}
+    panel.plot(list(results), list(results.values()), "--", color="gray", label="the result itself")
+    panel.set(xscale="log", yscale="log", xlabel="tokens", ylabel="peak extra memory, MB")
+    panel.set_xticks(list(results), [str(seqlen) for seqlen in results])
+    panel.minorticks_off()
+    panel.set_title(f"{heading}\nbfloat16 causal prefill, {NHEADS} heads of {HEADDIM}", fontsize=10)
+    panel.legend()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,65 @@
+"""The sdpa backend: torch's own attention, for any device that no other backend serves, and for gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from fastattention.backends.base import Backend
+from fastattention.backends.common.kv_append import append_tokens
+from fastattention.backends.sdpa import fused, math
+from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
+from fastattention.backends.sdpa.parts import Part, join, split
+from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+
+
+class SdpaBackend(Backend):
+    """scaled_dot_product_attention where it can express the call, plain torch in float32 where it cannot."""
+
+    name = "sdpa"
+
+    def why_unavailable(self) -> str | None:
+        """Never: torch is always there."""
+        return None
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Only gradients through an append are refused."""
+        if problem.layout is Layout.KVCACHE and problem.needs_grad:
+            return (
+                "fast_attn_with_kvcache has no backward and an argument requires grad; "
+                "call it under torch.no_grad() or torch.inference_mode(), or use fast_attn_func"
+            )
+        return None
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        """Appends, splits the call into sequences of one length, attends to each and joins the results."""
+        q = inputs.q if inputs.k_new is None else append_tokens(problem, inputs)
+        fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
+        unmasked = fused.can_express(problem) and not (problem.has_alibi or problem.has_bias)
+        generator = _generator(problem, inputs)
+        parts = split(problem, inputs, q, whole_batch=fits or unmasked)
+        return join(problem, inputs, [_attend(problem, part, generator) for part in parts])
+
+    def describe(self) -> str:
+        """Version of torch and which of its kernels are switched on."""
+        kernels = [name for name in ("flash", "mem_efficient", "cudnn", "math") if _is_enabled(name)]
+        return f"torch {torch.__version__} scaled_dot_product_attention; kernels enabled: {', '.join(kernels)}"
+
+
+def _is_enabled(kernel: str) -> bool:
+    """Whether torch may use that kernel of its own; a kernel this version of torch lacks is not enabled."""
+    question = getattr(torch.backends.cuda, f"{kernel}_sdp_enabled", None)
+    return question is not None and bool(question())
+
+
+def _attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
+    if fused.can_express(problem) and part.q.numel() and part.k.numel():
+        return AttentionOutput(fused.attend(problem, part), None)
+    return math.attend(problem, part, generator)
+
+
+def _generator(problem: Problem, inputs: Inputs) -> torch.Generator | None:
+    """Seeded afresh for each call, so that backward draws the mask that forward drew."""
+    if not problem.dropout_p:
+        return None
+    assert inputs.dropout_seed is not None
+    return torch.Generator(problem.device).manual_seed(int(inputs.dropout_seed))

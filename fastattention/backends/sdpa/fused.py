@@ -1,0 +1,118 @@
+"""torch's scaled_dot_product_attention: what it can compute, and how a part is handed to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattention.backends.sdpa.masks import Mask, chunk_mask, chunks, sees_everything
+from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
+from fastattention.problem import Problem
+
+_HAS_ENABLE_GQA = torch.__version__ >= "2.5"
+# Elements a head dimension is padded to off the CPU: other sizes send torch to its kernel that stores all scores.
+_HEADDIM_MULTIPLE = 8
+
+
+def can_express(problem: Problem) -> bool:
+    """True when scaled_dot_product_attention computes everything this call asks for."""
+    scores_only = not (problem.softcap or problem.has_sinks or problem.dropout_p or problem.return_lse)
+    # torch masks the scores before it scales them in places: a hidden key would count when the scale is not positive.
+    scale_fits = problem.softmax_scale > 0.0
+    # Off the CPU its backward adds in any order; the math path's does not.
+    repeatable = not (problem.deterministic and problem.needs_grad) or problem.device.type == "cpu"
+    return scores_only and scale_fits and repeatable
+
+
+def attend(problem: Problem, part: Part) -> Tensor:
+    """Attention of a part that has queries and keys: (batch_size, nheads, seqlen_q, headdim_v)."""
+    dtype = _working_dtype(part)
+    part = part._replace(q=part.q.to(dtype), k=part.k.to(dtype), v=part.v.to(dtype))
+    plain = part.slopes is None and part.bias is None
+    if plain and sees_everything(problem, part):
+        out = _attend_folded(problem, part.q, part.k, part.v, None)
+    elif plain and problem.is_causal and part.q.shape[2] == part.k.shape[2] and _shares_keys(problem, part):
+        out = _attend_causal(problem, part)
+    else:
+        out = _attend_masked(problem, part)
+    return out.to(problem.dtype)
+
+
+def _working_dtype(part: Part) -> torch.dtype:
+    """float32 where the mask needs its precision or float16 is slow, otherwise the dtype of q."""
+    if part.slopes is not None or (part.bias is not None and part.bias.dtype is torch.float32):
+        return torch.float32
+    if part.q.dtype is torch.float16 and part.q.device.type == "cpu":
+        return torch.float32
+    return part.q.dtype
+
+
+def _shares_keys(problem: Problem, part: Part) -> bool:
+    """True when torch can give several query heads one key/value head without storing scores or copies of keys."""
+    if problem.group_size == 1:
+        return True
+    return _HAS_ENABLE_GQA and (part.q.device.type == "cpu" or part.q.dtype is not torch.float32)
+
+
+def _attend_causal(problem: Problem, part: Part) -> Tensor:
+    """The square lower triangle, which torch aligns as we do and whose hidden half it skips."""
+    gqa = {"enable_gqa": True} if problem.group_size > 1 else {}
+    return _sdpa(problem, part.q, part.k, part.v, is_causal=True, **gqa)
+
+
+def _attend_masked(problem: Problem, part: Part) -> Tensor:
+    """Any other mask, built chunk by chunk so that it never takes seqlen_q x seqlen_k memory."""
+    shared_by_heads = part.slopes is None and part.bias is None
+    copies = problem.group_size if shared_by_heads else part.q.shape[0] * problem.nheads
+    outs = []
+    for chunk in chunks(problem, part, copies * part.k.shape[2]):
+        q, k, v = part.q[:, :, chunk.rows], part.k[:, :, chunk.keys], part.v[:, :, chunk.keys]
+        if k.shape[2] == 0:
+            outs.append(q.new_zeros((*q.shape[:3], problem.headdim_v)))
+            continue
+        attn_mask, dead = _attn_mask(chunk_mask(problem, part, chunk), q.dtype)
+        outs.append(_attend_folded(problem, q, k, v, attn_mask).masked_fill(dead, 0.0))
+    return torch.cat(outs, dim=2)
+
+
+def _attn_mask(mask: Mask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(attn_mask for torch, rows without keys).
+
+    Rows without keys see all of them: torch gives NaN or NaN gradients otherwise. The caller sets them to 0.
+    """
+    if mask.added is None:
+        assert mask.visible is not None
+        visible = mask.visible[None, None]
+        dead = ~visible.any(dim=-1, keepdim=True)
+        return visible | dead, dead
+    added = mask.added if mask.visible is None else mask.added.masked_fill(~mask.visible, -torch.inf)
+    dead = added.isneginf().all(dim=-1, keepdim=True)
+    # Contiguous: the strides of an expanded bias live on in results, and torch's kernels want none of them.
+    return added.masked_fill(dead, 0.0).to(dtype).contiguous(), dead
+
+
+def _attend_folded(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
+    if problem.group_size == 1:
+        return _sdpa(problem, q, k, v, attn_mask=attn_mask)
+    if attn_mask is not None:
+        shared_by_heads = attn_mask.shape[1] == 1
+        attn_mask = (
+            attn_mask.repeat(1, 1, problem.group_size, 1)
+            if shared_by_heads
+            else fold_groups(attn_mask, problem.nheads_k)
+        )
+    out = _sdpa(problem, fold_groups(q, problem.nheads_k), k, v, attn_mask=attn_mask)
+    return unfold_groups(out, problem.group_size)
+
+
+def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
+    """scaled_dot_product_attention, with q, k and v padded to a head dimension that its kernels take."""
+    width = max(problem.headdim, problem.headdim_v)
+    if q.device.type != "cpu":
+        width = -(-width // _HEADDIM_MULTIPLE) * _HEADDIM_MULTIPLE
+    q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, scale=problem.softmax_scale, **arguments)
+    return out[..., : problem.headdim_v]

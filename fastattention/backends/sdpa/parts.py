@@ -1,0 +1,139 @@
+"""Parts: the sequences of a call in groups of one length, which is what torch's attention can compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+
+
+class Part(NamedTuple):
+    """Sequences of one length, heads before tokens as torch wants them."""
+
+    q: Tensor  # (batch_size, nheads, seqlen_q, headdim)
+    k: Tensor  # (batch_size, nheads_k, seqlen_k, headdim)
+    v: Tensor  # (batch_size, nheads_k, seqlen_k, headdim_v)
+    slopes: Tensor | None  # float32 (1 or batch_size, nheads, 1, 1)
+    bias: Tensor | None  # (batch_size, nheads, seqlen_q, seqlen_k)
+    sinks: Tensor | None  # float32 (nheads,)
+
+
+def fold_groups(x: Tensor, nheads_k: int) -> Tensor:
+    """(batch_size, nheads, rows, n) to (batch_size, nheads_k, nheads / nheads_k * rows, n).
+
+    The query heads of a group become rows of the key/value head they share, so that no key is copied for them.
+    """
+    batch_size, nheads, rows, n = x.shape
+    return x.reshape(batch_size, nheads_k, nheads // nheads_k * rows, n)
+
+
+def unfold_groups(x: Tensor, group_size: int) -> Tensor:
+    """The inverse of fold_groups."""
+    batch_size, nheads_k, rows, n = x.shape
+    return x.reshape(batch_size, nheads_k * group_size, rows // group_size, n)
+
+
+def split(problem: Problem, inputs: Inputs, q: Tensor, whole_batch: bool) -> Iterator[Part]:
+    """The parts of a call, views wherever the layout allows it.
+
+    q: inputs.q, or what rotary embedding made of it
+    whole_batch: take a dense batch as one part instead of sequence by sequence
+    """
+    if problem.layout is Layout.PACKED:
+        return _packed(problem, inputs)
+    if problem.layout is Layout.KVCACHE:
+        return _cached(problem, inputs, q)
+    return _dense(problem, inputs, whole_batch)
+
+
+def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -> AttentionOutput:
+    """Results of all parts, whose tensors have heads before tokens, in the layout of the call."""
+    if not results:
+        return _nothing(problem, inputs)
+    packed = problem.layout is Layout.PACKED
+    out = _concatenate([result.out for result in results], 2 if packed else 0).transpose(1, 2)
+    lses = [result.lse for result in results if result.lse is not None]
+    lse = _concatenate(lses, 2 if packed else 0) if lses else None
+    if packed:
+        out, lse = out[0], None if lse is None else lse[0]
+    masks = [_pad_to(result.dropout_mask, problem) for result in results if result.dropout_mask is not None]
+    return AttentionOutput(
+        out.contiguous(), None if lse is None else lse.contiguous(), _concatenate(masks, 0) if masks else None
+    )
+
+
+def _nothing(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    """The result of a batch of no sequences: no elements, but part of the graph of q like any other result."""
+    out = inputs.q[..., :1].expand(problem.out_shape).contiguous()
+    return AttentionOutput(out, torch.empty(problem.lse_shape, device=problem.device) if problem.return_lse else None)
+
+
+def _dense(problem: Problem, inputs: Inputs, whole_batch: bool) -> Iterator[Part]:
+    step = max(1, problem.batch_size if whole_batch else 1)
+    for start in range(0, problem.batch_size, step):
+        sequences = slice(start, start + step)
+        bias = None if inputs.attn_bias is None else inputs.attn_bias[sequences]
+        yield _part(inputs, sequences, inputs.q[sequences], inputs.k[sequences], inputs.v[sequences], bias)
+
+
+def _packed(problem: Problem, inputs: Inputs) -> Iterator[Part]:
+    assert inputs.cu_seqlens_q is not None
+    assert inputs.cu_seqlens_k is not None
+    offsets_q, offsets_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    for index in range(problem.batch_size):
+        begin_q, end_q = offsets_q[index : index + 2]
+        begin_k, end_k = offsets_k[index : index + 2]
+        if problem.is_paged:
+            k, v = (_from_pages(pages, inputs, index, 0, end_k - begin_k) for pages in (inputs.k, inputs.v))
+        else:
+            k, v = inputs.k[begin_k:end_k], inputs.v[begin_k:end_k]
+        bias = None if inputs.attn_bias is None else inputs.attn_bias[None, :, begin_q:end_q, : end_k - begin_k]
+        yield _part(inputs, slice(index, index + 1), inputs.q[None, begin_q:end_q], k[None], v[None], bias)
+
+
+def _cached(problem: Problem, inputs: Inputs, q: Tensor) -> Iterator[Part]:
+    assert inputs.cache_seqlens is not None
+    ends = (inputs.cache_seqlens + problem.seqlen_new).tolist()
+    begins = [0] * len(ends) if inputs.cache_leftpad is None else inputs.cache_leftpad.tolist()
+    rows = list(range(len(ends))) if inputs.cache_batch_idx is None else inputs.cache_batch_idx.tolist()
+    for index, (begin, end, row) in enumerate(zip(begins, ends, rows, strict=True)):
+        sequence = slice(index, index + 1)
+        if problem.is_paged:
+            k, v = (_from_pages(pages, inputs, index, begin, end) for pages in (inputs.k, inputs.v))
+        else:
+            k, v = inputs.k[row, begin:end], inputs.v[row, begin:end]
+        bias = None if inputs.attn_bias is None else inputs.attn_bias[sequence, :, :, : end - begin]
+        yield _part(inputs, sequence, q[sequence], k[None], v[None], bias)
+
+
+def _from_pages(pages: Tensor, inputs: Inputs, index: int, begin: int, end: int) -> Tensor:
+    """Tokens begin to end - 1 of sequence `index`, copied from its pages: (end - begin, nheads_k, headdim)."""
+    assert inputs.block_table is not None
+    page_block_size = pages.shape[1]
+    if begin == end:
+        return pages.flatten(0, 1)[:0]
+    first = begin // page_block_size
+    used = inputs.block_table[index, first : -(-end // page_block_size)].long()
+    return pages[used].flatten(0, 1)[begin - first * page_block_size : end - first * page_block_size]
+
+
+def _part(inputs: Inputs, sequences: slice, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Part:
+    """A Part from tensors with tokens before heads; `sequences` are its places in the batch."""
+    slopes = inputs.alibi_slopes
+    if slopes is not None:
+        slopes = (slopes[sequences] if slopes.dim() == 2 else slopes.unsqueeze(0))[:, :, None, None]
+    return Part(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), slopes, bias, inputs.sinks)
+
+
+def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def _pad_to(mask: Tensor, problem: Problem) -> Tensor:
+    """A part's dropout mask with zeros up to (seqlen_q, seqlen_k) of the whole call."""
+    return F.pad(mask, (0, problem.seqlen_k - mask.shape[3], 0, problem.seqlen_q - mask.shape[2]))

@@ -1,0 +1,47 @@
+"""Error of a result against exact attention in float64, on sampled rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattention.cli.bench.workload import Tensors, Workload, sequences
+from fastattention.reference import reference_attention
+from fastattention.validation import Options, prepare_dense
+
+# Rows of each sequence: evenly spread, the first and the last among them. All heads are compared.
+SAMPLED_ROWS = 16
+
+
+def max_error(workload: Workload, tensors: Tensors, out: Tensor) -> float:
+    """Largest absolute difference between `out` and float64 attention over the sampled rows.
+
+    out: (batch_size, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim).
+    """
+    outs = torch.split(out, list(workload.seqlens_q)) if workload.kind == "packed" else out.unbind()
+    batch = zip(sequences(workload, tensors), outs, strict=True)
+    return max(_sequence_error(workload, sequence, result) for sequence, result in batch)
+
+
+def _sequence_error(workload: Workload, sequence: Tensors, out: Tensor) -> float:
+    q, k, v = sequence
+    seqlen_q, seqlen_k, group = len(q), len(k), workload.nheads // workload.nheads_k
+    rows = torch.linspace(0, seqlen_q - 1, min(SAMPLED_ROWS, seqlen_q)).long()
+    bias = torch.zeros(len(rows), seqlen_k, dtype=torch.float32)
+    if workload.causal:
+        bias.masked_fill_(torch.arange(seqlen_k) > rows[:, None] + seqlen_k - seqlen_q, float("-inf"))
+    worst = 0.0
+    for head in range(workload.nheads_k):
+        # The query heads of a group become rows of one head: keys are converted to float64 once, a head at a time.
+        heads = slice(head * group, (head + 1) * group)
+        queries = q[rows, heads].reshape(1, -1, 1, workload.headdim)
+        problem, inputs = prepare_dense(
+            queries,
+            k[None, :, head : head + 1],
+            v[None, :, head : head + 1],
+            Options(softmax_scale=workload.headdim**-0.5),
+            attn_bias=bias.repeat_interleave(group, dim=0),
+        )
+        expected = reference_attention(problem, inputs).out.reshape(len(rows), group, -1)
+        worst = max(worst, float((out[rows, heads].double() - expected).abs().max()))
+    return worst

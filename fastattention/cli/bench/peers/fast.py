@@ -1,0 +1,39 @@
+"""This package, called as its users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastattention
+from fastattention.backends.cpu.library import load_library
+from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_packed
+from fastattention.cli.bench.workload import Tensors, Workload
+
+
+def prepare(workload: Workload, tensors: Tensors) -> Prepared:
+    """fast_attn_func, fast_attn_with_kvcache for a decode, fast_attn_varlen_func for packed sequences."""
+    function: Callable[..., Any] = fastattention.fast_attn_func
+    arguments: tuple[Any, ...] = tensors
+    if is_decode(workload):
+        function = fastattention.fast_attn_with_kvcache
+    elif is_packed(workload):
+        function = fastattention.fast_attn_varlen_func
+        offsets = cumulative(workload.seqlens_q), cumulative(workload.seqlens_k)
+        arguments = (*tensors, *offsets, max(workload.seqlens_q), max(workload.seqlens_k))
+    chosen = fastattention.explain(*arguments, function=function, causal=workload.causal).backend or ""
+    detail = f"cpu {load_library().isa}" if chosen == "cpu" else chosen
+    return Prepared(lambda: function(*arguments, causal=workload.causal), lambda out: out, detail)
+
+
+def cumulative(seqlens: tuple[int, ...]) -> Tensor:
+    """Offsets of packed sequences, int32 (batch_size + 1,)."""
+    return torch.tensor((0, *seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+FASTATTENTION = Peer(
+    "fastattention", applies_to=lambda workload: True, prepare=prepare, version=lambda: fastattention.__version__
+)

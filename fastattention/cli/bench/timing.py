@@ -1,0 +1,76 @@
+"""Interleaved timing: everyone measured in turns, in one process, so that a busy moment hits all alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+MINIMUM_ROUNDS = 3
+MAXIMUM_ROUNDS = 100
+# Between turns: the threads of the last library still spin on the cores for a few milliseconds before they sleep.
+SETTLE_SECONDS = 0.01
+# A turn lasts at least this long, and the first of several calls is not counted: the caches hold somebody else's data.
+TURN_SECONDS = 0.03
+MAXIMUM_CALLS_PER_TURN = 1000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call. `calls` is how many were measured; 1 means too slow for the time given."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    calls: int
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    seconds: float,
+    on_progress: Callable[[float], None] = lambda fraction: None,
+) -> dict[str, Timing]:
+    """Time `calls`, already warm, in turns for about `seconds`, three rounds at least.
+
+    A call slower than `seconds` on its own keeps its first measurement, so that one slow peer cannot stop the rest.
+    on_progress: told the fraction done, 0 to 1.
+    """
+    samples = {name: [time_call(call)] for name, call in calls.items()}
+    first = {name: taken[0] for name, taken in samples.items()}
+    repeated = [name for name in calls if first[name] <= seconds]
+    counts = {name: _calls_per_turn(first[name]) for name in repeated}
+    round_seconds = sum(SETTLE_SECONDS + first[name] * (counts[name] + (counts[name] > 1)) for name in repeated)
+    rounds = min(MAXIMUM_ROUNDS, max(MINIMUM_ROUNDS, round(seconds / max(round_seconds, 1e-9))))
+    for done in range(rounds if repeated else 0):
+        for name in repeated:
+            samples[name] += _turn(calls[name], counts[name])
+        on_progress((done + 1) / rounds)
+    return {name: summarise(taken if len(taken) == 1 else taken[1:]) for name, taken in samples.items()}
+
+
+def time_call(call: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def summarise(samples: list[float]) -> Timing:
+    """Median and quartiles of seconds."""
+    if len(samples) == 1:
+        return Timing(samples[0], samples[0], samples[0], 1)
+    lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(median, lower, upper, len(samples))
+
+
+def _calls_per_turn(seconds: float) -> int:
+    return max(1, min(MAXIMUM_CALLS_PER_TURN, math.ceil(TURN_SECONDS / max(seconds, 1e-9))))
+
+
+def _turn(call: Callable[[], object], count: int) -> list[float]:
+    time.sleep(SETTLE_SECONDS)
+    if count > 1:
+        call()
+    return [time_call(call) for _ in range(count)]

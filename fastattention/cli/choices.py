@@ -1,0 +1,22 @@
+"""Values of command line options. Light: the command line is parsed before anything heavy is imported."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Attention(str, Enum):
+    """--attn: who computes attention inside a Transformers model."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+    FAST_ATTENTION = "fast_attention"
+
+
+class ModelDtype(str, Enum):
+    """--dtype: of weights and activations; AUTO is the one in which the model was stored."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"

@@ -1,0 +1,29 @@
+"""What `fastattention demo` and its worker processes tell one another, as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to generate, with what."""
+
+    model: str  # a model folder
+    attention: str  # a value of choices.Attention
+    prompt: str
+    max_new_tokens: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out. extra_bytes: resident memory beyond the loaded, warm model; None where it cannot be measured."""
+
+    attention: str
+    tokens: list[int]
+    text: str
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float  # all tokens after the first
+    extra_bytes: int | None

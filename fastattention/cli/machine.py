@@ -1,0 +1,81 @@
+"""What this machine is: what a number in a benchmark, or a report of a fault, has to be read with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastattention
+
+CPUINFO = Path("/proc/cpuinfo")
+# Of the hundred flags a processor reports, those that decide which attention kernel can run.
+INTERESTING_FLAGS = (
+    "f16c", "fma", "avx2", "avx512f", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16",
+    "asimd", "asimdhp", "bf16", "sve", "sve2",
+)  # fmt: skip
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, accelerators and versions, as JSON types only."""
+    return {
+        "cpu": cpu_model(),
+        "cpu_flags": cpu_flags(),
+        "cpus_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {name: installed_version(name) for name in ("fastattention", "torch", "transformers", "numpy")},
+        "commit": source_commit(),
+        "load_average": os.getloadavg()[0],  # of the last minute: who else was busy
+        "num_threads": fastattention.get_num_threads(),
+    }
+
+
+def cpu_model() -> str:
+    """The processor's own name, e.g. "AMD EPYC"; its architecture where it reports none."""
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> list[str]:
+    """The instruction sets that matter to attention, by the names the kernel gives them."""
+    cpuinfo = _cpuinfo()
+    flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    return [flag for flag in INTERESTING_FLAGS if flag in flags]
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def source_commit() -> str | None:
+    """The git commit of the sources in use, with "+changes" for a modified tree; None for an installed package."""
+    root = Path(fastattention.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None  # no git, or a repository without a commit
+    return commit + ("+changes" if status.stdout.strip() else "")
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty where there is no such file."""
+    if not CPUINFO.exists():
+        return {}
+    first = CPUINFO.read_text().split("\n\n", 1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,99 @@
+"""The command line: options only. Each command imports what does its work when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastattention import __version__
+from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.cli.console import errors_as_messages
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastattention {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Exact attention for the hardware FlashAttention leaves behind."""
+
+
+@app.command()
+def info() -> None:
+    """Show hardware, versions, backends with their reasons, and environment variables."""
+    from fastattention.cli import info as command
+
+    with errors_as_messages():
+        command.info()
+
+
+@app.command()
+def bench(
+    questions: Annotated[
+        list[str] | None, typer.Argument(help="Any of prefill, decode, packed, overhead. All when none is named.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")
+    ] = False,
+    seqlen: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of the longest prompt; others follow. Implies --quick.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="Time to spend on each problem.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of everyone. Default: as torch decides.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
+) -> None:
+    """Measure this machine's CPU against every peer that is installed, with errors against float64."""
+    from fastattention.cli.bench import command
+
+    with errors_as_messages():
+        command.bench(questions or [], quick, seqlen, seconds, threads, output)
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Option(help="A Transformers model folder. Nothing is downloaded.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
+    attn: Annotated[Attention, typer.Option(help="Who computes attention.")] = Attention.FAST_ATTENTION,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    dtype: Annotated[ModelDtype, typer.Option(help="Of weights; auto is as stored.")] = ModelDtype.AUTO,
+    device: Annotated[str, typer.Option(help="As torch names it, e.g. cpu or cuda:0.")] = "cpu",
+) -> None:
+    """Continue a prompt with any Transformers model folder, and say how fast that was."""
+    from fastattention.cli import generate as command
+
+    with errors_as_messages():
+        command.generate(model, prompt, attn, max_new_tokens, temperature, dtype, device)
+
+
+@app.command()
+def demo(
+    file: Annotated[
+        Path | None, typer.Option(help="The text file to continue. Default: a module of this Python.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Bytes of the file to read.")] = 6000,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
+    model: Annotated[
+        Path | None, typer.Option(help="A Transformers model folder. Default: the one that comes with the package.")
+    ] = None,
+) -> None:
+    """Continue a source file with eager, sdpa and fast_attention: same tokens, times, peak memory. Offline."""
+    from fastattention.cli import demo as command
+
+    with errors_as_messages():
+        command.demo(file or command.DEFAULT_SOURCE, context, new_tokens, model or command.DEMO_MODEL)
+
+
+if __name__ == "__main__":
+    app()

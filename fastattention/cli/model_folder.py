@@ -1,0 +1,111 @@
+"""A Transformers model folder: its model, and text to tokens and back. Importing this module imports Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.errors import ArgumentError
+
+# Any of these makes a folder one with a tokenizer.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+BYTE_VOCABULARY = 256
+
+
+class Codec(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> Tensor:
+        """Tokens of a prompt, int64 (1, seqlen)."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens."""
+
+
+class ByteCodec:
+    """For models without a tokenizer whose vocabulary is the 256 bytes; a text begins with bos_token_id, if any."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self._bos: int | None = config.bos_token_id
+
+    def encode(self, text: str) -> Tensor:
+        """UTF-8."""
+        start = [] if self._bos is None else [self._bos]
+        return torch.tensor([[*start, *text.encode()]])
+
+    def decode(self, tokens: list[int]) -> str:
+        """UTF-8; bytes that are none become U+FFFD."""
+        return bytes(token for token in tokens if token != self._bos).decode(errors="replace")
+
+
+class TokenizerCodec:
+    """The folder's own tokenizer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def encode(self, text: str) -> Tensor:
+        """With the special tokens that the tokenizer adds."""
+        tokens = self._tokenizer(text, return_tensors="pt").input_ids
+        assert isinstance(tokens, Tensor)
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """Without special tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class LoadedModel(NamedTuple):
+    """A model ready to generate, and its codec."""
+
+    model: PreTrainedModel
+    codec: Codec
+
+
+def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: str) -> LoadedModel:
+    """Load the causal language model in `folder`; nothing is downloaded.
+
+    dtype: AUTO takes the one in which it was stored.
+    Raises ArgumentError for a folder without a model or a way to make tokens, and for a device that is not there.
+    """
+    if not (folder / "config.json").is_file():
+        raise ArgumentError(f"model {str(folder)!r} is not a Transformers model folder: it has no config.json")
+    if attention is Attention.FAST_ATTENTION:
+        from fastattention.integrations.transformers import register
+
+        register()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the commands have their own
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attention.value, dtype=dtype.value, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"model {str(folder)!r} cannot be loaded: {error}") from error
+    _move(model, device)
+    model.eval()  # type: ignore[no-untyped-call]
+    return LoadedModel(model, _codec(folder, model.config))
+
+
+def _move(model: PreTrainedModel, device: str) -> None:
+    try:
+        torch.nn.Module.to(model, device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ArgumentError(f"device={device!r} cannot be used: {first_line}") from error
+
+
+def _codec(folder: Path, config: PretrainedConfig) -> Codec:
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return TokenizerCodec(folder)
+    if config.vocab_size == BYTE_VOCABULARY:
+        return ByteCodec(config)
+    raise ArgumentError(
+        f"model {str(folder)!r} has no tokenizer ({', '.join(TOKENIZER_FILES)}), and its vocabulary of "
+        f"{config.vocab_size} is not the {BYTE_VOCABULARY} bytes, which need none"
+    )

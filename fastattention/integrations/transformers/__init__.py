@@ -1,0 +1,35 @@
+"""`attn_implementation="fast_attention"` for Hugging Face Transformers 5. Importing this module registers it.
+
+    import fastattention.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fast_attention")
+
+Two functions are registered under that name. The mask function (mask_function.py) runs once a forward pass for each
+kind of layer: it knows offsets, cache sizes and padding, and returns a mask of masks.py, or a bool tensor for patterns
+that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
+docs/transformers.md tells users what is covered and what costs what.
+"""
+
+from __future__ import annotations
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise ImportError(
+        "fastattention.integrations.transformers needs Transformers 5: pip install 'transformers>=5'"
+    ) from error
+
+from fastattention.integrations.transformers.attention import fast_attention_forward
+from fastattention.integrations.transformers.mask_function import fast_attention_mask
+
+__all__ = ["NAME", "fast_attention_forward", "fast_attention_mask", "register"]
+
+NAME = "fast_attention"  # without "flash" in it: Transformers takes any name that has it for one of flash-attn's
+
+
+def register() -> None:
+    """Makes "fast_attention" known to Transformers. Importing this module has done it; again, it changes nothing."""
+    AttentionInterface.register(NAME, fast_attention_forward)
+    AttentionMaskInterface.register(NAME, fast_attention_mask)
+
+
+register()

@@ -1,0 +1,144 @@
+"""The attention function: one layer, under a mask of masks.py, a tensor, or none."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.integrations.transformers.masks import (
+    DenseMask,
+    Scores,
+    SequenceMask,
+    Window,
+    attend_dense,
+    attend_packed,
+    combine,
+)
+
+# Arguments with which sparse and gated models change the softmax in ways that nothing else tells.
+UNKNOWN_ARGUMENTS = ("indices", "block_indices", "sinks")
+
+
+def fast_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: SequenceMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: object | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as Transformers' AttentionInterface asks for it.
+
+    query: (batch_size, nheads, seqlen_q, headdim)
+    key, value: (batch_size, nheads_k, seqlen_k, headdim or headdim_v); nheads_k divides nheads, heads are not repeated
+    attention_mask: what the mask function returned; or a tensor that broadcasts to (batch_size, nheads, seqlen_q,
+        seqlen_k), bool (True is seen) or added to the scores. Both decide alone what is seen. None leaves it to
+        is_causal (by default the module's attribute) and sliding_window (in keys, the query's own included).
+    dropout, scaling, softcap: dropout_p, softmax_scale and softcap of fast_attn_func; softcap None is off
+    s_aux: sinks, (nheads,)
+    position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
+    kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a batch packed by the caller. Others are
+        ignored, unless they would change the result.
+    Returns (out, None): out is (batch_size, seqlen_q, nheads, headdim_v); there are no weights to return.
+    Raises UnsupportedError for paged caches, output_attentions and the arguments of sparse models, ArgumentError for
+    masks that do not fit.
+    """
+    _refuse_unsupported(cache, kwargs)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    scores = Scores(scaling, softcap or 0.0, s_aux, dropout)
+    if isinstance(attention_mask, Tensor):
+        return attend_dense(q, k, v, _attn_bias(attention_mask, position_bias, q), scores), None
+    sequences = _packed_sequences(kwargs)
+    if attention_mask is not None and (sequences is None or not isinstance(attention_mask, DenseMask)):
+        return attention_mask.attend(q, k, v, position_bias, scores), None
+    causal, window = _without_mask(module, is_causal, sliding_window)
+    if attention_mask is not None:
+        causal, window = attention_mask.causal, attention_mask.window
+    if sequences is not None:
+        return _attend_sequences(q, k, v, position_bias, scores, causal, window, sequences), None
+    if causal and 1 < q.shape[1] != k.shape[1]:
+        raise UnsupportedError(
+            f"{type(module).__name__} asks for causal attention of {q.shape[1]} queries to {k.shape[1]} keys without "
+            "a mask, which leaves open where the queries are among the keys; give an attention_mask of four dimensions"
+        )
+    return attend_dense(q, k, v, position_bias, scores, causal, window), None
+
+
+def _refuse_unsupported(cache: object | None, kwargs: dict[str, Any]) -> None:
+    if cache is not None:
+        raise UnsupportedError("continuous batching is not supported by fast_attention; use attn_implementation='sdpa'")
+    for name in UNKNOWN_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"this model gives its attention function {name!r}, which fast_attention does not know; "
+                "load it with attn_implementation='eager'"
+            )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError(
+            "output_attentions=True needs the matrix of weights, which fast_attention never makes; "
+            "load the model with attn_implementation='eager'"
+        )
+
+
+def _without_mask(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> tuple[bool, Window]:
+    """(causal, window) of a layer whose model made no mask."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    left = -1 if sliding_window is None else sliding_window - 1
+    return causal, (left, 0 if causal else left)
+
+
+def _attn_bias(attention_mask: Tensor, position_bias: Tensor | None, q: Tensor) -> Tensor:
+    if attention_mask.dim() != 4:
+        raise ArgumentError(
+            "attention_mask must broadcast to (batch_size, nheads, seqlen_q, seqlen_k) when it reaches a layer, got "
+            f"shape {tuple(attention_mask.shape)}; give padding masks of two dimensions to the whole model"
+        )
+    return combine(attention_mask, position_bias, q.dtype)
+
+
+class _Sequences(NamedTuple):
+    """Sequences that the caller packed."""
+
+    cu_seqlens_q: Tensor  # int32 (number of sequences + 1,)
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None  # None derives it
+    max_seqlen_k: int | None
+
+
+def _packed_sequences(kwargs: dict[str, Any]) -> _Sequences | None:
+    cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None
+    longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
+    max_seqlen_q, max_seqlen_k = (None if length is None else int(length) for length in longest)
+    return _Sequences(cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32), max_seqlen_q, max_seqlen_k)
+
+
+def _attend_sequences(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: Tensor | None,
+    scores: Scores,
+    causal: bool,
+    window: Window,
+    sequences: _Sequences,
+) -> Tensor:
+    if position_bias is not None:
+        raise UnsupportedError("position_bias cannot be combined with cu_seq_lens_q; give an attention_mask instead")
+    out = attend_packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scores, causal, window, *sequences)
+    return out.view(*q.shape[:-1], v.shape[-1])

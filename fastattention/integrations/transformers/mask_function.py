@@ -1,0 +1,163 @@
+"""The mask function: once a forward pass, from offsets, cache sizes and padding to a mask that every layer can use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from fastattention.integrations.transformers.masks import (
+    CachedMask,
+    DenseMask,
+    PackedMask,
+    SequenceMask,
+    Tokens,
+    Window,
+)
+from fastattention.integrations.transformers.patterns import Pattern, recognise, require_dispatch
+
+
+def fast_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | SequenceMask | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: object | None = None,
+    **_: Any,
+) -> SequenceMask | Tensor:
+    """The mask of one kind of layer, as Transformers' AttentionMaskInterface asks for it.
+
+    Queries are tokens q_offset to q_offset + q_length - 1, keys are tokens kv_offset to kv_offset + kv_length - 1. A
+    query sees a key when mask_function says so and attention_mask, bool (batch_size, tokens), does not call the key
+    padding (False). Returns a tensor, bool (batch_size, 1, q_length, kv_length), for patterns that no SequenceMask can
+    say, for models that ask for one to compute with, and for padding that torch.compile traces and must not read.
+    Raises UnsupportedError when the model would not hand the mask to the attention function.
+    """
+    if isinstance(attention_mask, SequenceMask):
+        return attention_mask  # `generate` made it for the forward pass that now asks for it
+    require_dispatch(config)
+    if isinstance(q_offset, Tensor) and not is_tracing(q_offset):
+        q_offset = int(q_offset)  # a static cache counts on the device, and goes on counting in this very tensor
+
+    def as_tensor() -> Tensor:
+        mask = sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,  # type: ignore[arg-type]
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
+        assert mask is not None
+        return mask
+
+    pattern = recognise(mask_function)
+    unreadable = isinstance(q_offset, Tensor) or (attention_mask is not None and is_tracing(attention_mask))
+    if pattern is None or unreadable:
+        return as_tensor()
+    call = _Call((batch_size, 1, q_length, kv_length), int(q_offset), kv_offset, pattern, device, as_tensor)
+    if pattern.sequence_ids is not None:
+        return call.sequences(pattern.sequence_ids)
+    # Models that compute with their mask forbid to skip it. So does `generate`, when it decodes into a static cache.
+    if q_length > 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        return as_tensor()
+    return call.mask(attention_mask)
+
+
+class _Call(NamedTuple):
+    """A recognised pattern, and where its queries and keys are."""
+
+    shape: tuple[int, int, int, int]  # (batch_size, 1, q_length, kv_length)
+    q_offset: int
+    kv_offset: int
+    pattern: Pattern
+    device: torch.device | str
+    as_tensor: Callable[[], Tensor]
+
+    def mask(self, attention_mask: Tensor | None) -> SequenceMask | Tensor:
+        """attention_mask: bool (batch_size, tokens), False is padding; None is no padding."""
+        batch_size, _, q_length, kv_length = self.shape
+        num_keys = kv_length
+        if self.pattern.is_positional:
+            num_keys = self.q_offset + q_length - self.kv_offset
+            # Causal queries do not see what lies behind them, the free places of a static cache. Others would.
+            if not q_length <= num_keys <= kv_length or (num_keys < kv_length and not self.pattern.causal):
+                return self.as_tensor()
+        if attention_mask is None:
+            return self._without_padding(num_keys)
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
+            return self.as_tensor()
+        tokens = prepare_padding_mask(attention_mask, kv_length, self.kv_offset)
+        assert tokens is not None
+        used = tokens[:, self.kv_offset : self.kv_offset + num_keys]
+        return self._without_padding(num_keys) if bool(used.all()) else self._with_padding(used)
+
+    def sequences(self, sequence_ids: Tensor) -> SequenceMask | Tensor:
+        """sequence_ids: int (batch_size, tokens); sequences lie one after another, none goes on in the next row."""
+        batch_size, _, q_length, kv_length = self.shape
+        if tuple(sequence_ids.shape) != (batch_size, q_length) or q_length != kv_length:
+            return self.as_tensor()
+        begins = torch.ones_like(sequence_ids, dtype=torch.bool)
+        begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
+        cu_seqlens = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).to(torch.int32)
+        longest = int(cu_seqlens.diff().max())
+        return PackedMask(*self._common(longest), None, None, cu_seqlens, cu_seqlens, longest, longest)
+
+    def _without_padding(self, num_keys: int) -> SequenceMask:
+        batch_size, _, q_length, kv_length = self.shape
+        if num_keys < kv_length and q_length == 1 and not torch.is_grad_enabled():
+            # Lengths in a tensor, so that one compiled decoding step serves them all.
+            lengths = torch.full((batch_size,), num_keys, dtype=torch.int32, device=self.device)
+            return CachedMask(*self._common(num_keys), lengths, None)
+        return DenseMask(*self._common(num_keys), num_keys)
+
+    def _with_padding(self, used: Tensor) -> SequenceMask | Tensor:
+        """used: bool (batch_size, num_keys), with at least one False."""
+        q_length, num_keys = self.shape[2], used.shape[1]
+        common, positional = self._common(num_keys), self.pattern.is_positional
+        windowed = -1 not in common[2]
+        first, end, contiguous = _runs(used)
+        # Packing keeps the order of tokens, but not distances across padding between them.
+        if windowed and not contiguous:
+            return self.as_tensor()
+        aligned = not positional or bool((end == num_keys).all())
+        if contiguous and aligned and q_length < num_keys and not torch.is_grad_enabled():
+            return CachedMask(*common, end, first)
+        if windowed and not self.pattern.causal and q_length != num_keys:
+            return self.as_tensor()
+        tokens_k, cu_seqlens_k, max_seqlen_k = _packing(used)
+        if positional:
+            tokens_q, cu_seqlens_q, max_seqlen_q = _packing(used[:, num_keys - q_length :])
+            return PackedMask(*common, tokens_q, tokens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        # The queries may be of another sequence (cross-attention): what is padding among them is not known.
+        cu_seqlens_q = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device) * q_length
+        return PackedMask(*common, None, tokens_k, cu_seqlens_q, cu_seqlens_k, q_length, max_seqlen_k)
+
+    def _common(self, num_keys: int) -> tuple[tuple[int, int, int, int], bool, Window, Callable[[], Tensor]]:
+        """The fields of every SequenceMask. The window is -1 on sides where it reaches past all num_keys keys."""
+        left, right = (-1 if side >= num_keys - 1 else side for side in self.pattern.window)
+        return self.shape, self.pattern.causal, (left, right), self.as_tensor
+
+
+def _runs(used: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """First and last + 1 token in use, int32 (batch_size,), and whether all tokens between them are in use."""
+    count = used.sum(dim=1)
+    first = used.int().argmax(dim=1)
+    positions = torch.arange(used.shape[1], device=used.device)
+    run = (positions >= first[:, None]) & (positions < (first + count)[:, None])
+    return first.to(torch.int32), (first + count).to(torch.int32), bool((run == used).all())
+
+
+def _packing(used: Tensor) -> tuple[Tokens, Tensor, int]:
+    """The tokens in use, the offsets of sequences once packed, int32 (batch_size + 1,), and the longest length."""
+    lengths = used.sum(dim=1)
+    rows, tokens = used.nonzero(as_tuple=True)
+    return (rows, tokens), F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())

@@ -1,0 +1,115 @@
+"""What Transformers' mask functions stand for, and whether a model hands its mask to an attention function at all.
+
+Transformers describes a mask by a function of indices, composed out of a few of its own. Such a function is recognised
+only when every piece is known, told by its code object. Anything else is a pattern of its own, and None.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+
+from fastattention.errors import UnsupportedError
+from fastattention.integrations.transformers.masks import Window
+
+
+class Pattern(NamedTuple):
+    """A mask over positions, before padding."""
+
+    causal: bool
+    window: Window  # (-1, 0) when causal without a window
+    sequence_ids: Tensor | None = None  # int (batch_size, tokens): tokens see those of their own id only
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether it matters where a query is among the keys."""
+        return self.window != (-1, -1)
+
+
+CAUSAL = Pattern(causal=True, window=(-1, 0))
+BIDIRECTIONAL = Pattern(causal=False, window=(-1, -1))
+
+
+def recognise(mask_function: Callable[..., Any]) -> Pattern | None:
+    """The pattern of a mask function of Transformers, or None for any other function.
+
+    While torch.compile traces, only those are recognised that are not composed: it cannot look into functions.
+    """
+    if mask_function is masking_utils.causal_mask_function:
+        return CAUSAL
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return BIDIRECTIONAL
+    if torch.compiler.is_compiling() or not _made_by(mask_function, masking_utils.and_masks):
+        return None
+    parts = _captured(mask_function).get("mask_functions", ())
+    return _recognise_intersection(*parts) if len(parts) == 2 else None
+
+
+def _recognise_intersection(overlay: Callable[..., Any], base: Callable[..., Any]) -> Pattern | None:
+    """The pattern of and_masks(overlay, base)."""
+    if _made_by(overlay, masking_utils.packed_sequence_mask_function):
+        return _recognise_packed(overlay, base)
+    inner, size = recognise(base), _captured(overlay).get("sliding_window")
+    if not isinstance(size, int) or size < 1:
+        return None
+    if _made_by(overlay, masking_utils.sliding_window_overlay) and inner is CAUSAL:
+        return Pattern(causal=True, window=(size - 1, 0))
+    if _made_by(overlay, masking_utils.sliding_window_bidirectional_overlay) and inner is BIDIRECTIONAL:
+        return Pattern(causal=False, window=(size, size))
+    return None
+
+
+def _recognise_packed(overlay: Callable[..., Any], base: Callable[..., Any]) -> Pattern | None:
+    """Several sequences in a row. Positions run through each of them, so its pattern is the one that was remapped."""
+    if not _made_by(base, masking_utils.remap_positions_for_packed_sequence):
+        return None
+    inner, sequence_ids = recognise(_captured(base)["mask_function"]), _captured(overlay).get("packed_sequence_mask")
+    if inner is None or inner.sequence_ids is not None or not isinstance(sequence_ids, Tensor):
+        return None
+    return inner._replace(sequence_ids=sequence_ids)
+
+
+def _made_by(function: Callable[..., Any], factory: Callable[..., Any]) -> bool:
+    """Whether `function` was defined in the body of `factory`."""
+    code = getattr(function, "__code__", None)
+    return any(constant is code for constant in factory.__code__.co_consts)
+
+
+def _captured(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables that a function took from where it was defined."""
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or cells is None:
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+_dispatching: set[type] = set()
+
+
+def require_dispatch(config: object | None) -> None:
+    """Raises UnsupportedError when the model of this configuration computes its attention by itself.
+
+    Such a model would let fast_attention make its mask, and then add a bool tensor to its scores.
+    """
+    if type(config) not in _dispatching:
+        _check_dispatch(type(config))
+        _dispatching.add(type(config))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _check_dispatch(config_class: type) -> None:
+    package, _, module = config_class.__module__.rpartition(".")
+    modeling = sys.modules.get(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
+    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    for name, member in vars(modeling).items():
+        if "Attention" in name and isinstance(member, type) and issubclass(member, nn.Module):
+            raise UnsupportedError(
+                f"{modeling.__name__}.{name} computes attention by itself instead of asking Transformers' "
+                "AttentionInterface, which fast_attention cannot change; load it with attn_implementation='eager'"
+            )

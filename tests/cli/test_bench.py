@@ -1,0 +1,112 @@
+"""`fastattention bench`: tables, JSON and pictures from a real run of small problems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastattention.cli.bench import session as sessions
+from fastattention.cli.bench.measure import Measurement
+from fastattention.cli.bench.peaks import Limits
+from fastattention.cli.bench.report import Report, fastattention_speedup, fraction_of_limit
+from fastattention.cli.bench.suite import full_suite, quick_suite
+from fastattention.cli.bench.timing import Timing
+from fastattention.cli.bench.workload import Workload
+
+from .conftest import Finished
+
+SECONDS_KEYS = {"median", "lower_quartile", "upper_quartile", "calls"}
+
+
+@pytest.fixture
+def known_limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """Measuring them takes seconds."""
+    limits = Limits(fma=100.0, bf16_dot=200.0, dram_read=10.0)
+    monkeypatch.setattr(sessions, "measure_limits", lambda: limits)
+    return limits
+
+
+def check_schema(report: dict[str, Any], question: str) -> None:
+    assert report["schema"] == 1
+    assert report["question"] == question
+    assert {"cpu", "versions", "num_threads", "commit"} <= set(report["machine"])
+    assert {"fastattention", "torch SDPA"} & set(report["peers"])
+    for one in report["measurements"]:
+        assert (one["seconds"] is None) == (one["reason"] is not None)
+        if one["seconds"] is not None:
+            assert set(one["seconds"]) == SECONDS_KEYS
+            assert 0 < one["seconds"]["lower_quartile"] <= one["seconds"]["median"] <= one["seconds"]["upper_quartile"]
+            assert one["gflops"] > 0
+            assert one["gbytes_per_s"] > 0
+            assert one["max_error"] < 0.05
+            assert one["fraction_of_limit"] is None or one["fraction_of_limit"] > 0
+            assert (one["fastattention_speedup"] is None) == (one["peer"] == "fastattention")
+
+
+def test_bench_answers_every_question(
+    run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path
+) -> None:
+    exit_code, output = run_command("bench", "--quick", "--seqlen", 16, "--seconds", 0.01, "--output", "results")
+    assert exit_code == 0
+    assert "measured FMA peak: 100 GFLOP/s" in output
+    for question, workloads in quick_suite(16).items():
+        report = json.loads((tmp_path / "results" / f"{question}.json").read_text())
+        check_schema(report, question)
+        assert {one["workload"]["label"] for one in report["measurements"]} == {one.label for one in workloads}
+        assert (tmp_path / "results" / f"{question}.png").read_bytes().startswith(b"\x89PNG")
+        assert all(workload.label in output for workload in workloads)
+
+
+def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+    arguments = ("--seqlen", 16, "--seconds", 0, "--threads", 1, "--output", "results")
+    assert run_command("bench", "overhead", *arguments).exit_code == 0
+    report = json.loads((tmp_path / "results" / "overhead.json").read_text())
+    assert report["machine"]["num_threads"] == 1
+    assert (report["limits"]["reason"] is None) == (report["limits"]["fma"] is not None)
+    assert [path.name for path in sorted((tmp_path / "results").iterdir())] == ["overhead.json", "overhead.png"]
+
+
+def test_unknown_question_is_refused(run_command: Callable[..., Finished]) -> None:
+    exit_code, output = run_command("bench", "prefil")
+    assert exit_code == 1
+    assert "error: question 'prefil' is not known; choose from prefill, decode, packed, overhead" in output
+
+
+def test_without_matplotlib_there_is_json_and_a_hint(
+    run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions.importlib.util, "find_spec", lambda name: None)
+    exit_code, output = run_command("bench", "overhead", "--seqlen", 16, "--seconds", 0, "--output", "results")
+    assert exit_code == 0
+    assert "pip install 'fastattention[plot]'" in output
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["overhead.json"]
+
+
+def make_report(*measurements: Measurement, limits: Limits) -> Report:
+    machine = {"cpu": "CPU", "num_threads": 2, "versions": {"fastattention": "1", "torch": "2"}}
+    return Report("prefill", "rate", machine, limits, {"fastattention": "1", "torch SDPA": "2"}, list(measurements))
+
+
+def test_speedup_and_fraction_are_those_of_the_medians() -> None:
+    workload = Workload("decode", "float32", (1,), (1000,), 1, 1, 125)  # a megabyte
+    ours = Measurement(workload, "fastattention", timing=Timing(1e-3, 1e-3, 1e-3, 3), max_error=0.0)
+    peer = Measurement(workload, "torch SDPA", timing=Timing(5e-4, 4e-4, 9e-4, 3), max_error=0.0)
+    assert ours.gbytes_per_s == pytest.approx(1.0)
+    assert fraction_of_limit(ours, Limits(dram_read=4.0)) == pytest.approx(0.25)
+    assert fraction_of_limit(ours, Limits(reason="unknown")) is None
+    assert fastattention_speedup(peer, [ours, peer]) == pytest.approx(0.5)  # a loss stays visible
+    assert fastattention_speedup(ours, [ours, peer]) is None
+    report = make_report(ours, peer, limits=Limits(dram_read=4.0))
+    assert [one["fastattention_speedup"] for one in report.to_json()["measurements"]] == [None, 0.5]
+
+
+def test_quick_suite_is_a_smaller_full_suite() -> None:
+    full, quick = full_suite(), quick_suite()
+    assert list(quick) == list(full)
+    for question, workloads in quick.items():
+        assert len(workloads) <= len(full[question])
+        assert sum(one.flops for one in workloads) <= sum(one.flops for one in full[question])

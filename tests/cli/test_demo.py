@@ -1,0 +1,85 @@
+"""`fastattention demo`: one run for real with a small model, and what it does when something is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fastattention.cli import demo
+from fastattention.cli.demo_messages import Job, Result
+
+from .conftest import Finished
+
+
+def test_demo_compares_three_implementations(
+    run_command: Callable[..., Finished], byte_model: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source.py"
+    source.write_text("".join(f"line_{index} = {index}\n" for index in range(40)))
+    arguments = ("--file", source, "--context", 300, "--new-tokens", 8, "--model", byte_model)
+    exit_code, output = run_command("demo", *arguments)
+    assert exit_code == 0, output
+    prompt = demo.read_context(source, 300)
+    assert f"{len(prompt) + 1} tokens of context, 8 new tokens, float32" in output
+    assert output.count(" yes ") == 2
+    assert all(f" {name} " in output for name in ("eager", "sdpa", "fast_attention"))
+    assert output.count(" MB ") == 3
+    assert prompt.splitlines()[-1] in output
+
+
+def make_result(attention: str, *tokens: int) -> Result:
+    return Result(attention, list(tokens), "text", 10, 1.0, 0.5, 2_000_000)
+
+
+def test_demo_fails_when_tokens_differ(run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_job(job: Job, on_progress: Callable[[float], None]) -> Result:
+        return make_result(job.attention, 1, 2, 4 if job.attention == "fast_attention" else 3)
+
+    monkeypatch.setattr(demo, "run_job", run_job)
+    exit_code, output = run_command("demo", "--context", 200)
+    assert exit_code == 1
+    assert "not from 2" in output
+    assert "error: the implementations chose different tokens" in output
+
+
+def test_unmeasurable_memory_is_said(run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_job(job: Job, on_progress: Callable[[float], None]) -> Result:
+        return dataclasses.replace(make_result(job.attention, 1, 2), extra_bytes=None)
+
+    monkeypatch.setattr(demo, "run_job", run_job)
+    assert run_command("demo", "--context", 200).output.count("not measurable here") == 3
+
+
+def test_the_workers_error_is_shown(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+    exit_code, output = run_command("demo", "--model", tmp_path, "--context", 200)
+    assert exit_code == 1
+    assert "error: eager: model" in output
+    assert "has no config.json" in output
+
+
+def test_context_ends_with_a_complete_line(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text("first line\nsecond line\nthird line\n")
+    assert demo.read_context(source, 25) == "first line\nsecond line\n"
+    assert demo.read_context(source, 23) == "first line\nsecond line\n"
+    assert demo.read_context(source, 4) == "firs"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("missing.py", "cannot be read: No such file"), ("short.py", "has 5 bytes; the context wants 100")],
+)
+def test_an_unusable_file_is_explained(
+    name: str, message: str, run_command: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "short.py").write_text("x = 1")
+    exit_code, output = run_command("demo", "--file", tmp_path / name, "--context", 100)
+    assert exit_code == 1
+    assert message in output
+
+
+def test_the_default_file_is_long_enough() -> None:
+    assert len(demo.read_context(demo.DEFAULT_SOURCE, 6000)) > 5000

@@ -1,0 +1,84 @@
+"""`fastattention info`, `--version` and the description of the machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattention
+from fastattention import config
+from fastattention.backends.registry import ORDER, get_backend
+from fastattention.cli import machine
+from fastattention.cli.info import environment_variables
+
+from .conftest import Finished
+
+
+def test_info_names_versions_and_every_backend(run_command: Callable[..., Finished]) -> None:
+    exit_code, output = run_command("info")
+    assert exit_code == 0
+    for name in ORDER:
+        assert f" {name} " in output
+    assert torch.__version__ in output
+    assert fastattention.__version__ in output
+
+
+def test_info_gives_the_reason_of_a_backend_that_cannot_run(
+    run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(get_backend("sdpa"), "why_unavailable", lambda: "switched off [for a test]", raising=False)
+    assert "sdpa unavailable switched off [for a test]" in run_command("info").output
+
+
+def test_info_shows_every_environment_variable_with_its_value(
+    run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(config.__file__).read_text()
+    names = list(environment_variables())
+    assert names
+    assert all(source.count(f'os.environ.get("{name}")') == 1 for name in names)
+    assert source.count("os.environ") == len(names)
+    for name in names:
+        monkeypatch.setenv(name, f"value of {name}"[:20])
+    output = run_command("info").output
+    assert all(name in output for name in names)
+    assert output.count("value of") == len(names)
+
+
+def test_version_is_printed(run_command: Callable[..., Finished]) -> None:
+    assert run_command("--version") == (0, f"fastattention {fastattention.__version__}")
+
+
+def test_machine_is_described_in_json_types() -> None:
+    described = machine.describe_machine()
+    assert json.loads(json.dumps(described)) == described
+    assert described["cpu"]
+    assert described["memory_bytes"] > 2**27
+    assert described["num_threads"] == fastattention.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "flags"),
+    [
+        (
+            "processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: sse avx2 fma\n\nprocessor\t: 1\nmodel name\t: Other\n",
+            "Some CPU",
+            ["fma", "avx2"],
+        ),
+        ("processor\t: 0\nFeatures\t: fp asimd sve\n", None, ["asimd", "sve"]),
+    ],
+    ids=["x86", "arm"],
+)
+def test_processor_is_read_from_cpuinfo(
+    text: str, model: str | None, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(text)
+    monkeypatch.setattr(machine, "CPUINFO", path)
+    assert machine.cpu_flags() == flags
+    if model is not None:
+        assert machine.cpu_model() == model

@@ -1,0 +1,84 @@
+"""The scripts in benchmarks/ run, at sizes that take no time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fastattention.backends.cpu.library import available_isas
+from fastattention.cli.bench import session as sessions
+from fastattention.cli.bench.peaks import Limits
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def load_script(name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("prefill", {"seqlen": 16}),
+        ("decode", {"grouped_keys": 64, "keys": 32}),
+        ("packed", {"longest": 64}),
+        ("overhead", {}),
+    ],
+)
+def test_script_writes_numbers_and_a_picture(
+    name: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "measure_limits", lambda: Limits(fma=100.0, bf16_dot=200.0, dram_read=10.0))
+    load_script(name).main(**sizes, seconds=0.0, output=tmp_path)
+    measurements = read(tmp_path / f"{name}.json")["measurements"]
+    assert {one["peer"] for one in measurements} >= {"fastattention"}
+    assert all(one["seconds"] is not None for one in measurements if one["peer"] == "fastattention")
+    assert (tmp_path / f"{name}.png").stat().st_size > 0
+
+
+def test_isa_script_measures_the_instruction_set_it_is_told(tmp_path: Path) -> None:
+    isa = available_isas()[0]
+    arguments = ("--seqlen", "16", "--seconds", "0", "--output", str(tmp_path))
+    command = [sys.executable, str(BENCHMARKS / "isa.py"), *arguments]
+    subprocess.run(command, env={**os.environ, "FASTATTENTION_CPU_ISA": isa}, check=True, capture_output=True)
+    report = read(tmp_path / f"isa_{isa}.json")
+    details = {one["detail"] for one in report["measurements"] if one["peer"] == "fastattention"}
+    assert details == {f"cpu {isa}"}
+    assert {one["workload"]["dtype"] for one in report["measurements"]} == {"float32"}
+
+
+def test_memory_script_finds_the_square_of_eager_attention(tmp_path: Path) -> None:
+    load_script("memory").main(shortest=1024, longest=1024, output=tmp_path)
+    peaks = {peak["peer"]: peak for peak in read(tmp_path / "memory.json")["peaks"]}
+    assert set(peaks) == {"fastattention", "torch SDPA", "torch eager"}
+    square = 1024**2 * 4 * 4  # one float32 matrix of scores for four heads
+    assert peaks["torch eager"]["extra_bytes"] > square
+    assert peaks["fastattention"]["extra_bytes"] < square
+    assert peaks["fastattention"]["result_bytes"] == 1024 * 4 * 64 * 2
+    assert (tmp_path / "memory.png").stat().st_size > 0
+
+
+def test_memory_script_refuses_what_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = load_script("memory")
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8 * 2**30)
+    peak = memory.measure_in_process("torch eager", 65536)
+    assert peak.extra_bytes is None
+    assert peak.reason == "needs about 128 GiB, 8 GiB are available"

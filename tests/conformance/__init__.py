@@ -1,0 +1,12 @@
+"""One list of cases x every backend that can run here, against `fastattention.reference`.
+
+case.py         the words in which a case is written
+cases.py        the list of cases; the first file to open, and to extend
+memory.py       how tensors lie in memory, with NaN everywhere else
+caches.py       where the tokens of a cache lie in it, with and without pages
+calls.py        a case and a dtype -> the call of a public function that it stands for
+oracle.py       what that call must return, and how far from it a backend may be
+check.py        what an engine promises of every call
+engines.py      every backend of this machine, cpu once for each instruction set
+strategies.py   the same words drawn at random
+"""

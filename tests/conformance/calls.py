@@ -1,0 +1,260 @@
+"""From a case and a dtype to the call of a public function that it stands for, always with the same numbers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.caches import Cache, Pages, Rows
+from conformance.case import Bias, Case, DenseCase, KvCacheCase, Memory, PackedCase
+from conformance.memory import place
+from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.problem import Inputs, Problem
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a public function: tensors of its own, to be made once because it may write its caches."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    buffers: dict[str, Tensor]  # the whole memory behind each tensor among the arguments
+    new_slots: tuple[Tensor, Tensor] | None = None  # where the call writes its caches: indices of their first two axes
+
+    def run(self, backend: str) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the public function."""
+        out, lse = self.function(**self.arguments, return_lse=True, backend=backend)
+        return out, lse
+
+    def run_without_lse(self, backend: str) -> Tensor:
+        """out of the public function when nobody asks for lse: a backend may take another way then."""
+        out: Tensor = self.function(**self.arguments, backend=backend)
+        return out
+
+    def prepare(self) -> tuple[Problem, Inputs]:
+        """The validated call, for the reference."""
+        rest = dict(self.arguments)
+        window_left, window_right = rest.pop("window_size")
+        scalars = {name: rest.pop(name) for name in ("softmax_scale", "causal", "softcap")}
+        options = Options(**scalars, window_left=window_left, window_right=window_right, return_lse=True)
+        if self.function is fast_attn_func:
+            return prepare_dense(options=options, **rest)
+        if self.function is fast_attn_varlen_func:
+            return prepare_packed(options=options, **rest)
+        rotary_interleaved, num_splits = rest.pop("rotary_interleaved"), rest.pop("num_splits")
+        return prepare_kvcache(KvCacheArguments(**rest), options, rotary_interleaved, num_splits)
+
+
+def build_call(case: Case, dtype: torch.dtype) -> Call:
+    """The call `case` stands for. Its numbers depend on the case alone, so each test can have tensors of its own."""
+    builder = _Builder(case, dtype)
+    if isinstance(case, DenseCase):
+        return builder.dense(case)
+    if isinstance(case, PackedCase):
+        return builder.packed(case)
+    assert isinstance(case, KvCacheCase)
+    return builder.kvcache(case)
+
+
+class _Builder:
+    """Draws the tensors of one case and remembers the buffers behind them."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case = case
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(zlib.crc32(repr(case).encode()))
+        self.buffers: dict[str, Tensor] = {}
+
+    def dense(self, case: DenseCase) -> Call:
+        b, sq, sk = case.batch_size, case.seqlen_q, case.seqlen_k
+        stored_q, stored_k = (1 if how == "one_batch_expanded" else b for how in (case.memory_q, case.memory_k))
+        sizes = {"b": b, "h": case.nheads, "q": sq, "k": sk}
+        arguments = {
+            "q": self._placed("q", self._queries(stored_q, sq), case.memory_q).expand(b, -1, -1, -1),
+            "k": self._placed("k", self._keys(stored_k, sk), case.memory_k).expand(b, -1, -1, -1),
+            "v": self._placed("v", self._values(stored_k, sk), case.memory_k).expand(b, -1, -1, -1),
+            "attn_bias": self._bias(sizes, torch.ones(b, case.nheads, sq, sk, dtype=torch.bool)),
+            **self._shared_arguments(b),
+        }
+        return Call(fast_attn_func, arguments, self.buffers)
+
+    def packed(self, case: PackedCase) -> Call:
+        slack = case.slack or 0
+        max_seqlen_q, max_seqlen_k = (max(lengths, default=0) + slack for lengths in (case.seqlens_q, case.seqlens_k))
+        total_q, total_k = sum(case.seqlens_q), sum(case.seqlens_k)
+        lengths_k = _int64(case.seqlens_k).repeat_interleave(_int64(case.seqlens_q))
+        used = (torch.arange(max_seqlen_k) < lengths_k[:, None]).expand(case.nheads, total_q, max_seqlen_k)
+        if case.page_block_size is None:
+            k, v, table = self._keys(total_k), self._values(total_k), None
+        else:
+            pages = Pages(case.seqlens_k, case.page_block_size, max_seqlen_k, 0, self.generator)
+            k, v, table = self._filled(pages, [(0, length) for length in case.seqlens_k])
+        arguments = {
+            "q": self._placed("q", self._queries(total_q), case.memory_q),
+            "k": self._placed("k", k, case.memory_k),
+            "v": self._placed("v", v, case.memory_k),
+            "cu_seqlens_q": self._kept("cu_seqlens_q", _offsets(case.seqlens_q)),
+            "cu_seqlens_k": self._kept("cu_seqlens_k", _offsets(case.seqlens_k)),
+            "max_seqlen_q": None if case.slack is None else max_seqlen_q,
+            "max_seqlen_k": None if case.slack is None else max_seqlen_k,
+            "block_table": self._kept("block_table", table),
+            "attn_bias": self._bias({"h": case.nheads, "t": total_q, "k": max_seqlen_k}, used),
+            **self._shared_arguments(case.batch_size),
+        }
+        return Call(fast_attn_varlen_func, arguments, self.buffers)
+
+    def kvcache(self, case: KvCacheCase) -> Call:
+        b, before = case.batch_size, case.cache_seqlens
+        after = [length + case.seqlen_new for length in before]
+        leftpad = case.leftpad or (0,) * b
+        cache = self._cache(case, after)
+        k_cache, v_cache, index = self._filled(cache, zip(leftpad, before, strict=True))
+        seqlens_k = _int64(after) - _int64(leftpad)
+        used = (torch.arange(cache.capacity) < seqlens_k[:, None])[:, None, None, :]
+        used = used.expand(b, case.nheads, case.seqlen_q, cache.capacity)
+        arguments = {
+            "q": self._placed("q", self._queries(b, case.seqlen_q), case.memory_q),
+            "k_cache": self._placed("k_cache", k_cache, case.memory_k),
+            "v_cache": self._placed("v_cache", v_cache, case.memory_k),
+            "cache_seqlens": self._cache_seqlens(case, cache.capacity),
+            "cache_leftpad": None if case.leftpad is None else self._kept("cache_leftpad", _int32(leftpad)),
+            "block_table" if isinstance(cache, Pages) else "cache_batch_idx": self._kept("index", index),
+            "attn_bias": self._bias({"b": b, "h": case.nheads, "q": case.seqlen_q, "k": cache.capacity}, used),
+            "rotary_interleaved": case.rotary_interleaved,
+            "num_splits": case.num_splits,
+            **self._shared_arguments(b),
+            **self._new_tokens(case),
+        }
+        new_slots = cache.slots(zip(before, after, strict=True)) if case.seqlen_new else None
+        return Call(fast_attn_with_kvcache, arguments, self.buffers, new_slots)
+
+    def _cache(self, case: KvCacheCase, after: Sequence[int]) -> Cache:
+        needed = max(after, default=0) + case.spare
+        if case.page_block_size is None:
+            return Rows(case.batch_size, needed, case.batch_idx, self.generator)
+        full_pages = min(case.cache_seqlens, default=0) // case.page_block_size
+        return Pages(after, case.page_block_size, needed, min(case.shared_pages, full_pages), self.generator)
+
+    def _cache_seqlens(self, case: KvCacheCase, capacity: int) -> Tensor | int | None:
+        if case.lengths == "tensor":
+            return self._kept("cache_seqlens", _int32(case.cache_seqlens))
+        assert len(set(case.cache_seqlens)) == 1, "cache_seqlens can be one int, or None, for equal lengths only"
+        if case.lengths == "int":
+            return case.cache_seqlens[0]
+        assert case.cache_seqlens[0] == capacity, "cache_seqlens=None means that the cache is full"
+        return None
+
+    def _new_tokens(self, case: KvCacheCase) -> dict[str, Tensor | None]:
+        if case.seqlen_new == 0:
+            return {}
+        arguments: dict[str, Tensor | None] = {
+            "k": self._placed("k", self._keys(case.batch_size, case.seqlen_new), case.memory_q),
+            "v": self._placed("v", self._values(case.batch_size, case.seqlen_new), case.memory_q),
+        }
+        if case.rotary_dim:
+            # NaN at every position that no token of this call has.
+            tokens = max(case.seqlen_new, case.seqlen_q)
+            used = torch.zeros(max(case.cache_seqlens, default=0) + tokens + 2, dtype=torch.bool)
+            for length in case.cache_seqlens:
+                used[length : length + tokens] = True
+            angles = 6.3 * torch.rand(len(used), case.rotary_dim // 2, generator=self.generator)
+            angles[~used] = torch.nan
+            arguments["rotary_cos"] = self._kept("rotary_cos", angles.cos().to(self.dtype))
+            arguments["rotary_sin"] = self._kept("rotary_sin", angles.sin().to(self.dtype))
+        return arguments
+
+    def _filled(self, cache: Cache, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(k, v, index): caches that hold numbers at the given positions of each sequence, and NaN elsewhere."""
+        k, v = self._keys(*cache.shape), self._values(*cache.shape)
+        unused = torch.ones(cache.shape, dtype=torch.bool)
+        unused[cache.slots(spans)] = False
+        k[unused] = torch.nan
+        v[unused] = torch.nan
+        return k, v, cache.index
+
+    def _shared_arguments(self, batch_size: int) -> dict[str, Any]:
+        case = self.case
+        slopes = sinks = None
+        if case.alibi != "none":
+            shape = (case.nheads,) if case.alibi == "per_head" else (batch_size, case.nheads)
+            slopes = 0.3 * torch.rand(shape, generator=self.generator)
+        if case.sinks:
+            sinks = 3.0 * torch.randn(case.nheads, generator=self.generator)
+        return {
+            "softmax_scale": case.softmax_scale,
+            "causal": case.causal,
+            "window_size": case.window,
+            "softcap": case.softcap,
+            "alibi_slopes": self._kept("alibi_slopes", slopes),
+            "sinks": self._kept("sinks", sinks),
+        }
+
+    def _bias(self, sizes: dict[str, int], used: Tensor) -> Tensor | None:
+        """attn_bias with NaN for keys that no sequence has. used: bool, in the full shape; sizes: of every axis."""
+        bias = self.case.bias
+        if bias is None:
+            return None
+        shape = tuple({"1": 1, **sizes}[axis] for axis in bias.axes)
+        values = torch.randn(shape, generator=self.generator)
+        dtype = self.dtype if bias.dtype_of_q else torch.float32
+        hiding = torch.finfo(dtype).min if bias.finite else -torch.inf
+        values[_hidden(bias, values, self.generator)] = hiding
+        leading = used.dim() - len(shape)
+        broadcast = [axis for axis in range(used.dim()) if axis < leading or shape[axis - leading] == 1]
+        for axis in broadcast:
+            used = used.any(dim=axis, keepdim=True)
+        values[~used.reshape(shape)] = torch.nan
+        values = values.to(dtype)
+        self.buffers["attn_bias"] = buffer = values.transpose(-1, -2).contiguous() if bias.strided else values
+        return buffer.transpose(-1, -2) if bias.strided else buffer
+
+    def _queries(self, *tokens: int) -> Tensor:
+        return self._normal(self.case.magnitude, *tokens, self.case.nheads, self.case.headdim)
+
+    def _keys(self, *tokens: int) -> Tensor:
+        return self._normal(self.case.magnitude, *tokens, self.case.nheads_k, self.case.headdim)
+
+    def _values(self, *tokens: int) -> Tensor:
+        return self._normal(1.0, *tokens, self.case.nheads_k, self.case.headdim_of_v)
+
+    def _normal(self, magnitude: float, *shape: int) -> Tensor:
+        return (magnitude * torch.randn(shape, generator=self.generator)).to(self.dtype)
+
+    def _placed(self, name: str, values: Tensor, how: Memory) -> Tensor:
+        view, self.buffers[name] = place(values, how)
+        return view
+
+    def _kept(self, name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None:
+            self.buffers[name] = tensor
+        return tensor
+
+
+def _hidden(bias: Bias, values: Tensor, generator: torch.Generator) -> Tensor:
+    """True where the bias hides a key."""
+    hidden = torch.zeros_like(values, dtype=torch.bool)
+    if bias.hides == "entries":
+        hidden = torch.rand(values.shape, generator=generator) < 0.3
+    elif bias.hides == "rows":
+        hidden[..., ::3, :] = True
+    elif bias.hides == "columns":
+        hidden[..., 1::4] = True
+    return hidden
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

@@ -1,0 +1,102 @@
+"""The words in which a case is written. `calls.build_call` turns a case into tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# How a tensor (..., tokens, heads, headdim) lies in memory; memory.py draws each.
+Memory = Literal[
+    "contiguous",
+    "heads_major",
+    "sliced_heads",
+    "every_second_token",
+    "sliced_headdim",
+    "every_second_element",
+    "one_batch_expanded",
+    "one_head_expanded",
+]
+
+# What a bias hides: nothing, keys here and there, all keys of every third row, or whole columns.
+Hidden = Literal["nothing", "entries", "rows", "columns"]
+
+
+@dataclass(frozen=True)
+class Bias:
+    """An attn_bias. `axes` names the axes it has, "1" where it broadcasts: "bhqk", "1h1k", "qk", packed "htk", "t1"."""
+
+    axes: str
+    hides: Hidden = "nothing"
+    finite: bool = False  # hides with the lowest finite number, as masks of Transformers do, instead of -inf
+    dtype_of_q: bool = False  # otherwise float32
+    strided: bool = False  # stored with its last two axes swapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What calls of all three layouts share. Defaults are the plainest call."""
+
+    name: str
+    nheads: int = 2
+    nheads_k: int = 2
+    headdim: int = 32
+    headdim_v: int | None = None  # None: headdim
+    memory_q: Memory = "contiguous"
+    memory_k: Memory = "contiguous"  # of k and v, or of the caches
+    magnitude: float = 1.0  # standard deviation of q and k
+    softmax_scale: float | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: Literal["none", "per_head", "per_sequence"] = "none"
+    sinks: bool = False
+    bias: Bias | None = None
+
+    @property
+    def headdim_of_v(self) -> int:
+        return self.headdim if self.headdim_v is None else self.headdim_v
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseCase(Case):
+    """A call of fast_attn_func."""
+
+    seqlen_q: int
+    seqlen_k: int
+    batch_size: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCase(Case):
+    """A call of fast_attn_varlen_func; one entry of `seqlens` a sequence."""
+
+    seqlens_q: tuple[int, ...]
+    seqlens_k: tuple[int, ...]
+    page_block_size: int | None = None
+    slack: int | None = None  # max_seqlen_q and _k exceed the longest sequences by this much; None lets them be derived
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.seqlens_q)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvCacheCase(Case):
+    """A call of fast_attn_with_kvcache; one entry of `cache_seqlens` a sequence."""
+
+    cache_seqlens: tuple[int, ...]
+    seqlen_q: int = 1
+    spare: int = 3  # tokens of capacity beyond the longest sequence after the append, at least
+    lengths: Literal["tensor", "int", "full"] = "tensor"  # how cache_seqlens is given; "full" is None
+    seqlen_new: int = 0
+    rotary_dim: int = 0
+    rotary_interleaved: bool = True
+    batch_idx: bool = False  # the cache has more rows than sequences, and cache_batch_idx chooses among them
+    leftpad: tuple[int, ...] | None = None
+    page_block_size: int | None = None
+    shared_pages: int = 0  # leading pages that all sequences have in common
+    num_splits: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.cache_seqlens)

@@ -1,0 +1,55 @@
+"""What the tests run on: every backend of this machine, the cpu backend once for each instruction set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from fastattention.backends.cpu.library import available_isas, load_library
+from fastattention.backends.registry import ORDER, get_backend, verdict
+from fastattention.errors import LibraryError
+from fastattention.problem import Problem
+
+
+class Engine(NamedTuple):
+    """A backend, and for cpu the instruction set that FASTATTENTION_CPU_ISA names."""
+
+    backend: str
+    isa: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.backend if self.isa is None else f"{self.backend}-{self.isa}"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Calls with backend=self.backend use the instruction set meanwhile."""
+        if self.isa is None:
+            yield
+            return
+        with mock.patch.dict(os.environ, FASTATTENTION_CPU_ISA=self.isa):
+            load_library.cache_clear()
+            yield
+        load_library.cache_clear()
+
+    def refusal(self, problem: Problem) -> str | None:
+        """Why the engine does not serve the problem. test_refusals.py says which reasons it may have."""
+        return verdict(problem, self.backend).reason
+
+
+def _isas() -> list[str | None]:
+    try:
+        return [*available_isas()]
+    except LibraryError:
+        return [None]  # test_engines.py fails and shows the reason
+
+
+_ALL = [Engine(backend, isa) for backend in ORDER for isa in (_isas() if backend == "cpu" else [None])]
+ENGINES = [engine for engine in _ALL if get_backend(engine.backend).why_unavailable() is None]
+
+every_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])

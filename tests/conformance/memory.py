@@ -1,0 +1,54 @@
+"""How tensors lie in memory. Whatever no value was given to is NaN: a kernel that reads it cannot hide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from conformance.case import Memory
+
+
+class Placed(NamedTuple):
+    """A tensor and the whole buffer it is a view of."""
+
+    view: Tensor
+    buffer: Tensor
+
+
+def place(values: Tensor, memory: Memory) -> Placed:
+    """`values` (..., tokens, heads, headdim) in a new buffer that is laid out as `memory` says.
+
+    "one_head_expanded" stores the first head only and repeats it. "one_batch_expanded" is a contiguous tensor of one
+    sequence, which the caller expands.
+    """
+    *batch, tokens, heads, headdim = values.shape
+    if memory in ("contiguous", "one_batch_expanded"):
+        return _fill((*batch, tokens, heads, headdim), values, lambda buffer: buffer)
+    if memory == "heads_major":
+        return _fill((*batch, heads, tokens, headdim), values, lambda buffer: buffer.transpose(-2, -3))
+    if memory == "sliced_heads":  # as q, k and v are in one tensor of all their heads
+        return _fill((*batch, tokens, heads + 3, headdim), values, lambda buffer: buffer[..., 1 : 1 + heads, :])
+    if memory == "every_second_token":
+        return _fill((*batch, 2 * tokens, heads, headdim), values, lambda buffer: buffer[..., 1::2, :, :])
+    if memory == "sliced_headdim":  # no row begins at a multiple of any vector's width
+        return _fill((*batch, tokens, heads, headdim + 3), values, lambda buffer: buffer[..., 1 : 1 + headdim])
+    if memory == "every_second_element":
+        return _fill((*batch, tokens, heads, 2 * headdim), values, lambda buffer: buffer[..., ::2])
+    assert memory == "one_head_expanded"
+    first = values[..., :1, :].clone()
+    return Placed(first.expand_as(values), first)
+
+
+def _fill(buffer_shape: tuple[int, ...], values: Tensor, view_of: Callable[[Tensor], Tensor]) -> Placed:
+    buffer = values.new_full(buffer_shape, torch.nan)
+    view = view_of(buffer)
+    view.copy_(values)
+    return Placed(view, buffer)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bits of a contiguous tensor as integers: equal also where both are NaN, unequal for 0.0 and -0.0."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -1,0 +1,149 @@
+"""What a call must return, and how far from it a backend may be."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from conformance.calls import Call, build_call
+from conformance.case import Case, KvCacheCase
+from conformance.memory import bits
+from fastattention.reference import apply_rotary, reference_attention
+
+# The promise: at most twice the error of a same-precision torch implementation.
+FACTOR = 2.0
+
+# That error is chance when few numbers are computed, down to 0 for a single key, so an absolute error is always
+# allowed. For out, in units of the values, which have standard deviation 1: for the half precisions what rounding an
+# exact result between 1 and 2 costs; for float32 eight roundings, as polynomials for exp make several.
+_OUT_FLOOR = {
+    torch.float32: 8 * torch.finfo(torch.float32).eps,
+    torch.float16: torch.finfo(torch.float16).eps / 2,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2,
+}
+# For lse, which is float32 whatever the inputs are, relative to the largest |lse| of the call, at least 1. Kernels may
+# take exponentials of bfloat16 scores to 1e-4: rounding the inputs moved a score of 1 by dozens of times that.
+_LSE_FLOOR = {
+    torch.float32: 8 * torch.finfo(torch.float32).eps,
+    torch.float16: 8 * torch.finfo(torch.float32).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps / 64,
+}
+
+
+def score_rounding(case: Case) -> float:
+    """A float32 ulp of the products that a score sums up: by so much a score, and so a weight, may always be off."""
+    scale = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
+    return scale * case.headdim * case.magnitude**2 * torch.finfo(torch.float32).eps
+
+
+def out_floor(case: Case, dtype: torch.dtype) -> float:
+    """The error of out that is always allowed."""
+    return _OUT_FLOOR[dtype] + score_rounding(case)
+
+
+class Expected(NamedTuple):
+    """The exact results of a call, in float64, and the largest errors allowed."""
+
+    out: Tensor
+    lse: Tensor
+    out_tolerance: float
+    lse_tolerance: float
+
+
+@functools.lru_cache(maxsize=64)  # the engines of one case and dtype are tested one after the other
+def expected(case: Case, dtype: torch.dtype) -> Expected:
+    """What the call of `case` in `dtype` must return."""
+    exact = reference_attention(*build_call(case, dtype).prepare())
+    usual = reference_attention(*build_call(case, dtype).prepare(), compute_dtype=None)
+    assert exact.lse is not None
+    assert usual.lse is not None
+    out_error, lse_error = largest_error(usual.out, exact.out), largest_error(usual.lse, exact.lse)
+    if isinstance(case, KvCacheCase) and case.rotary_dim:
+        # Rounding turned queries is one error of that implementation, and others may happen to cancel it.
+        problem, turned = apply_rotary(*build_call(case, dtype).prepare(), torch.float32)
+        rounded = reference_attention(problem, turned._replace(q=turned.q.to(dtype)), torch.float32)
+        assert rounded.lse is not None
+        out_error = max(out_error, largest_error(rounded.out, exact.out))
+        lse_error = max(lse_error, largest_error(rounded.lse, exact.lse))
+    out_tolerance = FACTOR * out_error + out_floor(case, dtype)
+    lse_floor = _LSE_FLOOR[dtype] * max(1.0, largest(exact.lse)) + score_rounding(case)
+    lse_tolerance = FACTOR * lse_error + lse_floor
+    assert max(out_tolerance, lse_tolerance) < torch.inf, f"{case.name} overflows {dtype}; make its numbers smaller"
+    return Expected(exact.out, exact.lse, out_tolerance, lse_tolerance)
+
+
+def assert_out_matches(case: Case, out: Tensor, dtype: torch.dtype) -> None:
+    """Fails unless out is what the call of `case` must return."""
+    wanted = expected(case, dtype)
+    assert (out.dtype, out.shape) == (dtype, wanted.out.shape)
+    assert out.isfinite().all(), "out has elements that are not finite; memory that is not part of the call is NaN"
+    error = largest_error(out, wanted.out)
+    assert error <= wanted.out_tolerance, f"out is off by {error:.3g}; allowed are {wanted.out_tolerance:.3g}"
+
+
+def assert_lse_matches(case: Case, lse: Tensor, dtype: torch.dtype) -> None:
+    """Fails unless lse is what the call of `case` must return."""
+    wanted = expected(case, dtype)
+    assert (lse.dtype, lse.shape) == (torch.float32, wanted.lse.shape)
+    assert torch.equal(lse.isneginf(), wanted.lse.isneginf()), (
+        "lse must be -inf for the rows without keys, and no others"
+    )
+    error = largest_error(lse, wanted.lse)
+    assert error <= wanted.lse_tolerance, f"lse is off by {error:.3g}; allowed are {wanted.lse_tolerance:.3g}"
+
+
+class Snapshot(NamedTuple):
+    """The memory behind a call's tensors before it ran."""
+
+    buffers: dict[str, Tensor]
+    caches: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, call: Call) -> Snapshot:
+        """The memory of a call that has not run."""
+        buffers = {name: buffer.clone() for name, buffer in call.buffers.items()}
+        caches = {name: tensor.clone() for name, tensor in call.arguments.items() if name in ("k_cache", "v_cache")}
+        return cls(buffers, caches)
+
+    def assert_only_new_tokens_written(self, case: Case, call: Call, dtype: torch.dtype) -> None:
+        """Fails unless new tokens are in the caches, and every other bit, gaps between rows included, is as it was."""
+        if call.new_slots is not None:
+            _assert_new_tokens(case, call, dtype)
+            for name, cache in self.caches.items():
+                call.arguments[name][call.new_slots] = cache[call.new_slots]
+        for name, buffer in self.buffers.items():
+            assert torch.equal(bits(buffer), bits(call.buffers[name])), f"{name} was written where nothing belongs"
+
+
+def _assert_new_tokens(case: Case, call: Call, dtype: torch.dtype) -> None:
+    """Values and keys are appended as they are, rotated keys to within rounding."""
+    assert isinstance(case, KvCacheCase)
+    assert call.new_slots is not None
+    new_k, new_v = (call.arguments[name].flatten(0, 1) for name in ("k", "v"))
+    k, v = (call.arguments[name][call.new_slots] for name in ("k_cache", "v_cache"))
+    assert torch.equal(v, new_v)
+    if not case.rotary_dim:
+        assert torch.equal(k, new_k)
+        return
+    assert torch.equal(k[..., case.rotary_dim :], new_k[..., case.rotary_dim :])
+    exact = build_call(case, dtype)
+    reference_attention(*exact.prepare())
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        k, exact.arguments["k_cache"][call.new_slots], rtol=eps, atol=8 * torch.finfo(torch.float32).eps
+    )
+
+
+def largest_error(actual: Tensor, exact: Tensor) -> float:
+    """Largest absolute difference where exact is finite; NaN in `actual` counts as infinite."""
+    difference = (actual.double() - exact)[exact.isfinite()].abs()
+    return largest(torch.where(difference.isnan(), torch.inf, difference))
+
+
+def largest(tensor: Tensor) -> float:
+    """Largest absolute value; -inf, the lse of rows without keys, does not count."""
+    finite = tensor[~tensor.isneginf()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

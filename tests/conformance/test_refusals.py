@@ -1,0 +1,55 @@
+"""What each backend refuses, and that it says why. All else it must serve: the other tests skip what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.calls import build_call
+from conformance.case import Case
+from conformance.cases import CASES
+from fastattention import UnsupportedError, fast_attn_func, fast_attn_with_kvcache
+from fastattention.backends.registry import get_backend
+from fastattention.problem import Problem
+
+
+def problem_of(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
+    problem, _ = build_call(case, dtype).prepare()
+    return problem
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+def test_every_case_is_served(backend: str, case: Case) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert get_backend(backend).why_not(problem_of(case, dtype)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"dropout_p": 0.1}, "dropout"), ({"needs_grad": True}, "grad"), ({"device": torch.device("cuda", 0)}, "cuda")],
+    ids=["dropout", "gradients", "other-device"],
+)
+def test_cpu_refuses_what_it_cannot_do_and_names_it(fields: dict[str, Any], named: str) -> None:
+    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0]), **fields))
+    assert reason is not None
+    assert named in reason
+
+
+def test_a_refusal_reaches_the_caller() -> None:
+    q = torch.zeros(1, 2, 1, 8, requires_grad=True)
+    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0]), needs_grad=True))
+    assert reason is not None
+    with pytest.raises(UnsupportedError) as raised:
+        fast_attn_func(q, q, q, backend="cpu")
+    assert reason in str(raised.value)
+
+
+def test_sdpa_refuses_gradients_through_a_cache() -> None:
+    q = torch.zeros(1, 2, 1, 8, requires_grad=True)
+    cache = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(UnsupportedError, match="grad"):
+        fast_attn_with_kvcache(q, cache, cache.clone(), backend="sdpa")

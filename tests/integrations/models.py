@@ -1,0 +1,138 @@
+"""Tiny random models, each with eager attention and with fast_attention, and the batches to try them on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    Cache,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCABULARY = 97
+WINDOW = 6  # shorter than the prompts, so that windows matter
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+# Untied: a tied model would say its last token again and again.
+_DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+DECODERS = ("llama", "gemma2", "gpt_oss", "mistral", "qwen3")
+ENCODERS = ("bert", "modernbert")
+
+
+def _config(name: str) -> tuple[type[PreTrainedModel], Any]:
+    if name == "llama":
+        return LlamaForCausalLM, LlamaConfig(**_DECODER)
+    if name == "gemma2":  # every other layer has a window, all have a softcap
+        softcap = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}
+        return Gemma2ForCausalLM, Gemma2Config(**_DECODER, sliding_window=WINDOW, **softcap)
+    if name == "gpt_oss":  # every other layer has a window, all have sinks
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        return GptOssForCausalLM, GptOssConfig(**_DECODER, sliding_window=WINDOW, **experts, **_ROPE)
+    if name == "mistral":  # all layers have a window
+        return MistralForCausalLM, MistralConfig(**_DECODER, sliding_window=WINDOW)
+    if name == "qwen3":
+        return Qwen3ForCausalLM, Qwen3Config(**_DECODER)
+    if name == "bert":
+        return BertForMaskedLM, BertConfig(**_SIZES)
+    if name == "modernbert":  # layers with a window to both sides
+        special = {"cls_token_id": 1, "sep_token_id": 2, "local_attention": WINDOW}
+        return ModernBertForMaskedLM, ModernBertConfig(**{**_SIZES, "num_hidden_layers": 4}, **special)
+    assert name == "t5"  # relative positions as a bias
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration, T5Config(vocab_size=VOCABULARY, **sizes, eos_token_id=None)
+
+
+class Pair(NamedTuple):
+    """One model twice, with the same weights."""
+
+    eager: Any
+    fast: Any
+
+    def __iter__(self) -> Any:
+        return iter((self.eager, self.fast))
+
+
+@functools.cache
+def pair(name: str) -> Pair:
+    """The models called `name`, in eval mode. Shared by all tests: leave them as they are."""
+    model_class, config = _config(name)
+    eager = model_class._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    sharpen(eager)
+    fast = model_class._from_config(copy.deepcopy(config), attn_implementation="fast_attention").eval()
+    fast.load_state_dict(eager.state_dict())
+    return Pair(eager, fast)
+
+
+def sharpen(model: nn.Module) -> None:
+    """Weights large enough that attention is far from uniform: otherwise a wrong mask would hardly show."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() >= 2 or "sinks" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * (2.0 if "sinks" in name else 0.2))
+
+
+def prompts(batch_size: int = 3, length: int = 11, seed: int = 0) -> Tensor:
+    """int64 (batch_size, length), without special tokens."""
+    return torch.randint(3, VOCABULARY, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_mask(side: str, batch_size: int = 3, length: int = 11) -> Tensor:
+    """int64 (batch_size, length): 1 is a token. side: "none", "left" or "right"; the first row is never padded."""
+    mask = torch.ones(batch_size, length, dtype=torch.int64)
+    for row, pad in ((1, 4), (2, 7)):
+        if side == "left":
+            mask[row, :pad] = 0
+        elif side == "right":
+            mask[row, -pad:] = 0
+    return mask
+
+
+def make_cache(kind: str, model: PreTrainedModel) -> Cache | None:
+    """kind: "no cache", "dynamic" or "static" (with places to spare)."""
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=32) if kind == "static" else None
+
+
+def assert_same(fast: Tensor, eager: Tensor, real: Tensor | None = None, tolerance: float = 1e-5) -> None:
+    """Largest difference at real tokens at most `tolerance` times the largest number."""
+    assert fast.shape == eager.shape
+    assert not fast.isnan().any()
+    real = torch.ones(eager.shape[:2], dtype=torch.bool) if real is None else real.bool()
+    difference = (fast - eager)[real].abs().max().item()
+    scale = eager[real].abs().max().item()
+    assert difference <= tolerance * scale, f"largest difference {difference:.2e}, largest number {scale:.2e}"

@@ -1,0 +1,189 @@
+"""Models with fast_attention compute what they compute with eager attention."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface
+
+from integrations.models import (
+    DECODERS,
+    ENCODERS,
+    assert_same,
+    make_cache,
+    padding_mask,
+    pair,
+    prompts,
+)
+
+
+def _with_ones(mask: Tensor, count: int) -> Tensor:
+    return torch.cat([mask, mask.new_ones(mask.shape[0], count)], dim=1)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "grad"])
+@pytest.mark.parametrize("cache", ["no cache", "dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_are_those_of_eager(name: str, side: str, cache: str, grad: bool) -> None:
+    """Prefill, then a chunk of three tokens and two single ones, all on one cache."""
+    ids, mask = prompts(), padding_mask(side)
+    results = []
+    for model in pair(name):
+        past = make_cache(cache, model)
+        with torch.set_grad_enabled(grad):
+            logits = [model(ids, attention_mask=mask, past_key_values=past, use_cache=past is not None).logits]
+            seen = mask
+            for count in (3, 1, 1) if past is not None else ():
+                seen = _with_ones(seen, count)
+                logits.append(model(ids[:, :count], attention_mask=seen, past_key_values=past).logits)
+        results.append(torch.cat(logits, dim=1))
+    eager, fast = results
+    assert_same(fast, eager, _with_ones(mask, eager.shape[1] - mask.shape[1]))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_generation_is_that_of_eager(name: str, side: str, cache: str) -> None:
+    ids, mask = prompts(), padding_mask(side)
+    implementation = "static" if cache == "static" else None
+    eager, fast = (
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=12, do_sample=False, cache_implementation=implementation
+        )
+        for model in pair(name)
+    )
+    assert eager.shape == (3, 23)
+    assert len(eager[:, 11:].unique()) > 6, "the text must vary for its equality to mean anything"
+    assert fast.tolist() == eager.tolist()
+
+
+def test_generation_of_a_padded_prompt_is_that_of_the_prompt_alone() -> None:
+    fast = pair("gemma2").fast
+    ids, mask = prompts(), padding_mask("left")
+    batch = fast.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    for row in range(3):
+        prompt = ids[row : row + 1, mask[row].bool()]
+        alone = fast.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+        assert batch[row, 11:].tolist() == alone[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "grad"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder_logits_are_those_of_eager(name: str, side: str, grad: bool) -> None:
+    ids, mask = prompts(), padding_mask(side)
+    with torch.set_grad_enabled(grad):
+        eager, fast = (model(ids, attention_mask=mask).logits for model in pair(name))
+    assert_same(fast, eager, mask)
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "right"])
+def test_encoder_decoder_with_position_bias_is_that_of_eager(side: str, cache: str | None) -> None:
+    ids, mask = prompts(), padding_mask(side)
+    with torch.no_grad():
+        eager, fast = (model(ids, attention_mask=mask, decoder_input_ids=ids[:, :5]).logits for model in pair("t5"))
+    assert_same(fast, eager)
+    eager, fast = (
+        model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache_implementation=cache)
+        for model in pair("t5")
+    )
+    assert fast.tolist() == eager.tolist()
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", [*DECODERS, "modernbert"])
+def test_gradients_are_those_of_eager(name: str, side: str) -> None:
+    ids, mask = prompts(), padding_mask(side)
+    # A token's label is read at the token before it, so the first after padding on the left has none either.
+    before = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1)
+    labels = ids.masked_fill((mask == 0) | (before == 0), -100)
+    models = tuple(copy.deepcopy(model) for model in pair(name))
+    for model in models:
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
+    eager, fast = (dict(model.named_parameters()) for model in models)
+    with_grad = [key for key, weight in eager.items() if weight.grad is not None]
+    assert any("sinks" in key for key in with_grad) == (name == "gpt_oss")
+    for key in with_grad:
+        assert_same(fast[key].grad.view(1, 1, -1), eager[key].grad.view(1, 1, -1), tolerance=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
+def test_a_mask_of_four_dimensions_is_obeyed(name: str, kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    seen = torch.rand(3, 1, 11, 11, generator=generator) < 0.4
+    seen |= torch.eye(11, dtype=torch.bool)
+    bias = torch.where(seen, torch.randn(seen.shape, generator=generator), torch.finfo(torch.float32).min)
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if kind == "bool" else bias
+    models = pair(name)
+    with torch.no_grad():
+        eager = models.eager(prompts(), attention_mask=added).logits
+        fast = models.fast(prompts(), attention_mask=seen if kind == "bool" else bias).logits
+    assert_same(fast, eager)
+
+
+# GPT-OSS does not hand its position ids on when it asks Transformers for masks: eager mixes its sequences, too.
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "gpt_oss"])
+def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+    ids = prompts(2, 12)
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    eager, fast = (model(ids, position_ids=position_ids, use_cache=False).logits for model in pair(name))
+    assert_same(fast, eager)
+    alone = pair(name).fast(ids[:1, 8:11], use_cache=False).logits
+    assert_same(fast[:1, 8:11], alone)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["positions run on", "positions start again"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_sequences_packed_by_the_caller_do_not_see_each_other(name: str, restarted: bool) -> None:
+    """With cu_seq_lens_q and its kin, as DataCollatorWithFlattening makes them."""
+    ids, offsets = prompts(1, 19), torch.tensor([0, 8, 18, 19], dtype=torch.int32)
+    packing = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 10, "max_length_k": 10}
+    position_ids = torch.cat([torch.arange(8), torch.arange(10), torch.arange(1)])[None] if restarted else None
+    fast = pair(name).fast
+    packed = fast(ids, position_ids=position_ids, use_cache=False, **packing).logits
+    for begin, end in ((0, 8), (8, 18), (18, 19)):
+        alone = pair(name).eager(ids[:, begin:end], use_cache=False).logits
+        assert_same(packed[:, begin:end], alone, tolerance=2e-5)  # rotary angles differ, by the same for all tokens
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_bfloat16_is_as_exact_as_eager(name: str) -> None:
+    """Against float32, at most twice the error that eager makes in bfloat16."""
+    ids, mask = prompts(), padding_mask("left")
+    with torch.no_grad():
+        exact = pair(name).eager(ids, attention_mask=mask).logits
+        eager, fast = (copy.deepcopy(m).bfloat16()(ids, attention_mask=mask).logits.float() for m in pair(name))
+    error, allowed = ((logits - exact)[mask.bool()].abs().mean().item() for logits in (fast, eager))
+    assert 0 < error <= 2 * allowed
+
+
+def test_autocast_runs_in_its_dtype() -> None:
+    ids, mask = prompts(), padding_mask("left")
+    with torch.no_grad():
+        exact = pair("llama").eager(ids, attention_mask=mask).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            eager, fast = (model(ids, attention_mask=mask).logits for model in pair("llama"))
+    assert fast.dtype is eager.dtype
+    error, allowed = ((logits.float() - exact)[mask.bool()].abs().mean().item() for logits in (fast, eager))
+    assert 0 < error <= 2 * allowed
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_without_its_mask_function_padding_would_be_attended_to(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above would show if "fast_attention" were registered for attention alone: logits far off."""
+    ids, mask = prompts(), padding_mask(side)
+    registered: dict[str, Any] = dict(AttentionMaskInterface._global_mapping)
+    del registered["fast_attention"]
+    monkeypatch.setattr(AttentionMaskInterface, "_global_mapping", registered)
+    with torch.no_grad():
+        eager, fast = (model(ids, attention_mask=mask).logits for model in pair("llama"))
+    difference = (fast - eager)[mask.bool()].abs().max().item() / eager.abs().max().item()
+    assert difference > 0.05 if side == "left" else difference < 1e-5

@@ -1,0 +1,52 @@
+"""Backends that compute nothing."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from fastattention.backends.base import Backend
+from fastattention.problem import AttentionOutput, Inputs, Problem
+
+
+class Willing(Backend):
+    """Serves everything with zeros and remembers what it was given."""
+
+    name = "willing"
+    served: ClassVar[list[tuple[Problem, Inputs]]] = []
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def why_not(self, problem: Problem) -> str | None:
+        return None
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        Willing.served.append((problem, inputs))
+        lse = torch.zeros(problem.lse_shape) if problem.return_lse else None
+        return AttentionOutput(torch.zeros(problem.out_shape, dtype=problem.dtype), lse)
+
+    def describe(self) -> str:
+        return "zeros"
+
+
+class Absent(Willing):
+    """Is for another machine."""
+
+    name = "absent"
+
+    def why_unavailable(self) -> str | None:
+        return "needs a device called moon; there is none"
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        raise AssertionError("an unavailable backend was called")
+
+
+class Picky(Willing):
+    """Serves headdim 64 only."""
+
+    name = "picky"
+
+    def why_not(self, problem: Problem) -> str | None:
+        return None if problem.headdim == 64 else f"headdim={problem.headdim} is not supported by picky; use 64"

@@ -1,0 +1,99 @@
+"""One call of every public function that can be traced, for tests that do the same with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattention import (
+    fast_attn_func,
+    fast_attn_kvpacked_func,
+    fast_attn_qkvpacked_func,
+    fast_attn_varlen_func,
+    fast_attn_varlen_kvpacked_func,
+    fast_attn_varlen_qkvpacked_func,
+    fast_attn_with_kvcache,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, apart from the numbers in its tensors."""
+
+    name: str
+    function: Callable[..., Any]
+    shapes: dict[str, tuple[int, ...]]
+    indices: dict[str, list[Any]]  # int32 tensors
+    scalars: dict[str, Any]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The same numbers each time."""
+        generator = torch.Generator().manual_seed(0)
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
+        return drawn | {name: torch.tensor(values, dtype=torch.int32) for name, values in self.indices.items()}
+
+    def run(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """All results of the call."""
+        result = self.function(**tensors, **self.scalars, backend="sdpa")
+        return result if isinstance(result, tuple) else (result,)
+
+    @property
+    def differentiable(self) -> bool:
+        return self.function is not fast_attn_with_kvcache
+
+
+LENGTHS = {"cu_seqlens_q": [0, 2, 6], "cu_seqlens_k": [0, 5, 7]}
+DENSE = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 16)}
+PACKED = {"q": (6, 4, 8), "k": (7, 2, 8), "v": (7, 2, 16)}
+PER_HEAD = {"alibi_slopes": (4,), "sinks": (4,)}
+NEW_TOKENS = {"k": (2, 2, 2, 8), "v": (2, 2, 2, 16), "rotary_cos": (16, 4), "rotary_sin": (16, 4)}
+EVERYTHING = {"causal": True, "window_size": (3, -1), "softcap": 4.0, "softmax_scale": 0.4, "return_lse": True}
+
+CALLS = (
+    Call("dense", fast_attn_func, DENSE, {}, {"causal": True}),
+    Call("dense_everything", fast_attn_func, DENSE | PER_HEAD | {"attn_bias": (5, 7)}, {}, EVERYTHING),
+    Call("qkvpacked", fast_attn_qkvpacked_func, {"qkv": (2, 5, 3, 4, 8)}, {}, {}),
+    Call("kvpacked", fast_attn_kvpacked_func, {"q": (2, 5, 4, 8), "kv": (2, 7, 2, 2, 8)}, {}, {}),
+    Call("varlen", fast_attn_varlen_func, PACKED, LENGTHS, {"causal": True}),
+    Call(
+        "varlen_everything",
+        fast_attn_varlen_func,
+        PACKED | PER_HEAD | {"attn_bias": (1, 6, 5)},
+        LENGTHS,
+        EVERYTHING | {"max_seqlen_q": 4, "max_seqlen_k": 5},
+    ),
+    Call(
+        "varlen_paged",
+        fast_attn_varlen_func,
+        {"q": (6, 4, 8), "k": (4, 4, 2, 8), "v": (4, 4, 2, 16)},
+        LENGTHS | {"block_table": [[3, 0], [2, 1]]},
+        {},
+    ),
+    Call("varlen_qkvpacked", fast_attn_varlen_qkvpacked_func, {"qkv": (6, 3, 4, 8)}, {"cu_seqlens": [0, 2, 6]}, {}),
+    Call("varlen_kvpacked", fast_attn_varlen_kvpacked_func, {"q": (6, 4, 8), "kv": (7, 2, 2, 8)}, LENGTHS, {}),
+    Call(
+        "kvcache_read",
+        fast_attn_with_kvcache,
+        {"q": (2, 1, 4, 8), "k_cache": (2, 8, 2, 8), "v_cache": (2, 8, 2, 16)},
+        {},
+        {"cache_seqlens": 5},
+    ),
+    Call(
+        "kvcache_append",
+        fast_attn_with_kvcache,
+        {"q": (2, 2, 4, 8), "k_cache": (3, 8, 2, 8), "v_cache": (3, 8, 2, 16)} | NEW_TOKENS,
+        {"cache_seqlens": [3, 5], "cache_batch_idx": [2, 0], "cache_leftpad": [1, 0]},
+        {"causal": True},
+    ),
+    Call(
+        "kvcache_append_paged",
+        fast_attn_with_kvcache,
+        {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS | PER_HEAD,
+        {"cache_seqlens": [3, 5], "block_table": [[0, 4], [1, 2]]},
+        EVERYTHING | {"rotary_interleaved": False},
+    ),
+)

@@ -1,0 +1,207 @@
+"""Every public function under torch.compile: one graph, the same numbers, the same gradients."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastattention import ArgumentError, fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.reference import reference_attention
+from fastattention.validation import Options, prepare_dense
+from unit.functions import CALLS, Call
+
+EVERY_CALL = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+DIFFERENTIABLE = [call for call in CALLS if call.differentiable]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`function` as one graph, run without a C++ compiler."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@EVERY_CALL
+def test_compiled_is_eager_bit_for_bit(call: Call) -> None:
+    tensors, expected_tensors = call.tensors(), call.tensors()
+    with torch.no_grad():
+        assert_same(compiled(call.run)(tensors), call.run(expected_tensors))
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected_tensors[name])
+
+
+@pytest.mark.parametrize("call", DIFFERENTIABLE, ids=[call.name for call in DIFFERENTIABLE])
+def test_compiled_gradients_are_eager_ones(call: Call) -> None:
+    def gradients(run: Callable[..., tuple[Tensor, ...]]) -> dict[str, Tensor]:
+        tensors = {name: x.requires_grad_(x.is_floating_point()) for name, x in call.tensors().items()}
+        loss = sum((x * torch.arange(x.numel()).view(x.shape).sin()).sum() for x in run(tensors))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return {name: x.grad for name, x in tensors.items() if x.grad is not None}
+
+    got, expected = gradients(compiled(call.run)), gradients(call.run)
+    assert set(got) == set(expected) == set(call.shapes)
+    for name, gradient in expected.items():
+        assert gradient.any()
+        torch.testing.assert_close(got[name], gradient)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler, and there is no c++")
+def test_inductor_gives_the_same() -> None:
+    weights = torch.randn(2, 5, 4, 8)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = fast_attn_func(q * 2.0, k + 1.0, v, causal=True)
+        return (out * weights).sum()
+
+    qkv = [torch.randn(2, 5, 4, 8, requires_grad=True) for _ in range(3)]
+    loss = torch.compile(block, fullgraph=True)(*qkv)
+    torch.testing.assert_close(loss, block(*qkv))
+    got, expected = torch.autograd.grad(loss, qkv), torch.autograd.grad(block(*qkv), qkv)
+    torch.testing.assert_close(got, expected)
+
+
+def test_one_graph_serves_all_lengths() -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(fast_attn_func, fullgraph=True, backend=graphs, dynamic=True)
+    counts = []
+    for seqlen_q, seqlen_k in ((3, 7), (5, 11), (9, 6)):
+        q, k = torch.randn(2, seqlen_q, 4, 8), torch.randn(2, seqlen_k, 2, 8)
+        assert torch.equal(function(q, k, k, causal=True), fast_attn_func(q, k, k, causal=True))
+        counts.append(graphs.frame_count)
+    assert counts == [counts[0]] * 3
+
+
+def test_one_graph_serves_all_packed_lengths() -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(fast_attn_varlen_func, fullgraph=True, backend=graphs, dynamic=True)
+    counts = []
+    for lengths in ([2, 3], [4, 1], [2, 9]):
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        q = torch.randn(sum(lengths), 4, 8)
+        arguments = (q, q, q, cu_seqlens, cu_seqlens, max(lengths), max(lengths))
+        assert torch.equal(function(*arguments, causal=True), fast_attn_varlen_func(*arguments, causal=True))
+        counts.append(graphs.frame_count)
+    assert counts == [counts[0]] * 3
+
+
+def test_a_decoding_loop_is_one_graph_and_fills_the_cache() -> None:
+    graphs = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(fast_attn_with_kvcache, fullgraph=True, backend=graphs)
+    caches = [torch.zeros(2, 8, 2, 8) for _ in range(4)]
+    with torch.no_grad():
+        for position in range(4):
+            q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8)
+            lengths = torch.tensor([position, position + 2], dtype=torch.int32)
+            got = step(q, *caches[:2], k, v, cache_seqlens=lengths, causal=True)
+            assert torch.equal(got, fast_attn_with_kvcache(q, *caches[2:], k, v, cache_seqlens=lengths, causal=True))
+    assert graphs.frame_count == 1
+    assert torch.equal(caches[0], caches[2])
+    assert torch.equal(caches[1], caches[3])
+    assert caches[0][1, 2:6].all()
+    assert not caches[0][1, 6:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_gradients_are_as_good_as_those_of_plain_torch(dtype: torch.dtype) -> None:
+    """At most three times the error of the reference run in the same precision, and half a unit of rounding."""
+    q, k, v = torch.randn(2, 33, 4, 32), torch.randn(2, 47, 2, 32), torch.randn(2, 47, 2, 32)
+    sinks, slopes, bias = torch.randn(4), torch.rand(4), torch.randn(33, 47)
+    grad_out, grad_lse = torch.randn(2, 33, 4, 32), torch.randn(2, 4, 33)
+    options = Options(causal=True, softcap=5.0, return_lse=True)
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)] + [x.requires_grad_() for x in (slopes, bias, sinks)]
+
+    def gradients(run: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        out, lse = run(*leaves)
+        outputs = [out, lse]
+        weights = [grad_out.to(out.dtype), grad_lse.to(lse.dtype)]
+        return [gradient.double() for gradient in torch.autograd.grad(outputs, leaves, weights)]
+
+    def reference(compute_dtype: torch.dtype | None) -> list[Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, *scores: Tensor) -> tuple[Tensor, Tensor]:
+            named = dict(zip(("alibi_slopes", "attn_bias", "sinks"), scores, strict=True))
+            result = reference_attention(*prepare_dense(q, k, v, options, **named), compute_dtype)
+            assert result.lse is not None
+            return result.out, result.lse
+
+        return gradients(run)
+
+    def run_compiled(q: Tensor, k: Tensor, v: Tensor, *scores: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(("alibi_slopes", "attn_bias", "sinks"), scores, strict=True))
+        out, lse = compiled(fast_attn_func)(q, k, v, causal=True, softcap=5.0, return_lse=True, **named)
+        return out, lse
+
+    exact, plain, got = reference(torch.float64), reference(None), gradients(run_compiled)
+    for name, true, torch_s, ours in zip(("q", "k", "v", "alibi", "bias", "sinks"), exact, plain, got, strict=True):
+        floor = 0.5 * torch.finfo(dtype).eps * float(true.abs().max())
+        assert float((ours - true).abs().max()) <= 3 * float((torch_s - true).abs().max()) + floor, name
+
+
+def test_dropout_draws_a_new_mask_each_time_and_repeats_with_torch_s_seed() -> None:
+    q = torch.randn(1, 9, 2, 8)
+    function = compiled(lambda q: fast_attn_func(q, q, q, dropout_p=0.5))
+    torch.manual_seed(3)
+    first, second = function(q), function(q)
+    torch.manual_seed(3)
+    assert torch.equal(function(q), first)
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(fast_attn_func(q, q, q, dropout_p=0.5), first)
+
+
+def test_backward_drops_what_forward_dropped() -> None:
+    """With one-hot values out is the dropped weights themselves, and the gradient of v is their transpose."""
+    q, k = torch.randn(1, 6, 1, 8), torch.randn(1, 8, 1, 8)
+    v = torch.eye(8)[None, :, None].requires_grad_()
+    out = compiled(lambda q, k, v: fast_attn_func(q, k, v, dropout_p=0.5))(q, k, v)
+    weights = out[0, :, 0]  # (seqlen_q, seqlen_k)
+    assert 0 < int((weights == 0).sum()) < weights.numel()
+    grad_out = torch.randn_like(out)
+    (grad_v,) = torch.autograd.grad(out, v, grad_out)
+    torch.testing.assert_close(grad_v[0, :, 0], weights.detach().T @ grad_out[0, :, 0])
+
+
+def test_a_compiled_function_can_be_differentiated_for_some_inputs_only() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    k.requires_grad_()
+    got = torch.autograd.grad(compiled(fast_attn_func)(q, k, v).sin().sum(), k)
+    torch.testing.assert_close(got, torch.autograd.grad(fast_attn_func(q, k, v).sin().sum(), k))
+
+
+def test_window_size_may_be_a_tensor_outside_the_graph() -> None:
+    q = torch.randn(1, 9, 2, 8)
+    window_size = tuple(torch.tensor([2, 0]).tolist())
+    got = compiled(lambda q: fast_attn_func(q, q, q, window_size=window_size))(q)
+    assert torch.equal(got, fast_attn_func(q, q, q, window_size=torch.tensor([2, 0])))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"softmax_scale": 1}, {"softcap": 3}, {"window_size": [2, 1]}], ids=lambda x: str(*x)
+)
+def test_integers_and_lists_are_read_in_the_graph_too(changes: dict[str, Any]) -> None:
+    q = torch.randn(1, 9, 2, 8)
+    assert torch.equal(compiled(fast_attn_func)(q, q, q, **changes), fast_attn_func(q, q, q, **changes))
+
+
+def test_a_wrong_shape_is_refused_as_in_eager() -> None:
+    q, k = torch.randn(1, 9, 3, 8), torch.randn(1, 9, 2, 8)
+    with pytest.raises(ArgumentError, match="nheads=3 of q must be a positive multiple of nheads_k=2"):
+        compiled(fast_attn_func)(q, k, k)

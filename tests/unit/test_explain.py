@@ -1,0 +1,132 @@
+"""explain: every backend's verdict, without computing and without writing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastattention
+from fastattention import ArgumentError, explain, fast_attn_func, fast_attn_with_kvcache
+from fastattention.problem import Layout, Problem
+from unit.fakes import Absent, Picky, Willing
+
+RegisterBackends = Callable[..., None]
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+def test_it_names_the_backend_and_every_reason(only_backends: RegisterBackends) -> None:
+    only_backends(Absent, Picky, Willing)
+    explanation = explain(x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8), causal=True)
+    assert explanation.backend == "willing"
+    assert explanation.problem.seqlen_k == 4
+    assert explanation.problem.is_causal
+    assert [verdict.backend for verdict in explanation.verdicts] == ["absent", "picky", "willing"]
+    assert str(explanation).splitlines() == [
+        "   absent: needs a device called moon; there is none",
+        "   picky: headdim=8 is not supported by picky; use 64",
+        "-> willing: serves this call",
+    ]
+
+
+def test_it_tells_the_chosen_from_the_able(only_backends: RegisterBackends) -> None:
+    only_backends(Picky, Willing)
+    explanation = explain(x(1, 3, 2, 64), x(1, 4, 2, 64), x(1, 4, 2, 64))
+    assert str(explanation).splitlines() == ["-> picky: serves this call", "   willing: could serve this call"]
+
+
+def test_it_explains_that_nobody_can(only_backends: RegisterBackends) -> None:
+    only_backends(Absent)
+    explanation = explain(x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8))
+    assert explanation.backend is None
+    assert str(explanation) == "   absent: needs a device called moon; there is none"
+
+
+def test_it_computes_nothing(only_backends: RegisterBackends) -> None:
+    only_backends(Willing)
+    Willing.served.clear()
+    explain(x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8))
+    assert Willing.served == []
+
+
+CALLS: dict[str, tuple[Layout, tuple[Any, ...]]] = {
+    "fast_attn_func": (Layout.DENSE, (x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8))),
+    "fast_attn_qkvpacked_func": (Layout.DENSE, (x(1, 3, 3, 2, 8),)),
+    "fast_attn_kvpacked_func": (Layout.DENSE, (x(1, 3, 2, 8), x(1, 4, 2, 2, 8))),
+    "fast_attn_varlen_func": (Layout.PACKED, (x(3, 2, 8), x(4, 2, 8), x(4, 2, 8), int32(0, 3), int32(0, 4))),
+    "fast_attn_varlen_qkvpacked_func": (Layout.PACKED, (x(3, 3, 2, 8), int32(0, 3))),
+    "fast_attn_varlen_kvpacked_func": (Layout.PACKED, (x(3, 2, 8), x(4, 2, 2, 8), int32(0, 3), int32(0, 4))),
+    "fast_attn_with_kvcache": (Layout.KVCACHE, (x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8))),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_it_explains_every_function(name: str, only_backends: RegisterBackends) -> None:
+    only_backends(Willing)
+    layout, arguments = CALLS[name]
+    explanation = explain(*arguments, function=getattr(fastattention, name))
+    assert explanation.problem.layout is layout
+    assert explanation.backend == "willing"
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["dense", "paged"])
+def test_it_does_not_write_caches(paged: bool) -> None:
+    k_cache, v_cache = x(2, 8, 2, 8), x(2, 8, 2, 8)
+    before = k_cache.clone(), v_cache.clone()
+    explanation = explain(
+        x(2, 1, 2, 8), k_cache, v_cache, x(2, 1, 2, 8), x(2, 1, 2, 8),
+        cache_seqlens=int32(3, 5), block_table=torch.tensor([[0], [1]], dtype=torch.int32) if paged else None,
+        function=fast_attn_with_kvcache,
+    )  # fmt: skip
+    assert explanation.problem.seqlen_new == 1
+    assert explanation.backend is not None
+    assert torch.equal(k_cache, before[0])
+    assert torch.equal(v_cache, before[1])
+
+
+def test_it_refuses_what_the_call_refuses() -> None:
+    with pytest.raises(ArgumentError, match="k has headdim 4"):
+        explain(x(1, 3, 2, 8), x(1, 4, 2, 4), x(1, 4, 2, 8))
+    with pytest.raises(ArgumentError, match="backend='nobody'"):
+        explain(x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8), backend="nobody")
+
+
+def test_it_refuses_a_function_that_is_not_ours() -> None:
+    with pytest.raises(ArgumentError, match="function must be one of fastattention's"):
+        explain(x(2, 2), function=torch.relu)
+
+
+def test_the_next_call_computes_again() -> None:
+    q, k, v = x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8)
+    explain(q, k, v)
+    with pytest.raises(ArgumentError):
+        explain(q, k, v, softcap=-1.0)
+    assert fast_attn_func(q, k, v, backend="sdpa").shape == q.shape
+
+
+def test_calls_of_other_threads_compute_meanwhile(only_backends: RegisterBackends) -> None:
+    q, k, v = x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8)
+    computed: list[Tensor] = []
+
+    class CallsFromAThread(Willing):
+        def why_not(self, problem: Problem) -> str | None:
+            if problem.is_causal:
+                thread = threading.Thread(target=lambda: computed.append(fast_attn_func(q, k, v)))
+                thread.start()
+                thread.join()
+            return None
+
+    only_backends(CallsFromAThread)
+    assert explain(q, k, v, causal=True).backend == "willing"
+    assert [out.shape for out in computed] == [q.shape]

@@ -1,0 +1,132 @@
+"""Imports point down, and importing the package stays light."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fastattention
+
+PACKAGE = Path(fastattention.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import from its own layer and from those below it. The package itself stands for its public functions.
+LAYERS = (
+    ("errors", "config"),
+    ("problem", "threads"),
+    ("backends", "reference"),
+    ("validation", "dispatch", "merge", "ops", "interface", ""),
+    ("distributed", "offload"),
+    ("integrations", "cli"),
+)
+# What every backend may use; the rest of backends/ chooses among backends and is not for them.
+SHARED_BY_BACKENDS = ("backends.base", "backends.common")
+
+
+def module_name(path: Path) -> str:
+    """Name below the package: "backends.sdpa.masks"; "" for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(source: str) -> Iterator[str]:
+    """Names below the package of everything of ours that `source` imports, wherever in the file."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "fastattention":
+                below = name.removeprefix("fastattention").removeprefix(".")
+                yield below if (PACKAGE / below.split(".")[0]).exists() or is_module(below) else ""
+
+
+def is_module(below: str) -> bool:
+    return (PACKAGE / f"{below.split('.')[0]}.py").exists()
+
+
+def layer(module: str) -> int:
+    top = module.split(".")[0]
+    return next(height for height, names in enumerate(LAYERS) if top in names)
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What is wrong with the imports of `module`."""
+    found = [f"{module} imports {name} of a layer above" for name in imported(source) if layer(name) > layer(module)]
+    backend = re.match(r"backends\.(?!common)(\w+)\.", module + ".")
+    if backend and (PACKAGE / "backends" / backend[1]).is_dir():
+        allowed = (*SHARED_BY_BACKENDS, f"backends.{backend[1]}")
+        found += [
+            f"{module} imports {name}, which is no part of the backend"
+            for name in imported(source)
+            if name.startswith("backends") and not name.startswith(allowed)
+        ]
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[module_name(path) or "fastattention" for path in MODULES])
+def test_imports_point_down(path: Path) -> None:
+    assert violations(module_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("problem", "from fastattention.interface import explain"),
+        ("errors", "import fastattention.problem"),
+        ("dispatch", "from fastattention import cli"),
+        ("validation.common", "def f():\n    from fastattention.integrations import transformers"),
+        ("backends.sdpa.backend", "from fastattention import fast_attn_func"),
+        ("backends.sdpa.masks", "from fastattention.backends.cpu.backend import CpuBackend"),
+        ("backends.cpu.backend", "from fastattention.backends import sdpa"),
+        ("backends.cpu.backend", "from fastattention.backends.registry import ORDER"),
+    ],
+)
+def test_an_import_that_points_up_or_across_is_found(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("interface", "from fastattention.dispatch import run"),
+        ("cli.main", "from fastattention import fast_attn_func"),
+        ("backends.sdpa.masks", "from fastattention.backends.common.tile_range import TileRange"),
+        ("backends.sdpa.masks", "from fastattention.backends.sdpa.parts import Part"),
+        ("backends.cpu.backend", "import torch, fastattention.errors"),
+        ("backends.registry", "from fastattention.backends.sdpa.backend import SdpaBackend"),
+    ],
+)
+def test_an_import_that_points_down_is_allowed(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def modules_after(statement: str) -> set[str]:
+    """Modules loaded in a fresh interpreter after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(result.stdout.split())
+
+
+def test_importing_the_package_loads_only_what_it_needs() -> None:
+    loaded = modules_after("import fastattention")
+    assert "fastattention.interface" in loaded
+    assert not loaded & {"transformers", "matplotlib", "typer", "rich", "click", "flash_attn", "fastattention.cli"}
+    assert not [name for name in loaded if re.match(r"fastattention\.backends\.(cpu|sdpa)", name)]
+    assert "fastattention.integrations" not in loaded
+
+
+def test_a_call_loads_only_the_backends_it_asks() -> None:
+    call = "q = torch.zeros(1, 1, 1, 8); fastattention.fast_attn_func(q, q, q, backend='sdpa')"
+    loaded = modules_after(f"import torch, fastattention; {call}")
+    assert "fastattention.backends.sdpa.backend" in loaded
+    assert "fastattention.backends.cpu.backend" not in loaded

@@ -1,0 +1,147 @@
+"""Append with rotary embedding, token by token by hand against all at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattention.backends.common.kv_append import append_tokens
+from fastattention.problem import Inputs, Problem
+from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
+
+BATCH_SIZE, SEQLEN_Q, SEQLEN_NEW, NHEADS, NHEADS_K, HEADDIM, CAPACITY = 3, 2, 3, 4, 2, 16, 12
+LENGTHS = (0, 4, 9)
+PAGE = 4
+
+
+def rotary_tables(rotary_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(CAPACITY), 100.0 ** -(torch.arange(0, rotary_dim, 2) / rotary_dim))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def prepared(
+    cache: str = "dense",
+    rotary_dim: int = 0,
+    interleaved: bool = True,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Problem, Inputs]:
+    paged = cache == "paged"
+    rows = (BATCH_SIZE * CAPACITY // PAGE + 1, PAGE) if paged else (BATCH_SIZE + 2, CAPACITY)
+    tables = rotary_tables(rotary_dim, dtype) if rotary_dim else (None, None)
+    arguments = KvCacheArguments(
+        torch.randn(BATCH_SIZE, SEQLEN_Q, NHEADS, HEADDIM).to(dtype),
+        torch.randn(*rows, NHEADS_K, HEADDIM).to(dtype),
+        torch.randn(*rows, NHEADS_K, 8).to(dtype),
+        torch.randn(BATCH_SIZE, SEQLEN_NEW, NHEADS_K, HEADDIM).to(dtype),
+        torch.randn(BATCH_SIZE, SEQLEN_NEW, NHEADS_K, 8).to(dtype),
+        *tables,
+        cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
+        cache_batch_idx=None if paged else torch.tensor([4, 0, 2], dtype=torch.int32),
+        block_table=torch.randperm(9).view(BATCH_SIZE, 3).int() if paged else None,
+    )
+    return prepare_kvcache(arguments, Options(causal=causal), interleaved)
+
+
+def place(inputs: Inputs, sequence: int, position: int) -> tuple[int, int]:
+    """Indices of the first two axes of a cache."""
+    if inputs.block_table is not None:
+        return int(inputs.block_table[sequence, position // PAGE]), position % PAGE
+    assert inputs.cache_batch_idx is not None
+    return int(inputs.cache_batch_idx[sequence]), position
+
+
+def rotated_by_hand(x: Tensor, inputs: Inputs, position: int, interleaved: bool) -> Tensor:
+    """One token (heads, headdim), pair by pair, in float64."""
+    assert inputs.rotary_cos is not None
+    assert inputs.rotary_sin is not None
+    cos, sin = inputs.rotary_cos[position].tolist(), inputs.rotary_sin[position].tolist()
+    result = x.double().clone()
+    half = len(cos)
+    for index in range(half):
+        first, second = (2 * index, 2 * index + 1) if interleaved else (index, index + half)
+        a, b = x[:, first].double(), x[:, second].double()
+        result[:, first] = a * cos[index] - b * sin[index]
+        result[:, second] = a * sin[index] + b * cos[index]
+    return result
+
+
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+def test_tokens_go_behind_those_in_the_cache_and_nowhere_else(cache: str) -> None:
+    problem, inputs = prepared(cache)
+    assert inputs.k_new is not None
+    assert inputs.v_new is not None
+    expected_k, expected_v = inputs.k.clone(), inputs.v.clone()
+    for sequence, length in enumerate(LENGTHS):
+        for index in range(SEQLEN_NEW):
+            where = place(inputs, sequence, length + index)
+            expected_k[where] = inputs.k_new[sequence, index]
+            expected_v[where] = inputs.v_new[sequence, index]
+    q = append_tokens(problem, inputs)
+    assert q is inputs.q
+    assert torch.equal(inputs.k, expected_k)
+    assert torch.equal(inputs.v, expected_v)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize("rotary_dim", [2, 8, HEADDIM])
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+def test_keys_are_rotated_by_their_position_and_values_are_not(cache: str, rotary_dim: int, interleaved: bool) -> None:
+    problem, inputs = prepared(cache, rotary_dim, interleaved)
+    assert inputs.k_new is not None
+    assert inputs.v_new is not None
+    append_tokens(problem, inputs)
+    for sequence, length in enumerate(LENGTHS):
+        for index in range(SEQLEN_NEW):
+            where = place(inputs, sequence, length + index)
+            expected = rotated_by_hand(inputs.k_new[sequence, index], inputs, length + index, interleaved)
+            torch.testing.assert_close(inputs.k[where].double(), expected, rtol=1e-6, atol=1e-6)
+            assert torch.equal(inputs.v[where], inputs.v_new[sequence, index])
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_queries_are_successive_tokens_only_under_a_mask(causal: bool, interleaved: bool) -> None:
+    problem, inputs = prepared("dense", 8, interleaved, causal)
+    q = append_tokens(problem, inputs)
+    for sequence, length in enumerate(LENGTHS):
+        for index in range(SEQLEN_Q):
+            position = length + index if causal else length
+            expected = rotated_by_hand(inputs.q[sequence, index], inputs, position, interleaved)
+            torch.testing.assert_close(q[sequence, index].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    problem, inputs = prepared("dense", HEADDIM, dtype=dtype)
+    q = append_tokens(problem, inputs)
+    exact = rotated_by_hand(inputs.q[2, 1], inputs, LENGTHS[2] + 1, interleaved=True)
+    # One rounding is half a unit in the last place; the float32 arithmetic before it adds next to nothing.
+    unit = torch.finfo(dtype).eps
+    assert ((q[2, 1].double() - exact).abs() <= 0.51 * unit * exact.abs().clamp(min=2**-10)).all()
+
+
+def test_rotation_keeps_lengths_and_angles_between_positions() -> None:
+    problem, inputs = prepared("dense", HEADDIM)
+    assert inputs.k_new is not None
+    append_tokens(problem, inputs)
+    norms = inputs.k[place(inputs, 1, LENGTHS[1])].norm(dim=-1)
+    torch.testing.assert_close(norms, inputs.k_new[1, 0].norm(dim=-1))
+    assert not math.isclose(float(inputs.k[place(inputs, 1, LENGTHS[1])][0, 0]), float(inputs.k_new[1, 0, 0, 0]))
+
+
+def test_no_tokens_append_nothing_but_queries_are_rotated() -> None:
+    problem, inputs = prepared("dense", 8)
+    assert inputs.k_new is not None
+    assert inputs.v_new is not None
+    arguments = KvCacheArguments(
+        inputs.q, inputs.k, inputs.v, inputs.k_new[:, :0], inputs.v_new[:, :0], inputs.rotary_cos, inputs.rotary_sin,
+        inputs.cache_seqlens, inputs.cache_batch_idx,
+    )  # fmt: skip
+    before = inputs.k.clone()
+    q = append_tokens(*prepare_kvcache(arguments, Options(causal=True)))
+    assert torch.equal(inputs.k, before)
+    assert torch.equal(q, append_tokens(problem, inputs))

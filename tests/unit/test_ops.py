@@ -1,0 +1,202 @@
+"""The operators that stand for a call while it is traced, by torch's own checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fastattention
+from fastattention import ArgumentError, UnsupportedError, fast_attn_func, fast_attn_with_kvcache
+from unit.functions import CALLS, Call
+
+
+def int32(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def scalars(**changes: Any) -> tuple[Any, ...]:
+    """The scalar arguments of `fastattention::attention`, in order."""
+    values = {
+        "max_seqlen_q": None,
+        "max_seqlen_k": None,
+        "softmax_scale": None,
+        "causal": False,
+        "window_left": -1,
+        "window_right": -1,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "deterministic": False,
+        "return_lse": False,
+        "backend": "sdpa",
+    }
+    return tuple((values | changes).values())
+
+
+def attention_samples() -> dict[str, tuple[Any, ...]]:
+    """Arguments of `fastattention::attention`."""
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 16)
+    packed = (q[0], k[0], v[0], int32(0, 2, 5), int32(0, 7, 7))
+    pages = (torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8), int32([0, 2], [1, 0]))
+    per_head = (torch.rand(4), torch.randn(2, 1, 5, 7), torch.randn(4))
+
+    def grads(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.clone().requires_grad_() for x in tensors)
+
+    none = (None,) * 3
+    return {
+        "dense": (q, k, v, *none, *none, None, *scalars()),
+        "dense_everything": (
+            q, k, v, *none, *per_head, None,
+            *scalars(causal=True, window_left=4, softcap=3.0, softmax_scale=0.3, return_lse=True),
+        ),
+        "dense_strided": (
+            q[:, ::2], k.transpose(1, 2).contiguous().transpose(1, 2), v[..., ::2], *none, *none, None, *scalars(),
+        ),
+        "gradients": (*grads(q, k, v), *none, *none, None, *scalars(causal=True)),
+        "some_gradients": (q, *grads(k), v, *none, None, *grads(per_head[1]), None, None, *scalars(return_lse=True)),
+        "gradients_everything": (
+            *grads(q, k, v), *none, *grads(*per_head), torch.tensor(3),
+            *scalars(causal=True, softcap=3.0, dropout_p=0.2, deterministic=True, return_lse=True),
+        ),
+        "packed": (*packed, None, *none, None, *scalars(max_seqlen_q=3, max_seqlen_k=7)),
+        "packed_gradients": (
+            *grads(*packed[:3]), *packed[3:], None, *none, None, *scalars(causal=True, return_lse=True),
+        ),
+        "paged": (q[0], *pages[:2], int32(0, 2, 5), int32(0, 7, 8), pages[2], *none, None, *scalars()),
+        "paged_gradients": (
+            *grads(q[0], *pages[:2]), int32(0, 2, 5), int32(0, 7, 8), pages[2], *none, None, *scalars(return_lse=True),
+        ),
+    }  # fmt: skip
+
+
+def kvcache_samples() -> dict[str, tuple[Any, ...]]:
+    """Arguments of `fastattention::attention_kvcache`."""
+    q, new = torch.randn(2, 2, 4, 8), torch.randn(2, 2, 2, 8)
+    dense, pages = torch.randn(3, 8, 2, 8), torch.randn(5, 4, 2, 8)
+    tables = (torch.randn(8, 2), torch.randn(8, 2))
+    lengths = int32(3, 5)
+    tail = (None, True, -1, -1, 0.0, False, True, 0, "sdpa")
+    tail_with_lse = (0.4, False, 3, 0, 2.0, True, False, 2, "sdpa")
+    none = (None,) * 3
+    return {
+        "read": (q, dense[:2], dense[:2].clone(), None, None, None, None, lengths, None, None, None, *none, *tail),
+        "full": (q, dense[:2], dense[:2].clone(), *none, None, None, None, None, None, *none, *tail),
+        "append": (
+            q, dense, dense.clone(), new, new, *tables, lengths, int32(2, 0), int32(1, 0), None, *none, *tail,
+        ),
+        "append_paged": (
+            q, pages, pages.clone(), new, new, *tables, lengths, None, int32(1, 0), int32([0, 4], [1, 2]),
+            torch.rand(4), torch.randn(2, 8), torch.randn(4), *tail_with_lse,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sample", list(attention_samples()))
+def test_attention_passes_opcheck(sample: str) -> None:
+    torch.library.opcheck(torch.ops.fastattention.attention, attention_samples()[sample])
+
+
+@pytest.mark.parametrize("sample", list(kvcache_samples()))
+def test_attention_kvcache_passes_opcheck(sample: str) -> None:
+    torch.library.opcheck(torch.ops.fastattention.attention_kvcache, kvcache_samples()[sample])
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_attention_backward_passes_opcheck(with_lse: bool) -> None:
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    wanted = [True, False, True] + [False] * 7
+    grad_lse = torch.randn(2, 4, 5) if with_lse else None
+    arguments = (torch.randn_like(q), grad_lse, q, k, v, *(None,) * 7, wanted, *scalars()[:-2])
+    torch.library.opcheck(torch.ops.fastattention.attention_backward, arguments)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+def test_fake_results_look_like_real_ones(call: Call) -> None:
+    real = call.run(call.tensors())
+    mode = FakeTensorMode()
+    with mode:
+        fake = call.run({name: mode.from_tensor(x) for name, x in call.tensors().items()})
+    for got, expected in zip(fake, real, strict=True):
+        assert got.shape == expected.shape
+        assert got.dtype is expected.dtype
+        assert got.is_contiguous()
+        assert expected.is_contiguous()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+def test_meta_tensors_need_no_data(call: Call) -> None:
+    real = call.run(call.tensors())
+    meta = call.run({name: x.to("meta") for name, x in call.tensors().items()})
+    assert [(x.shape, x.dtype) for x in meta] == [(x.shape, x.dtype) for x in real]
+    assert all(x.is_meta for x in meta)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_a_traced_graph_is_one_operator_and_computes_the_same(call: Call, tracing_mode: str) -> None:
+    names = list(call.tensors())
+    graph = make_fx(lambda *tensors: call.run(dict(zip(names, tensors, strict=True))), tracing_mode=tracing_mode)(
+        *call.tensors().values()
+    )
+    targets = [str(node.target) for node in graph.graph.nodes if "fastattention" in str(node.target)]
+    assert len(targets) == 1
+    written, expected_written = call.tensors(), call.tensors()
+    for got, expected in zip(graph(*written.values()), call.run(expected_written), strict=True):
+        assert torch.equal(got, expected)
+    for name, x in written.items():
+        assert torch.equal(x, expected_written[name])
+
+
+class OtherTensor(torch.Tensor):
+    """A subclass without a behaviour of its own."""
+
+
+def test_a_tensor_subclass_is_served_through_the_operator() -> None:
+    q = torch.randn(1, 3, 2, 8)
+    out = fast_attn_func(q.as_subclass(OtherTensor), q, q, backend="sdpa")
+    assert torch.equal(torch.as_tensor(out), fast_attn_func(q, q, q, backend="sdpa"))
+
+
+def test_gradients_through_the_operator_under_a_dispatch_mode() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q = torch.randn(1, 3, 2, 8, requires_grad=True)
+    expected = torch.autograd.grad(fast_attn_func(q, q, q, causal=True).sin().sum(), q)
+    with FlopCounterMode(display=False):
+        got = torch.autograd.grad(fast_attn_func(q, q, q, causal=True).sin().sum(), q)
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_wrong_argument_is_refused_when_the_operator_runs() -> None:
+    q, k = torch.randn(1, 3, 2, 8).as_subclass(OtherTensor), torch.randn(1, 3, 2, 4)
+    with pytest.raises(ArgumentError, match="k has headdim 4 and q has 8"):
+        fast_attn_func(q, k, k, backend="sdpa")
+
+
+def test_gradients_through_a_cache_are_refused() -> None:
+    q = torch.randn(1, 3, 2, 8).as_subclass(OtherTensor).requires_grad_()
+    cache = torch.randn(1, 8, 2, 8)
+    out = fast_attn_with_kvcache(q, cache, cache.clone(), backend="sdpa")
+    with pytest.raises(RuntimeError, match="autograd"):
+        out.sum().backward()
+
+
+def test_the_dropout_mask_cannot_be_traced_but_lse_can() -> None:
+    q = torch.randn(1, 3, 2, 8).as_subclass(OtherTensor)
+    with pytest.raises(UnsupportedError, match=r"return_attn_probs with dropout_p=0.5.*return_lse"):
+        fast_attn_func(q, q, q, dropout_p=0.5, return_attn_probs=True, backend="sdpa")
+    out, lse = fast_attn_func(q, q, q, dropout_p=0.5, return_lse=True, backend="sdpa")
+    assert out.shape == (1, 3, 2, 8)
+    assert lse.shape == (1, 2, 3)
+
+
+def test_explain_says_that_it_cannot_explain_what_is_traced() -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 3, 2, 8)
+        with pytest.raises(ArgumentError, match="fake"):
+            fastattention.explain(q, q, q)

@@ -1,0 +1,268 @@
+"""The sdpa backend: both of its ways, however the work is cut, against the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattention import fast_attn_func, fast_attn_varlen_func
+from fastattention.backends.registry import get_backend
+from fastattention.backends.sdpa import backend as sdpa_backend
+from fastattention.backends.sdpa import fused, masks
+from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.reference import reference_attention
+from fastattention.validation import Options, prepare_dense, prepare_packed
+
+
+def qkv(seqlen_q: int = 37, seqlen_k: int = 53, headdim_v: int = 16, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.randn(2, seqlen_q, 4, 16, **kwargs),
+        torch.randn(2, seqlen_k, 2, 16, **kwargs),
+        torch.randn(2, seqlen_k, 2, headdim_v, **kwargs),
+    )
+
+
+def serve(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    return get_backend("sdpa").forward(problem, inputs)
+
+
+def assert_matches_reference(problem: Problem, inputs: Inputs) -> None:
+    result = serve(problem, inputs)
+    expected = reference_attention(problem, inputs)
+    torch.testing.assert_close(result.out, expected.out.to(problem.dtype))
+    if problem.return_lse:
+        assert result.lse is not None
+        assert expected.lse is not None
+        torch.testing.assert_close(result.lse, expected.lse.float())
+
+
+@pytest.fixture
+def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts the work as finely as it can be cut: one row a chunk."""
+    monkeypatch.setattr(masks, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(sdpa_backend, "CHUNK_ELEMENTS", 1)
+
+
+OPTIONS = {
+    "full": Options(),
+    "causal": Options(causal=True),
+    "window": Options(window_left=4, window_right=2),
+    "left": Options(window_left=4),
+    "right": Options(window_right=2),
+    "softcap": Options(softcap=2.0),
+    "causal_lse": Options(causal=True, return_lse=True),
+    "negative_scale": Options(softmax_scale=-0.3, causal=True),
+    "no_scale": Options(softmax_scale=0.0, causal=True),
+}
+WITH_OPTIONS = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
+
+
+@WITH_OPTIONS
+@pytest.mark.parametrize("lengths", [(37, 53), (53, 37), (37, 37), (1, 53), (37, 1), (37, 0)], ids=str)
+@pytest.mark.parametrize("extra", ["plain", "bias", "alibi", "sinks"])
+def test_any_cut_of_the_work_gives_the_reference(
+    options: Options, lengths: tuple[int, int], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {
+        "plain": {},
+        "bias": {"attn_bias": torch.randn(4, *lengths).masked_fill(torch.rand(4, *lengths) < 0.3, -torch.inf)},
+        "alibi": {"alibi_slopes": torch.rand(2, 4)},
+        "sinks": {"sinks": torch.randn(4)},
+    }[extra]
+    problem, inputs = prepare_dense(*qkv(*lengths), options, **tensors)
+    assert_matches_reference(problem, inputs)
+    monkeypatch.setattr(masks, "BAND_ROWS", 5)
+    assert_matches_reference(problem, inputs)
+    for module in (masks, sdpa_backend):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", 1)
+    assert_matches_reference(problem, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("headdim_v", [8, 16, 48])
+def test_values_may_have_another_headdim(headdim_v: int, causal: bool) -> None:
+    assert_matches_reference(*prepare_dense(*qkv(headdim_v=headdim_v), Options(causal=causal)))
+
+
+@pytest.mark.parametrize("seqlens", [(37, 53), (37, 37)], ids=str)
+def test_old_torch_without_enable_gqa_gives_the_same(seqlens: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_HAS_ENABLE_GQA", False)
+    assert_matches_reference(*prepare_dense(*qkv(*seqlens), Options(causal=True)))
+
+
+@pytest.mark.parametrize(
+    ("options", "tensors", "expressible"),
+    [
+        (Options(), {}, True),
+        (Options(causal=True, window_left=3), {"alibi_slopes": torch.ones(4)}, True),
+        (Options(), {"attn_bias": torch.ones(53)}, True),
+        (Options(softcap=1.0), {}, False),
+        (Options(return_lse=True), {}, False),
+        (Options(dropout_p=0.5), {"dropout_seed": torch.tensor(1)}, False),
+        (Options(), {"sinks": torch.ones(4)}, False),
+        (Options(softmax_scale=-1.0), {}, False),
+    ],
+    ids=["plain", "alibi", "bias", "softcap", "lse", "dropout", "sinks", "negative_scale"],
+)
+def test_torch_is_asked_exactly_when_it_can_express_the_call(
+    options: Options, tensors: dict[str, Tensor], expressible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    torch_attention = fused.F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        fused.F, "scaled_dot_product_attention", lambda *args, **kw: calls.append(kw) or torch_attention(*args, **kw)
+    )
+    serve(*prepare_dense(*qkv(), options, **tensors))
+    assert bool(calls) == expressible
+
+
+def test_hidden_keys_are_not_read() -> None:
+    """Whole chunks of hidden keys are skipped: what they hold, NaN included, is never multiplied."""
+    q, k, v = qkv(40, 100)
+    for x in (k, v):
+        x[:, :50] = torch.nan
+    problem, inputs = prepare_dense(q, k, v, Options(window_left=9, window_right=0))
+    assert serve(problem, inputs).out.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [Options(), Options(return_lse=True)], ids=["fused", "math"])
+@pytest.mark.parametrize("hidden", ["causal", "bias"])
+def test_rows_without_keys_have_zero_output_and_zero_gradients(hidden: str, options: Options) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(7, 3))
+    bias = torch.zeros(7, 3)
+    if hidden == "bias":
+        bias[:4] = -torch.inf
+    else:
+        options = options._replace(causal=True)
+    problem, inputs = prepare_dense(q, k, v, options, attn_bias=bias.requires_grad_())
+    out, lse, _ = serve(problem, inputs)
+    assert not out[:, :4].any()
+    assert out[:, 4:].all()
+    loss = out.sum() + (0.0 if lse is None else lse[lse.isfinite()].sum())
+    gradients = torch.autograd.grad(loss, (q, k, v, bias))
+    for gradient in gradients:
+        assert gradient.isfinite().all()
+    assert not gradients[0][:, :4].any()
+    assert gradients[0][:, 4:].any()
+    if lse is not None:
+        assert lse[:, :, :4].isneginf().all()
+        assert lse[:, :, 4:].isfinite().all()
+
+
+def test_a_row_without_keys_has_its_sink_as_lse() -> None:
+    sinks = torch.randn(4)
+    problem, inputs = prepare_dense(*qkv(7, 3), Options(causal=True, return_lse=True), sinks=sinks)
+    out, lse, _ = serve(problem, inputs)
+    assert lse is not None
+    assert not out[:, :4].any()
+    torch.testing.assert_close(lse[:, :, :4], sinks[None, :, None].expand(2, 4, 4))
+
+
+@pytest.mark.parametrize("function", ["dense", "packed"])
+def test_a_batch_of_nothing_has_a_gradient_of_nothing(function: str) -> None:
+    if function == "dense":
+        q = torch.zeros(0, 5, 4, 16, requires_grad=True)
+        out = fast_attn_func(q, torch.zeros(0, 3, 2, 16), torch.zeros(0, 3, 2, 24))
+        assert out.shape == (0, 5, 4, 24)
+    else:
+        q, none = torch.zeros(0, 4, 16, requires_grad=True), torch.zeros(1, dtype=torch.int32)
+        out = fast_attn_varlen_func(q, torch.zeros(0, 2, 16), torch.zeros(0, 2, 24), none, none)
+        assert out.shape == (0, 4, 24)
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+
+
+@pytest.mark.usefixtures("tiny_chunks")
+def test_memory_does_not_grow_with_the_score_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut to one row a chunk, no tensor that the mask or the scores need has more than one row."""
+    rows = []
+    chunk_mask = masks.chunk_mask
+
+    def watched(problem: Problem, part: Any, chunk: masks.Chunk) -> masks.Mask:
+        mask = chunk_mask(problem, part, chunk)
+        rows.append(max(x.shape[-2] for x in mask if x is not None))
+        return mask
+
+    monkeypatch.setattr("fastattention.backends.sdpa.math.chunk_mask", watched)
+    monkeypatch.setattr(fused, "chunk_mask", watched)
+    for options in (Options(causal=True), Options(causal=True, return_lse=True)):
+        serve(*prepare_dense(*qkv(), options, alibi_slopes=torch.rand(4)))
+    assert rows == [1] * (2 * 2 * 37)  # two calls of two sequences of 37 rows
+
+
+def dropped(seed: int, dropout_p: float = 0.3, return_lse: bool = True, needs_grad: bool = False) -> AttentionOutput:
+    torch.manual_seed(0)
+    q, k, v = (x.requires_grad_(needs_grad) for x in qkv())
+    options = Options(causal=True, dropout_p=dropout_p, return_lse=return_lse)
+    return serve(*prepare_dense(q, k, v, options, dropout_seed=torch.tensor(seed)))
+
+
+def test_dropout_repeats_with_its_seed_and_changes_with_it() -> None:
+    first = dropped(seed=1)
+    assert first.dropout_mask is not None
+    assert torch.equal(first.out, dropped(seed=1).out)
+    assert not torch.equal(first.out, dropped(seed=2).out)
+
+
+@pytest.mark.usefixtures("tiny_chunks")
+def test_dropout_is_the_same_with_and_without_gradients_and_lse() -> None:
+    first = dropped(seed=1)
+    assert torch.equal(first.out, dropped(seed=1, needs_grad=True).out.detach())
+    assert torch.equal(first.out, dropped(seed=1, return_lse=False).out)
+
+
+def test_dropout_drops_its_share_and_says_which() -> None:
+    result = dropped(seed=5)
+    mask = result.dropout_mask
+    assert mask is not None
+    assert mask.shape == (2, 4, 37, 53)
+    weights = reference_weights()
+    torch.testing.assert_close(mask.abs(), weights)
+    share = (mask < 0).sum() / (weights > 0).sum()
+    assert abs(float(share) - 0.3) < 0.02  # more than 5 standard deviations for 11,000 weights
+
+
+def reference_weights() -> Tensor:
+    """Softmax weights of `dropped` before dropout: (batch_size, nheads, seqlen_q, seqlen_k)."""
+    torch.manual_seed(0)
+    problem, inputs = prepare_dense(*qkv(), Options(causal=True, dropout_p=0.3))
+    kept = torch.ones(2, 4, 37, 53, dtype=torch.bool)
+    mask = reference_attention(problem, inputs, dropout_keep=kept).dropout_mask
+    assert mask is not None
+    return mask
+
+
+def test_the_mask_is_the_one_that_was_applied() -> None:
+    result = dropped(seed=7)
+    assert result.dropout_mask is not None
+    torch.manual_seed(0)
+    problem, inputs = prepare_dense(*qkv(), Options(causal=True, dropout_p=0.3))
+    expected = reference_attention(problem, inputs, dropout_keep=result.dropout_mask > 0)
+    torch.testing.assert_close(result.out, expected.out.float())
+
+
+def test_packed_dropout_mask_is_padded_with_zeros() -> None:
+    q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 5], [0, 7, 9]))
+    options = Options(dropout_p=0.5, return_lse=True)
+    problem, inputs = prepare_packed(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, options, dropout_seed=torch.tensor(3)
+    )
+    mask = serve(problem, inputs).dropout_mask
+    assert mask is not None
+    assert mask.shape == (2, 4, 4, 7)
+    assert mask[0, :, :1].all()
+    assert not mask[0, :, 1:].any()
+    assert mask[1, :, :, :2].all()
+    assert not mask[1, :, :, 2:].any()
+
+
+def test_describe_names_torch_and_its_kernels() -> None:
+    description = get_backend("sdpa").describe()
+    assert str(torch.__version__) in description
+    assert "flash" in description
+    assert "\n" not in description

@@ -1,0 +1,69 @@
+"""Threads and environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fastattention import ArgumentError, config, get_num_threads, set_num_threads
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    set_num_threads(None)
+    torch.set_num_threads(before)
+
+
+def test_threads_follow_torch_until_set() -> None:
+    torch.set_num_threads(2)
+    assert get_num_threads() == 2
+    torch.set_num_threads(1)
+    assert get_num_threads() == 1
+
+
+def test_a_set_number_stays_whatever_torch_uses() -> None:
+    set_num_threads(3)
+    torch.set_num_threads(2)
+    assert get_num_threads() == 3
+    assert torch.get_num_threads() == 2
+    set_num_threads(None)
+    assert get_num_threads() == 2
+
+
+@pytest.mark.parametrize("num_threads", [0, -1])
+def test_fewer_than_one_thread_is_refused_and_changes_nothing(num_threads: int) -> None:
+    set_num_threads(2)
+    with pytest.raises(ArgumentError, match=f"num_threads={num_threads} must be at least 1"):
+        set_num_threads(num_threads)
+    assert get_num_threads() == 2
+
+
+VARIABLES = pytest.mark.parametrize(
+    ("variable", "read"),
+    [("FASTATTENTION_CPU_ISA", config.cpu_isa), ("FASTATTENTION_CPU_LIBRARY", config.cpu_library)],
+    ids=["isa", "library"],
+)
+
+
+@VARIABLES
+def test_a_variable_is_read_when_asked_for(
+    variable: str, read: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "one")
+    assert read() == "one"
+    monkeypatch.setenv(variable, "two")
+    assert read() == "two"
+
+
+@VARIABLES
+def test_an_unset_or_empty_variable_is_none(
+    variable: str, read: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    assert read() is None
+    monkeypatch.setenv(variable, "")
+    assert read() is None

@@ -6,7 +6,7 @@ import os
 
 
 def cpu_isa() -> str | None:
-    """FASTATTENTION_CPU_ISA: the instruction set the cpu backend uses (`fastattention info` lists those of this machine).
+    """FASTATTENTION_CPU_ISA: the instruction set of the cpu backend; `fastattention info` lists those of this machine.
 
     Unset or empty: the best one the processor has.
     """

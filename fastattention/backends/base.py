@@ -31,7 +31,7 @@ class Backend(abc.ABC):
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Attention for a problem that `why_not` accepted.
 
-        For Layout.KVCACHE with `inputs.k_new`, first appends to the caches in place (with rotary embedding of k_new and q).
+        For Layout.KVCACHE with `inputs.k_new`, first appends to the caches in place, rotating k_new and q.
         """
 
     @abc.abstractmethod

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattention.errors import ArgumentError
 
@@ -256,12 +257,15 @@ def last_axis_contiguous(tensor: Tensor) -> Tensor:
 
 
 def needs_grad(*arguments: object) -> bool:
-    """True when autograd wants to differentiate through a call with these arguments."""
+    """True when autograd wants to differentiate through a call with these arguments, backward or forward."""
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.requires_grad:
                 return True
-    return False
+    if forward_ad._current_level < 0:  # outside forward_ad.dual_level
+        return False
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)  # type: ignore[no-untyped-call]
 
 
 def as_float32(tensor: Tensor) -> Tensor:

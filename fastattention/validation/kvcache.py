@@ -133,8 +133,10 @@ def _cache_seqlens(problem: Problem, a: KvCacheArguments) -> Tensor:
 
 def _check_room(problem: Problem, before: list[int]) -> None:
     """Raises unless every length fits the cache together with the new tokens."""
-    fill = f"{problem.seqlen_k} tokens of capacity, {problem.seqlen_new} of them for k and v"
-    lengths.check_range("cache_seqlens", before, 0, problem.seqlen_k - problem.seqlen_new, fill)
+    room = problem.seqlen_k - problem.seqlen_new
+    if before and (min(before) < 0 or max(before) > room):
+        what = f"{problem.seqlen_k} tokens of capacity, {problem.seqlen_new} of them for k and v"
+        lengths.check_range("cache_seqlens", before, 0, room, what)
 
 
 @functools.lru_cache(maxsize=4096)

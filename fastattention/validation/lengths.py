@@ -45,13 +45,17 @@ def check_max_seqlen(name: str, given: int | None, longest: int) -> int:
 def check_block_table(block_table: Tensor, seqlens: list[int], page_block_size: int, num_blocks: int) -> None:
     """Raises unless every page that a sequence of the given lengths uses exists; unused entries may hold anything."""
     table = block_table.numpy(force=True)
-    for index, length in enumerate(seqlens):
-        used = table[index, : -(-length // page_block_size)]
-        wrong = used[(used < 0) | (used >= num_blocks)]
-        if wrong.size:
-            raise ArgumentError(
-                f"block_table names page {wrong[0]} for sequence {index}; the cache has pages 0 to {num_blocks - 1}"
-            )
+    missing = (table < 0) | (table >= num_blocks)
+    if not missing.any():
+        return
+    pages_used = -(-numpy.asarray(seqlens, dtype=numpy.int64) // page_block_size)
+    missing &= numpy.arange(table.shape[1]) < pages_used[:, None]
+    if missing.any():
+        sequence, place = (int(index) for index in numpy.argwhere(missing)[0])
+        raise ArgumentError(
+            f"block_table names page {table[sequence, place]} for sequence {sequence}; "
+            f"the cache has pages 0 to {num_blocks - 1}"
+        )
 
 
 def check_appended_places(block_table: Tensor, seqlens: list[int], seqlen_new: int, page_block_size: int) -> None:

@@ -261,6 +261,8 @@ APPEND = [
     ),
     KvCacheCase(name="rotary-window-only", seqlen_q=5, seqlen_new=5, cache_seqlens=(3, 40), rotary_dim=16,
                 window=(9, 2)),
+    KvCacheCase(name="rotary-window-left-only", seqlen_q=5, seqlen_new=5, cache_seqlens=(3, 40), rotary_dim=16,
+                window=(9, -1)),
     KvCacheCase(name="rotary-window-right-only", seqlen_q=5, seqlen_new=5, cache_seqlens=(3, 40), rotary_dim=16,
                 window=(-1, 2)),
     KvCacheCase(name="rotary-more-queries-than-new", seqlen_q=5, seqlen_new=2, cache_seqlens=(3, 40), rotary_dim=16,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import hypothesis
 import pytest
+import torch
 
 hypothesis.settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
@@ -12,3 +15,12 @@ hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hypothesis-profile") is None:
         hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread_for_torch() -> Iterator[None]:
+    """Tensors are small: waking torch's threads for each costs more than it saves, ten times more on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -16,9 +16,16 @@ from fastattention.reference import reference_attention
 
 FACTOR = 3.0
 DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "attn_bias", "sinks")
-GRADIENT_CASES = [
-    case for case in CASES if isinstance(case, (DenseCase, PackedCase)) and case.batch_size and case not in LONG
-]
+
+
+def has_gradients(case: Case) -> bool:
+    """Cases that take long are left out, and a row whose lse is -3e38: what its keys add to that is below rounding."""
+    if not isinstance(case, (DenseCase, PackedCase)) or case.batch_size == 0 or case in LONG:
+        return False
+    return not (case.bias is not None and case.bias.finite and case.bias.hides == "rows")
+
+
+GRADIENT_CASES = [case for case in CASES if has_gradients(case)]
 
 
 def gradients(case: Case, dtype: torch.dtype, attention: Callable[[Call], tuple[Tensor, Tensor]]) -> list[Tensor]:

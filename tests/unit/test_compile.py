@@ -16,6 +16,9 @@ from fastattention.reference import reference_attention
 from fastattention.validation import Options, prepare_dense
 from unit.functions import CALLS, Call
 
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="inductor needs a C++ compiler, and there is no c++"
+)
 EVERY_CALL = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 DIFFERENTIABLE = [call for call in CALLS if call.differentiable]
 
@@ -64,7 +67,7 @@ def test_compiled_gradients_are_eager_ones(call: Call) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
-@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler, and there is no c++")
+@needs_compiler
 def test_inductor_gives_the_same() -> None:
     weights = torch.randn(2, 5, 4, 8)
 
@@ -167,11 +170,14 @@ def test_dropout_draws_a_new_mask_each_time_and_repeats_with_torch_s_seed() -> N
     assert torch.equal(fast_attn_func(q, q, q, dropout_p=0.5), first)
 
 
-def test_backward_drops_what_forward_dropped() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_backward_drops_what_forward_dropped(compiler: str) -> None:
     """With one-hot values out is the dropped weights themselves, and the gradient of v is their transpose."""
     q, k = torch.randn(1, 6, 1, 8), torch.randn(1, 8, 1, 8)
     v = torch.eye(8)[None, :, None].requires_grad_()
-    out = compiled(lambda q, k, v: fast_attn_func(q, k, v, dropout_p=0.5))(q, k, v)
+    function = torch.compile(lambda q, k, v: fast_attn_func(q, k, v, dropout_p=0.5), fullgraph=True, backend=compiler)
+    out = function(q, k, v)
     weights = out[0, :, 0]  # (seqlen_q, seqlen_k)
     assert 0 < int((weights == 0).sum()) < weights.numel()
     grad_out = torch.randn_like(out)

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattention import fast_attn_func
 from fastattention.problem import Inputs, Layout, Problem
@@ -118,6 +119,14 @@ def test_gradients_are_wanted_only_where_autograd_records(needs_grad: bool) -> N
     with torch.set_grad_enabled(needs_grad):
         problem, _ = prepare_dense(q, q.detach(), q.detach(), Options())
     assert problem.needs_grad == needs_grad
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
+def test_forward_mode_wants_gradients_too() -> None:
+    q = torch.zeros(1, 2, 2, 8)
+    with forward_ad.dual_level(), torch.no_grad():
+        assert not prepare_dense(q, q, q, Options())[0].needs_grad
+        assert prepare_dense(q, q, forward_ad.make_dual(q, q), Options())[0].needs_grad
 
 
 @pytest.mark.parametrize("index", range(4), ids=["v", "alibi_slopes", "attn_bias", "sinks"])

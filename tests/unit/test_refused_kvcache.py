@@ -230,6 +230,12 @@ def test_rows_may_repeat_when_nothing_is_appended() -> None:
     assert torch.equal(out[0], out[1])
 
 
+def test_queries_without_a_mask_need_no_more_positions_than_the_append() -> None:
+    given = arguments() | {"q": torch.ones(2, 4, 4, 16)}  # all of q is rotated by one position: 7 of them do
+    given |= {"rotary_cos": torch.ones(7, 4), "rotary_sin": torch.zeros(7, 4)}
+    assert fast_attn_with_kvcache(**given).shape == (2, 4, 4, 24)
+
+
 def test_gradients_are_refused_before_anything_is_written() -> None:
     given = arguments()
     given["k"].requires_grad_()

@@ -14,7 +14,7 @@ from fastattention.backends.sdpa import backend as sdpa_backend
 from fastattention.backends.sdpa import fused, masks
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.reference import reference_attention
-from fastattention.validation import Options, prepare_dense, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
 
 
 def qkv(seqlen_q: int = 37, seqlen_k: int = 53, headdim_v: int = 16, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +152,46 @@ def test_rows_without_keys_have_zero_output_and_zero_gradients(hidden: str, opti
         assert lse[:, :, 4:].isfinite().all()
 
 
+@pytest.mark.parametrize("added", [False, True], ids=["bool", "float"])
+def test_torch_is_never_handed_a_row_without_keys(added: bool) -> None:
+    """Some of its kernels and versions give NaN for one: the row sees all keys instead, and its result is dropped."""
+    visible = torch.tensor([[False, False], [True, False], [True, True]])
+    mask = masks.Mask(visible, torch.zeros(1, 1, 3, 2) if added else None)
+    attn_mask, dead = fused._attn_mask(mask, torch.float32)
+    assert dead.flatten().tolist() == [True, False, False]
+    seen = attn_mask == 0.0 if added else attn_mask
+    assert seen[0, 0].tolist() == [[True, True], [True, False], [True, True]]
+
+
+@pytest.mark.parametrize(
+    "options", [Options(causal=True), Options(window_left=2, return_lse=True)], ids=["fused", "math"]
+)
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_each_sequence_reads_its_own_part_of_a_cache(paged: bool, options: Options) -> None:
+    """Rows or pages out of order, padding on the left, lengths of their own; all else holds NaN."""
+    shape = (7, 4) if paged else (4, 12)
+    caches = [torch.full((*shape, 2, 16), torch.nan) for _ in range(2)]
+    lengths, leftpads = [5, 11, 0], [2, 5, 0]
+    table = torch.tensor([[6, 0, 3], [1, 5, 2], [4, 4, 4]], dtype=torch.int32)
+    rows = torch.tensor([3, 0, 2], dtype=torch.int32)
+    for index, (length, leftpad) in enumerate(zip(lengths, leftpads, strict=True)):
+        for position in range(leftpad, length):
+            where = (table[index, position // 4], position % 4) if paged else (rows[index], position)
+            for cache in caches:
+                cache[where] = torch.randn(2, 16)
+    arguments = KvCacheArguments(
+        torch.randn(3, 2, 4, 16),
+        *caches,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        cache_leftpad=torch.tensor(leftpads, dtype=torch.int32),
+        cache_batch_idx=None if paged else rows,
+        block_table=table if paged else None,
+        attn_bias=torch.randn(3, 1, 2, 12),
+        alibi_slopes=torch.rand(3, 4),
+    )
+    assert_matches_reference(*prepare_kvcache(arguments, options))
+
+
 def test_a_row_without_keys_has_its_sink_as_lse() -> None:
     sinks = torch.randn(4)
     problem, inputs = prepare_dense(*qkv(7, 3), Options(causal=True, return_lse=True), sinks=sinks)
@@ -259,6 +299,17 @@ def test_packed_dropout_mask_is_padded_with_zeros() -> None:
     assert not mask[0, :, 1:].any()
     assert mask[1, :, :, :2].all()
     assert not mask[1, :, :, 2:].any()
+
+
+def test_memory_that_gpu_kernels_fault_on_is_copied() -> None:
+    wide = torch.randn(2, 3, 4, 24)
+    for fitting in (wide, wide[..., :16], wide[:, 1:, ::2, 8:], wide.transpose(1, 2)):
+        assert fused._aligned(fitting) is fitting
+    for misplaced in (wide[..., 1:9], wide.flatten()[1:-23].view(1, 2, 12, 23)[..., :8], wide.transpose(2, 3)):
+        copy = fused._aligned(misplaced)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() != misplaced.data_ptr()
+        assert torch.equal(copy, misplaced)
 
 
 def test_describe_names_torch_and_its_kernels() -> None:

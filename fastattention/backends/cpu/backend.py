@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -22,6 +20,7 @@ class CpuBackend(Backend):
     name = "cpu"
 
     def why_unavailable(self) -> str | None:
+        """Why the native library cannot be loaded, if so."""
         try:
             load_library()
         except LibraryError as error:
@@ -29,6 +28,7 @@ class CpuBackend(Backend):
         return None
 
     def why_not(self, problem: Problem) -> str | None:
+        """Refuses other devices, gradients and dropout; serves everything else."""
         if problem.device.type != "cpu":
             return f"tensors are on {problem.device}; the cpu backend takes tensors on cpu"
         if problem.needs_grad:
@@ -38,10 +38,12 @@ class CpuBackend(Backend):
         return None
 
     def describe(self) -> str:
+        """Instruction set in use, those to choose from, and threads."""
         library = load_library()
         return f"{library.isa} of {', '.join(library.isas)}; {get_num_threads()} threads"
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        """One call of the native library, appending included."""
         out = torch.empty(problem.out_shape, dtype=problem.dtype)
         lse = torch.empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
         load_library().forward(_params(problem, inputs, out, lse))
@@ -119,6 +121,3 @@ def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -
         problem.softmax_scale,
         problem.softcap,
     )
-
-
-assert ctypes.sizeof(AttentionParams) % 8 == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class Library:
     """The loaded library and the instruction set chosen from those this processor runs."""
 
     def __init__(self, path: Path) -> None:
-        """Loads the library at `path`. Raises LibraryError when it is missing, damaged or of another version."""
+        """Raises LibraryError when the library at `path` is missing, damaged or of another version."""
         self.path = path
         try:
             self._functions = ctypes.CDLL(str(path))
@@ -68,10 +68,10 @@ class Library:
         abi, size = self._functions.fastattention_abi_version(), self._functions.fastattention_params_size()
         if abi != _ABI_VERSION or size != ctypes.sizeof(AttentionParams):
             raise LibraryError(
-                f"{path} is of another version (interface {abi}, parameters of {size} bytes; expected {_ABI_VERSION} and "
-                f"{ctypes.sizeof(AttentionParams)}); reinstall fastattention"
+                f"{path} is of another version (interface {abi}, parameters of {size} bytes; expected {_ABI_VERSION} "
+                f"and {ctypes.sizeof(AttentionParams)}); reinstall fastattention"
             )
-        self.isas = [
+        self.isas: list[str] = [
             self._functions.fastattention_isa_name(index).decode()
             for index in range(self._functions.fastattention_num_isas())
         ]
@@ -114,12 +114,13 @@ class Library:
             raise MemoryError("fastattention could not get memory for its packed keys and values")
 
     def flop_loop(self, kind: int, iterations: int, num_threads: int) -> float:
-        """Runs multiply-adds (kind 0) or bfloat16 dots (kind 1) on all threads; returns how many operations that were."""
+        """Runs multiply-adds (kind 0) or bfloat16 dots (kind 1) on all threads; returns the operations done."""
         return float(self._functions.fastattention_flop_loop(self._isa_index, kind, iterations, num_threads))
 
-    def read_loop(self, data: torch.Tensor, num_threads: int) -> None:
-        """Reads all of a uint8 tensor once."""
+    def read_loop(self, data: torch.Tensor, num_threads: int) -> float:
+        """Reads all of a uint8 tensor once; returns its bytes."""
         self._functions.fastattention_read_loop(self._isa_index, data.data_ptr(), data.numel(), num_threads)
+        return float(data.numel())
 
     def classify_tile(self, *arguments: int) -> int:
         """TileRange::classify of tile_range.hpp: seqlen_q, seqlen_k, left, right, first_q, last_q, first_k, last_k."""
@@ -127,7 +128,7 @@ class Library:
 
 
 def find_library() -> Path:
-    """Path of the library: FASTATTENTION_CPU_LIBRARY, else beside this package. Raises LibraryError when there is none."""
+    """FASTATTENTION_CPU_LIBRARY, else the library beside this package. Raises LibraryError when there is none."""
     override = config.cpu_library()
     if override is not None:
         return Path(override)
@@ -159,13 +160,12 @@ def measure_peaks(num_threads: int) -> Peaks:
         num_threads,
         _rate(lambda: library.flop_loop(0, 8_000_000, num_threads)),
         _rate(lambda: library.flop_loop(1, 8_000_000, num_threads)) if has_dot else None,
-        _rate(lambda: (library.read_loop(data, num_threads), data.numel())[1]),
+        _rate(lambda: library.read_loop(data, num_threads)),
     )
 
 
-def _rate(work: object) -> float:
+def _rate(work: Callable[[], float]) -> float:
     """Median rate of five runs of `work`, which returns how much it did, in 1e9 a second."""
-    assert callable(work)
     rates = []
     for _ in range(5):
         start = time.perf_counter()

@@ -109,10 +109,19 @@ def _attend_folded(problem: Problem, q: Tensor, k: Tensor, v: Tensor, attn_mask:
 
 
 def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-    """scaled_dot_product_attention, with q, k and v padded to a head dimension that its kernels take."""
+    """scaled_dot_product_attention, with q, k and v in a head dimension and in memory that its kernels take."""
     width = max(problem.headdim, problem.headdim_v)
     if q.device.type != "cpu":
         width = -(-width // _HEADDIM_MULTIPLE) * _HEADDIM_MULTIPLE
     q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
+    if q.device.type != "cpu":
+        q, k, v = (_aligned(x) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, scale=problem.softmax_scale, **arguments)
     return out[..., : problem.headdim_v]
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """`x`, copied where its rows do not start at multiples of 16 bytes: torch's GPU kernels refuse or fault there."""
+    elements = 16 // x.element_size()
+    misplaced = any(step % elements for step in (*x.stride()[:3], x.storage_offset()))
+    return x.clone(memory_format=torch.contiguous_format) if misplaced or x.stride(3) != 1 else x

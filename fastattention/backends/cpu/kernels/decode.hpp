@@ -158,8 +158,9 @@ FA_INLINE void accumulate_columns(const Block<Element>& block, const float* prob
         return kPartial ? Dot::load_chunk_partial(p, tail) : Dot::load_chunk(p);
     };
     for (int64_t j = 0; j < block.n; j += Dot::kKeysPerStep) {
-        if (column == 0)
-            for (int i = 0; i < Dot::kKeysPerStep; ++i) prefetch_row(block.values[j + i + kAhead], headdim_v);
+        // Each pass over the keys fetches its own columns of the rows ahead, so that memory is busy in all of them.
+        for (int i = 0; i < Dot::kKeysPerStep; ++i)
+            prefetch_row(block.values[j + i + kAhead] + column, kPartial ? tail : kChunks * Dot::kChunk);
         const float* p = probabilities + j / Dot::kKeysPerStep * kGroup;
 #pragma GCC unroll 8
         for (int c = 0; c < kChunks; ++c) {

@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kDecodeRows = 16;
 // Keys of a decode split: short enough to balance threads, long enough that merging is a few percent. Chosen from the
 // lengths alone, never from the number of threads, so that results do not depend on it.
-constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 2048, kWantedSplits = 256;
+constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 4096, kWantedSplits = 128;
 // Heads are packed and processed in waves of about this many bytes, so that working memory does not grow with the batch.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
 // Multiply-adds below which waking another thread costs more than it saves: about 15 microseconds of work.

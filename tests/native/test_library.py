@@ -1,0 +1,135 @@
+"""The native library's seams: its C interface, its symbols, its pool under forks and concurrent callers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattention
+from fastattention import LibraryError, fast_attn_func
+from fastattention.backends.cpu import library
+from fastattention.backends.cpu.library import AttentionParams, Library, find_library, load_library
+
+KERNELS = Path(fastattention.__file__).parent / "backends" / "cpu" / "kernels"
+
+
+def _params_header_fields() -> list[str]:
+    header = (KERNELS / "params.h").read_text()
+    body = header.split("typedef struct FaAttentionParams {")[1].split("}")[0]
+    body = re.sub(r"//[^\n]*", "", body)
+    fields = []
+    for declaration in body.split(";"):
+        names = re.sub(r"^\s*(const )?(void|float|int32_t|int64_t|double)\b", "", declaration.strip())
+        fields += [name.strip(" *\n") for name in names.split(",") if name.strip(" *\n")]
+    return fields
+
+
+def test_parameters_have_the_fields_of_the_header_in_order() -> None:
+    assert [name for name, _ in AttentionParams._fields_] == _params_header_fields()
+
+
+def test_isas_run_from_generic_to_the_best() -> None:
+    names = load_library().isas
+    assert names[0] == "generic"
+    assert set(names) <= {"generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"}
+    assert len(set(names)) == len(names)
+
+
+def test_unknown_isa_is_refused_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTENTION_CPU_ISA", "sse9")
+    with pytest.raises(LibraryError, match=r"FASTATTENTION_CPU_ISA='sse9' is not available here.*generic"):
+        Library(find_library())
+
+
+def test_chosen_isa_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTENTION_CPU_ISA", "generic")
+    assert Library(find_library()).isa == "generic"
+
+
+def test_missing_and_damaged_libraries_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.so"
+    damaged.write_bytes(b"not a library")
+    with pytest.raises(LibraryError, match=r"damaged\.so"):
+        Library(damaged)
+    monkeypatch.setattr(library, "_ABI_VERSION", -1)
+    with pytest.raises(LibraryError, match="another version"):
+        Library(find_library())
+    monkeypatch.delenv("FASTATTENTION_CPU_LIBRARY", raising=False)
+    monkeypatch.setattr(library, "_FILE_NAME", "libabsent.so")
+    with pytest.raises(LibraryError, match=r"libabsent.so is not installed"):
+        find_library()
+
+
+def test_wrong_isa_makes_the_backend_unavailable_with_its_reason() -> None:
+    script = (
+        "import torch, fastattention\n"
+        "q = torch.zeros(1, 1, 1, 8)\n"
+        "print(fastattention.explain(q, q, q))\n"
+        "print(fastattention.fast_attn_func(q, q, q).shape)"
+    )
+    environment = dict(os.environ, FASTATTENTION_CPU_ISA="sse9")
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "cpu: FASTATTENTION_CPU_ISA='sse9' is not available here" in done.stdout
+    assert "-> sdpa: serves this call" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_no_code_of_an_isa_can_replace_common_code() -> None:
+    # The linker merges weak symbols of one name. One that a TU built for AVX-512 shares with common code would crash on
+    # an older processor, so every weak symbol of the kernels must be in its own instruction set's namespace.
+    listing = subprocess.run(["nm", "-C", str(find_library())], capture_output=True, text=True, check=True).stdout
+    weak = [line.split(maxsplit=2)[2] for line in listing.splitlines() if re.match(r"[0-9a-f]+ [VWu] ", line)]
+    owners = {"generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"}
+    shared = [name for name in weak if not any(f"{owner}::" in name for owner in owners)]
+    assert all("std::vector<" in name for name in shared), shared  # of forward.cpp and isa.cpp, built for any processor
+
+
+def _answer(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, 300, 4, 64, generator=generator) for _ in range(3))
+    return fast_attn_func(q, k, v, causal=True, backend="cpu")
+
+
+def test_concurrent_callers_get_their_own_results() -> None:
+    expected = [_answer(seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(_answer, list(range(8)) * 4))
+    for index, out in enumerate(found):
+        assert torch.equal(out, expected[index % 8])
+
+
+def _answer_in_child(connection: Connection) -> None:
+    torch.set_num_threads(1)  # torch's own pool does not survive a fork; ours is asked for two threads
+    fastattention.set_num_threads(2)
+    connection.send(_answer(0).numpy().tobytes())
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_a_working_pool() -> None:
+    expected = _answer(0)  # the parent's pool runs before the fork
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_answer_in_child, args=(sender,), daemon=True)
+    child.start()
+    try:
+        assert receiver.poll(60), "the child did not answer"
+        assert receiver.recv() == expected.numpy().tobytes()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_flop_and_read_loops_report_what_they_did() -> None:
+    lib = load_library()
+    assert lib.flop_loop(0, 1000, 2) == 2 * lib.flop_loop(0, 1000, 1) > 0
+    assert lib.read_loop(torch.zeros(1 << 21, dtype=torch.uint8), 2) == 1 << 21

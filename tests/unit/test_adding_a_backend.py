@@ -1,0 +1,94 @@
+"""docs/adding_a_backend.md: the backend on the page exists as written, and keeps every promise of a backend."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conformance.calls import build_call
+from conformance.cases import CASES
+from conformance.check import check
+from conformance.engines import Engine
+
+from fastattention import backends
+from fastattention.backends import registry
+
+PAGE = (Path(__file__).parents[2] / "docs" / "adding_a_backend.md").read_text()
+# A block of code begins with the path of the file that it is, or is part of.
+BLOCKS = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+PLAIN = Engine("plain")
+
+
+def order_on_the_page() -> dict[str, str]:
+    names: dict[str, dict[str, str]] = {}
+    exec(BLOCKS["fastattention/backends/registry.py"], names)
+    return names["ORDER"]
+
+
+@pytest.fixture(autouse=True)
+def _page_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Does what the page says: writes the class into its file and registers it."""
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "__init__.py").write_text('"""Attention in plain torch."""\n')
+    (folder / "backend.py").write_text(BLOCKS["fastattention/backends/plain/backend.py"])
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "ORDER", order_on_the_page())
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    """Leaves nothing of the page's backend in this process."""
+    registry.get_backend.cache_clear()
+    registry.select_backend.cache_clear()
+    for name in ("plain", "plain.backend"):
+        sys.modules.pop(f"fastattention.backends.{name}", None)
+    vars(backends).pop("plain", None)
+
+
+def test_the_page_adds_one_backend_to_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = order_on_the_page()
+    assert order.pop("plain") == "fastattention.backends.plain.backend:PlainBackend"
+    monkeypatch.undo()
+    assert list(order.items()) == list(registry.ORDER.items())
+
+
+def test_the_call_on_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(BLOCKS["example.py"], {})
+    (wanted,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert capsys.readouterr().out == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_backend_of_the_page_passes_conformance(dtype: torch.dtype) -> None:
+    served = [case for case in CASES if PLAIN.refusal(build_call(case, dtype).prepare()[0]) is None]
+    features = {feature for case in served for feature in ("causal", "window") if getattr(case, feature)}
+    assert features == {"causal", "window"}
+    assert any(case.name.startswith("heads-") for case in served)
+    for case in served:
+        check(PLAIN, case, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("packed", "packed calls"),
+        ("append-one", "kvcache calls"),
+        ("softcap", "softcap"),
+        ("alibi-causal", "alibi_slopes"),
+        ("bias-causal", "attn_bias"),
+        ("sinks", "sinks"),
+        ("everything", "softcap and alibi_slopes and attn_bias and sinks"),
+    ],
+)
+def test_the_backend_of_the_page_refuses_by_name(name: str, reason: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    refusal = PLAIN.refusal(build_call(case, torch.float32).prepare()[0])
+    assert refusal is not None
+    assert reason in refusal

@@ -20,6 +20,6 @@ def set_num_threads(num_threads: int | None) -> None:
     Results do not depend on it. Raises ArgumentError unless num_threads is None or at least 1.
     """
     global _override
-    if num_threads is not None and num_threads < 1:
-        raise ArgumentError(f"num_threads={num_threads} must be at least 1, or None to follow torch")
+    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        raise ArgumentError(f"num_threads={num_threads!r} must be an integer of at least 1, or None to follow torch")
     _override = num_threads

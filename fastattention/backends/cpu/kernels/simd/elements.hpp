@@ -20,6 +20,7 @@ struct Float16 {
 };
 
 static constexpr float kInfinity = __builtin_inff();
+static constexpr float kLargest = 3.402823466e38f;
 static constexpr float kLog2E = 1.44269504088896340736f;
 static constexpr float kLn2 = 0.69314718055994530942f;
 

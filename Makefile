@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
-.PHONY: demo test check sanitize bench clean
+.PHONY: demo test check sanitize clean
 
 VENV := .venv
 KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \

@@ -284,7 +284,7 @@ private:
                 if (row_max_[g] != -kInfinity) rescale(g, exp2(row_max_[g] - new_max));
                 row_max_[g] = new_max;
             }
-            // A row that has seen no key yet: any finite shift keeps its probabilities 0.
+            // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
             for (int i = g; i < Vec::kWidth; i += kGroup) shifts[i] = new_max == -kInfinity ? 0.0f : -new_max;
         }
         store(lanes, exponentiate(padded, load(shifts)));
@@ -367,8 +367,10 @@ static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t nu
         for (int64_t i = 0; i < num_splits; ++i)
             row_max = splits[i].row_max[row] > row_max ? splits[i].row_max[row] : row_max;
         memset(acc_o, 0, columns * sizeof(float));
-        for (int64_t i = 0; i < num_splits && row_max > -kInfinity; ++i) {
-            const float weight = exp2(splits[i].row_max[row] - row_max);
+        // Without any key the weights are 0; with a NaN in a sum, that stays.
+        const float shift = row_max == -kInfinity ? 0.0f : row_max;
+        for (int64_t i = 0; i < num_splits; ++i) {
+            const float weight = exp2(splits[i].row_max[row] - shift);
             const float* from = splits[i].acc_o + row * columns;
             row_sum += weight * splits[i].row_sum[row];
             for (int64_t c = 0; c < columns; c += Vec::kWidth)

@@ -7,7 +7,7 @@ namespace FA_NAMESPACE {
 // is rounded to bfloat16 anyway). Minimax polynomials of 2^f on [-1/2, 1/2], exact at 0.
 template <bool kPrecise = true>
 FA_INLINE Vec exp2(Vec x) {
-    x = maximum(x, broadcast(-160.0f));
+    x = maximum(broadcast(-160.0f), x);  // in this order a NaN stays
     const Vec n = round_nearest(x);
     const Vec f = x - n;
     Vec p;

@@ -121,7 +121,7 @@ struct Kernels {
 
     void (*append_token)(const Call& call, const Sequence& sequence, int64_t token);
 
-    // Loops that measure the limits of a core, see peaks.cpp; null where the instruction does not exist.
+    // Loops that measure the limits of a core, see peaks.hpp; null where the instruction does not exist.
     double (*fma_loop)(int64_t iterations);  // returns the floating-point operations it did
     double (*bf16_dot_loop)(int64_t iterations);
     uint64_t (*read_loop)(const char* data, int64_t bytes);

@@ -176,7 +176,6 @@ private:
         const float old_max = row_max_[row];
         const float tile_max = reduce_max(highest) * scale_;
         const float new_max = old_max > tile_max ? old_max : tile_max;
-        if (new_max == -kInfinity) return clear_probabilities(scores, padded);
         if (new_max != old_max) {
             row_max_[row] = new_max;
             if (old_max != -kInfinity) rescale(row, exp2(old_max - new_max));
@@ -187,7 +186,8 @@ private:
     // Writes exp2(score * scale - max) over the scores and returns their sum, lane by lane. Pairs are written as bfloat16
     // from the start of the row: never ahead of what is still to be read.
     Vec exponentiate(float* scores, int64_t padded, float max) const {
-        const Vec scale = broadcast(scale_), shift = broadcast(-max);
+        // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
+        const Vec scale = broadcast(scale_), shift = broadcast(max == -kInfinity ? 0.0f : -max);
         Vec sum = zero();
         for (int64_t j = 0; j < padded; j += Vec::kWidth) {
             const Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));

@@ -72,7 +72,7 @@ static void store_result(const Call& call, const Sequence& s, QueryRow at, const
     if (p.sinks) {
         const float sink = p.sinks[at.head] * kLog2E;
         const float highest = row_max > sink ? row_max : sink;
-        if (highest > -kInfinity) {
+        if (highest != -kInfinity) {
             scale = exp2(row_max - highest);
             row_sum = row_sum * scale + exp2(sink - highest);
             row_max = highest;

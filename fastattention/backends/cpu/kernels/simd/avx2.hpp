@@ -20,6 +20,7 @@ FA_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 FA_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+// b where either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 FA_INLINE Vec absolute(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 FA_INLINE Vec iota() { return {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)}; }
@@ -88,11 +89,11 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
 
 FA_INLINE Vec round_nearest(Vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
-// 2^n * p for integral n; zero where n is below the smallest normal exponent.
+// 2^n * p for integral n; zero where n is below the smallest normal exponent, NaN where p is.
 FA_INLINE Vec scale_exponent(Vec p, Vec n) {
     const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23);
     const __m256 scaled = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.v), exponent));
-    return {_mm256_and_ps(scaled, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_GE_OQ))};
+    return {_mm256_and_ps(scaled, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
 }
 
 // Lane i of the result is the sum of all lanes of acc[i].

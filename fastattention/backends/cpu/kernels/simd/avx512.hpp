@@ -20,6 +20,7 @@ FA_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 FA_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 FA_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// b where either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 FA_INLINE Vec absolute(Vec a) { return {_mm512_abs_ps(a.v)}; }
 FA_INLINE float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
@@ -128,8 +129,8 @@ FA_INLINE void store_key_pairs(Bfloat16* to, Vec p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs);
 }
 
-// The low and high halves of each 128-bit lane of two rows, element by element: pairs (a[i], b[i]). Columns come out in the
-// order of kPairOrder.
+// The low and high halves of each 128-bit lane of two rows, element by element: pairs (a[i], b[i]). Columns come out in an
+// order that restore_columns undoes.
 FA_INLINE Vec interleave_low(Vec a, Vec b) {
     return {_mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
 }

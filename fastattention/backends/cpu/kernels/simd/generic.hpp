@@ -29,6 +29,7 @@ FA_INLINE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 FA_INLINE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
 FA_INLINE Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }  // contracted where the processor can
 FA_INLINE Vec choose(Int4 where, Vec a, Vec b) { return {(Float4)(((Int4)a.v & where) | ((Int4)b.v & ~where))}; }
+// b where either is NaN.
 FA_INLINE Vec maximum(Vec a, Vec b) { return choose((Int4)(a.v > b.v), a, b); }
 FA_INLINE Vec absolute(Vec a) { return {(Float4)((Int4)a.v & 0x7fffffff)}; }
 FA_INLINE Vec iota() { return {Float4{0.0f, 1.0f, 2.0f, 3.0f}}; }
@@ -131,11 +132,11 @@ FA_INLINE Vec round_nearest(Vec x) {
     return {(x.v + magic.v) - magic.v};
 }
 
-// 2^n * p for integral n; zero where n is below the smallest normal exponent.
+// 2^n * p for integral n; zero where n is below the smallest normal exponent, NaN where p is.
 FA_INLINE Vec scale_exponent(Vec p, Vec n) {
     const Int4 exponent = __builtin_convertvector(n.v, Int4) << 23;
     const Int4 scaled = (Int4)p.v + exponent;
-    return {(Float4)(scaled & (Int4)(n.v >= -126.0f))};
+    return {(Float4)(scaled & ~(Int4)(n.v < -126.0f))};
 }
 
 // Lane i of the result is the sum of all lanes of acc[i].

@@ -1,0 +1,73 @@
+"""NaN and infinity are never swallowed: every row that meets one says so, and no other row does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fastattention import fast_attn_func
+from fastattention.backends.cpu.library import available_isas, load_library
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("FASTATTENTION_CPU_ISA", request.param)
+    load_library.cache_clear()
+    yield request.param
+    load_library.cache_clear()
+
+
+def _qkv(seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seqlen_q + seqlen_k)
+    q = torch.randn(1, seqlen_q, 2, 32, generator=generator).to(dtype)
+    k, v = (torch.randn(1, seqlen_k, 2, 32, generator=generator).to(dtype) for _ in range(2))
+    return q, k, v
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+SHAPES = pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(1, 900), (70, 70), (60, 700)], ids=["1x900", "70x70", "60x700"]
+)
+
+
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0)], ids=["full", "causal", "window"])
+def test_a_bad_query_spoils_its_own_row_only(
+    isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, bad: float, window: tuple[int, int]
+) -> None:
+    q, k, v = _qkv(seqlen_q, seqlen_k, dtype)
+    row = seqlen_q // 2
+    clean, _ = fast_attn_func(q, k, v, window_size=window, return_lse=True, backend="cpu")
+    q[0, row] = bad
+    out, lse = fast_attn_func(q, k, v, window_size=window, return_lse=True, backend="cpu")
+    assert out[0, row].isnan().all()
+    assert lse[0, :, row].isnan().all()
+    others = torch.arange(seqlen_q) != row
+    assert torch.equal(out[0, others], clean[0, others])
+
+
+@DTYPES
+@SHAPES
+def test_a_bad_key_spoils_the_rows_that_see_it_only(isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int) -> None:
+    q, k, v = _qkv(seqlen_q, seqlen_k, dtype)
+    offset = seqlen_k - seqlen_q
+    key = offset + seqlen_q // 2  # on the diagonal of the middle row
+    k[0, key] = float("nan")
+    out = fast_attn_func(q, k, v, causal=True, backend="cpu")
+    sees = torch.arange(seqlen_q) + offset >= key
+    assert out[0, sees].isnan().all()
+    assert out[0, ~sees].isfinite().all()
+
+
+def test_an_infinite_bias_or_sink_is_not_swallowed(isa: str) -> None:
+    q, k, v = _qkv(40, 80, torch.float32)
+    bias = torch.zeros(1, 1, 40, 80)
+    bias[..., 7, 33] = float("inf")
+    out = fast_attn_func(q, k, v, attn_bias=bias, backend="cpu")
+    assert out[0, 7].isnan().all()
+    assert out[0, torch.arange(40) != 7].isfinite().all()
+    assert fast_attn_func(q, k, v, sinks=torch.tensor([float("nan"), 0.0]), backend="cpu")[:, :, 0].isnan().all()

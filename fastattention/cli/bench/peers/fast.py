@@ -15,6 +15,19 @@ from fastattention.cli.bench.workload import Tensors, Workload
 
 
 def prepare(workload: Workload, tensors: Tensors) -> Prepared:
+    """The layout it likes best: for a decode, caches that keep a head's tokens together, as those of Transformers do."""
+    if is_decode(workload):
+        q, k, v = tensors
+        tensors = q, heads_first(k), heads_first(v)
+    return prepare_as_given(workload, tensors)
+
+
+def heads_first(cache: Tensor) -> Tensor:
+    """The same cache (batch_size, seqlen, nheads_k, headdim), stored as (batch_size, nheads_k, seqlen, headdim)."""
+    return cache.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def prepare_as_given(workload: Workload, tensors: Tensors) -> Prepared:
     """fast_attn_func, fast_attn_with_kvcache for a decode, fast_attn_varlen_func for packed sequences."""
     function: Callable[..., Any] = fastattention.fast_attn_func
     arguments: tuple[Any, ...] = tensors
@@ -36,4 +49,11 @@ def cumulative(seqlens: tuple[int, ...]) -> Tensor:
 
 FASTATTENTION = Peer(
     "fastattention", applies_to=lambda workload: True, prepare=prepare, version=lambda: fastattention.__version__
+)
+
+TOKENS_FIRST = Peer(
+    "fastattention, tokens first",
+    applies_to=is_decode,
+    prepare=prepare_as_given,
+    version=lambda: fastattention.__version__,
 )

@@ -15,7 +15,7 @@ from fastattention.cli.bench.workload import Tensors, Workload
 
 
 def prepare(workload: Workload, tensors: Tensors) -> Prepared:
-    """The layout it likes best: for a decode, caches that keep a head's tokens together, as those of Transformers do."""
+    """In the layout it likes best: for a decode, caches that store heads first, as those of Transformers do."""
     if is_decode(workload):
         q, k, v = tensors
         tensors = q, heads_first(k), heads_first(v)

@@ -89,8 +89,7 @@ private:
 
 template <class Element>
 FA_INLINE void prefetch_row(const Element* row, int64_t n) {
-    for (int64_t byte = 0; byte < n * static_cast<int64_t>(sizeof(Element)); byte += 64)
-        prefetch(reinterpret_cast<const char*>(row) + byte);
+    prefetch_bytes(row, n * static_cast<int64_t>(sizeof(Element)));
 }
 
 // scores[j * kGroup + g] = key j . query g for the keys of a block, rounded up to whole vectors by repeating the last key.

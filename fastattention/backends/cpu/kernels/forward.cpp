@@ -209,6 +209,7 @@ private:
         float* working = reinterpret_cast<float*>(arena.data());
         float* packed = working + scratch * num_threads_;
         std::vector<int64_t> panels{0}, tiles{0};
+        std::vector<int64_t> first_of_sequence;  // job
         for (int64_t i = 0; i < count; ++i) {
             Job& job = jobs[i];
             const int64_t keys = (job.end_panel - job.first_panel) * g.panel;
@@ -216,15 +217,26 @@ private:
             job.head.keys = packed - job.first_panel * g.panel * g.key_units;
             job.head.values = packed + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
             packed += job.floats;
-            panels.push_back(panels.back() + job.end_panel - job.first_panel);
+            const bool continues = i > 0 && jobs[i - 1].head.sequence == job.head.sequence;
+            if (!continues) {
+                first_of_sequence.push_back(i);
+                panels.push_back(panels.back());
+            }
+            panels.back() += job.end_panel - job.first_panel;
             tiles.push_back(tiles.back() + job.tiles);
         }
         auto find = [](const std::vector<int64_t>& starts, int64_t index) {
             return std::upper_bound(starts.begin(), starts.end(), index) - starts.begin() - 1;
         };
         parallel_for(panels.back(), num_threads_, [&](int64_t index, int) {
-            const auto i = find(panels, index);
-            kernels_.pack_panel(call_, jobs[i].head, jobs[i].first_panel + index - panels[i]);
+            // Through the heads first: those of one token are often neighbours in memory.
+            const auto sequence = find(panels, index);
+            const int64_t first = first_of_sequence[sequence];
+            const int64_t num_panels = jobs[first].end_panel - jobs[first].first_panel;
+            const int64_t num_heads = (panels[sequence + 1] - panels[sequence]) / num_panels;
+            const int64_t within = index - panels[sequence];
+            const Job& job = jobs[first + within % num_heads];
+            kernels_.pack_panel(call_, job.head, job.first_panel + within / num_heads);
         });
         // The last tiles of a causal head have the most keys: they go first, so that threads finish together.
         parallel_for(tiles.back(), num_threads_, [&](int64_t index, int slot) {

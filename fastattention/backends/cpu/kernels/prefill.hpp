@@ -25,6 +25,22 @@ FA_INLINE PackGeometry pack_geometry(const FaAttentionParams& p) {
     return g;
 }
 
+// Where the rows of a panel lie. They may be far apart, so that nothing but this fetches them in time.
+struct PanelRows {
+    char* keys[kPanel];
+    char* values[kPanel];
+
+    PanelRows(const Call& call, const PackedHead& head, int64_t first, int64_t n) {
+        const Sequence& s = call.sequences[head.sequence];
+        call.keys(s, head.kv_head).addresses(first, n, keys);
+        call.values(s, head.kv_head).addresses(first, n, values);
+        for (int64_t j = 0; j < n; ++j) {
+            prefetch_bytes(keys[j], call.params->headdim * call.element_size);
+            prefetch_bytes(values[j], call.params->headdim_v * call.element_size);
+        }
+    }
+};
+
 // Packs one panel of keys, transposed, and the values of the same keys. Keys past the end become zeros: their scores are
 // masked, and zeros keep whatever follows the sequence in memory out of the products.
 template <class Element>
@@ -32,9 +48,8 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
     const FaAttentionParams& p = *call.params;
     const PackGeometry g = pack_geometry<FloatUnit>(p);
     const int64_t first = panel * kPanel;
-    const Sequence& s = call.sequences[head.sequence];
-    const Rows k = call.keys(s, head.kv_head), v = call.values(s, head.kv_head);
-    const int64_t n = smaller(kPanel, s.mask.seqlen_k - first);
+    const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
+    const PanelRows rows(call, head, first, n);
     float* keys = head.keys + first * g.key_units;
     float* values = head.values + first * g.value_columns;
     float wide[kMaxHeaddim + Vec::kWidth];
@@ -44,9 +59,9 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
             for (int64_t c = 0; c < g.value_columns; ++c) values[j * g.value_columns + c] = 0.0f;
             continue;
         }
-        widen_row(reinterpret_cast<const Element*>(k(first + j)), wide, p.headdim, p.headdim);
+        widen_row(reinterpret_cast<const Element*>(rows.keys[j]), wide, p.headdim, p.headdim);
         for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = wide[u];
-        widen_row(reinterpret_cast<const Element*>(v(first + j)), values + j * g.value_columns, p.headdim_v, g.value_columns);
+        widen_row(reinterpret_cast<const Element*>(rows.values[j]), values + j * g.value_columns, p.headdim_v, g.value_columns);
     }
 }
 
@@ -56,20 +71,19 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
     const FaAttentionParams& p = *call.params;
     const PackGeometry g = pack_geometry<Pair>(p);
     const int64_t first = panel * kPanel;
-    const Sequence& s = call.sequences[head.sequence];
-    const Rows k = call.keys(s, head.kv_head), v = call.values(s, head.kv_head);
-    const int64_t n = smaller(kPanel, s.mask.seqlen_k - first);
+    const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
+    const PanelRows rows(call, head, first, n);
     float* keys = head.keys + first * g.key_units;
     float* values = head.values + first / 2 * g.value_columns;
     Bfloat16 key[kMaxHeaddim + 2], pair[2][kMaxHeaddim + 2 * Vec::kWidth];
     for (int64_t j = 0; j < kPanel; ++j) {
         memset(key, 0, sizeof(key));
-        if (j < n) memcpy(key, k(first + j), p.headdim * sizeof(Bfloat16));
+        if (j < n) memcpy(key, rows.keys[j], p.headdim * sizeof(Bfloat16));
         for (int64_t u = 0; u < g.key_units; ++u) memcpy(&keys[u * kPanel + j], &key[2 * u], 4);
     }
     for (int64_t j = 0; j < kPanel; j += 2) {
         memset(pair, 0, sizeof(pair));
-        for (int64_t i = 0; i < 2 && j + i < n; ++i) memcpy(pair[i], v(first + j + i), p.headdim_v * sizeof(Bfloat16));
+        for (int64_t i = 0; i < 2 && j + i < n; ++i) memcpy(pair[i], rows.values[j + i], p.headdim_v * sizeof(Bfloat16));
         auto* to = reinterpret_cast<uint32_t*>(values + j / 2 * g.value_columns);
         for (int64_t c = 0; c < g.value_columns; ++c)
             to[c] = pair[0][c].bits | static_cast<uint32_t>(pair[1][c].bits) << 16;

@@ -25,6 +25,10 @@ FA_INLINE void narrow_row(const float* from, Element* to, int64_t n) {
     if (i < n) store_partial(to + i, load_partial(from + i, static_cast<int>(n - i)), static_cast<int>(n - i));
 }
 
+FA_INLINE void prefetch_bytes(const void* data, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(static_cast<const char*>(data) + byte);
+}
+
 // Rotary embedding of one row at a position, in place. Interleaved: elements 2i and 2i + 1 turn by angle i (GPT-J);
 // otherwise i and i + rotary_dim / 2 (GPT-NeoX, Llama).
 template <class Element>

@@ -18,7 +18,7 @@ def prepare(workload: Workload, tensors: Tensors) -> Prepared:
     """In the layout it likes best: for a decode, caches that store heads first, as those of Transformers do."""
     if is_decode(workload):
         q, k, v = tensors
-        tensors = q, heads_first(k), heads_first(v)
+        tensors = Tensors(q, heads_first(k), heads_first(v))
     return prepare_as_given(workload, tensors)
 
 

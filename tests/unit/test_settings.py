@@ -37,7 +37,7 @@ def test_a_set_number_stays_whatever_torch_uses() -> None:
 @pytest.mark.parametrize("num_threads", [0, -1])
 def test_fewer_than_one_thread_is_refused_and_changes_nothing(num_threads: int) -> None:
     set_num_threads(2)
-    with pytest.raises(ArgumentError, match=f"num_threads={num_threads} must be at least 1"):
+    with pytest.raises(ArgumentError, match=f"num_threads={num_threads} must be an integer of at least 1"):
         set_num_threads(num_threads)
     assert get_num_threads() == 2
 

@@ -143,21 +143,15 @@ private:
             if (row < num_rows_) {
                 const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
                 load_query<Element>(call_, sequence_, at, query, geometry_.key_units * Unit::kElements);
-                if (Unit::kElements == 2) narrow_in_place(query, geometry_.key_units * 2);
+                // In place, into the first half: what is written is never ahead of what is still to be read.
+                if (Unit::kElements == 2)
+                    narrow_row(query, reinterpret_cast<Bfloat16*>(query), geometry_.key_units * 2);
             } else {
                 memset(query, 0, geometry_.key_units * sizeof(float));
                 memset(scores_ + row * kScoreStride, 0, kScoreStride * sizeof(float));
             }
         }
         memset(acc_o_, 0, padded_rows_ * geometry_.value_columns * sizeof(float));
-    }
-
-    // The first half of a row of floats becomes the row in bfloat16.
-    static void narrow_in_place(float* row, int64_t n) {
-        auto* narrow = reinterpret_cast<Bfloat16*>(row);
-        int64_t i = 0;
-        for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(narrow + i, load(row + i));
-        if (i < n) store_partial(narrow + i, load_partial(row + i, static_cast<int>(n - i)), static_cast<int>(n - i));
     }
 
     void multiply_queries(int64_t key, int64_t n) {

@@ -3,6 +3,10 @@
 // Rows that share a key head are processed kGroup at a time, so that a key is read once for all of them. Scores are kept
 // key by key, the group's rows side by side: lane t * kGroup + g of a vector is key t, row g. Vertical operations then
 // serve all rows at once, and one reduction turns kWidth accumulators into one vector of scores.
+//
+// Caches stored tokens first keep the heads of a token side by side, in rows as short as 128 bytes: read head by head, memory
+// gives half its speed (docs/experiments.md). There one task reads several heads: they take turns block by block, while
+// prefetching runs through whole tokens of the block ahead.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -12,6 +16,8 @@ static constexpr int kMaxGroup = Vec::kWidth < 8 ? Vec::kWidth : 8;
 // Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a first-level cache and enough to cover
 // the latency of memory.
 static constexpr int64_t kAhead = 64;
+// Heads that take turns need short blocks: each is fetched whole before it begins.
+static constexpr int64_t kTurnKeys = 16;
 
 // How elements are multiplied: widened to floats one vector at a time ...
 template <class Element>
@@ -62,49 +68,81 @@ struct Paired {
 };
 #endif
 
-// Where the keys and values of one block lie, and those to prefetch; past the last key they repeat it.
+// Where the rows of one block lie, and those to prefetch; past the last key they repeat it.
 template <class Element>
-struct Block {
-    const Element* keys[kBlockKeys + kAhead];
-    const Element* values[kBlockKeys + kAhead];
-    int64_t first;  // key
-    int64_t n;      // keys
+struct BlockRows {
+    const Element* rows[kBlockKeys + kAhead];
+    int64_t head_stride;  // in elements
 
-    void locate(const Rows& k, const Rows& v, int64_t begin, int64_t end) {
-        first = begin;
-        n = smaller(kBlockKeys, end - begin);
-        locate_rows(k, begin, end, keys);
-        locate_rows(v, begin, end, values);
-    }
-
-private:
-    static void locate_rows(const Rows& rows, int64_t begin, int64_t end, const Element** to) {
+    void locate(const Rows& from, int64_t begin, int64_t end, int64_t count) {
         char* addresses[kBlockKeys + kAhead];
-        const int64_t known = smaller(kBlockKeys + kAhead, end - begin);
-        rows.addresses(begin, known, addresses);
-        for (int64_t j = 0; j < kBlockKeys + kAhead; ++j)
-            to[j] = reinterpret_cast<const Element*>(addresses[smaller(j, known - 1)]);
+        const int64_t known = smaller(count, end - begin);
+        from.addresses(begin, known, addresses);
+        for (int64_t j = 0; j < count; ++j) rows[j] = reinterpret_cast<const Element*>(addresses[smaller(j, known - 1)]);
     }
 };
 
+// The keys and values of `heads` neighbouring heads.
 template <class Element>
-FA_INLINE void prefetch_row(const Element* row, int64_t n) {
-    prefetch_bytes(row, n * static_cast<int64_t>(sizeof(Element)));
-}
+struct Block {
+    BlockRows<Element> keys, values;
+    int64_t first;  // key
+    int64_t n;      // keys
+    int64_t heads;
+
+    int64_t size() const { return heads > 1 ? kTurnKeys : kBlockKeys; }
+    int64_t ahead() const { return heads > 1 ? kTurnKeys : kAhead; }
+
+    // From key `begin` on, of a range that ends at `end`.
+    void locate(const Rows& k, const Rows& v, int64_t begin, int64_t end) {
+        first = begin;
+        n = smaller(size(), end - begin);
+        keys.locate(k, begin, end, size() + ahead());
+        values.locate(v, begin, end, size() + ahead());
+    }
+};
+
+// Runs through the rows to prefetch while one head of a block is processed: token by token and in each through the heads.
+template <class Element>
+class PrefetchCursor {
+public:
+    PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head)
+        : row_(rows.rows + block.ahead() + head * block.n / block.heads),
+          head_(head * block.n % block.heads),
+          heads_(block.heads),
+          head_stride_(rows.head_stride) {}
+
+    // n elements of the next row, from `column` on.
+    __attribute__((always_inline)) void prefetch_next(int64_t column, int64_t n) {
+        prefetch_bytes(*row_ + head_ * head_stride_ + column, n * static_cast<int64_t>(sizeof(Element)));
+        if (++head_ == heads_) {
+            head_ = 0;
+            ++row_;
+        }
+    }
+
+private:
+    const Element* const* row_;
+    int64_t head_;
+    const int64_t heads_, head_stride_;
+};
 
 // scores[j * kGroup + g] = key j . query g for the keys of a block, rounded up to whole vectors by repeating the last key.
 template <class Element, class Dot, int kGroup>
-static void score_block(const Block<Element>& block, const float* queries, int64_t query_stride, int64_t headdim,
-                        float* scores) {
+static void score_block(const Block<Element>& block, int64_t head, const float* queries, int64_t query_stride,
+                        int64_t headdim, float* scores) {
     constexpr int kKeys = Vec::kWidth / kGroup;
     const int64_t chunks = headdim / Dot::kChunk;
     const int tail = static_cast<int>(headdim % Dot::kChunk);
+    const int64_t offset = head * block.keys.head_stride;
+    PrefetchCursor<Element> ahead(block.keys, block, head);
     for (int64_t j = 0; j < block.n; j += kKeys) {
+        const Element* const* keys = block.keys.rows + j;
         Vec acc[Vec::kWidth];
 #pragma GCC unroll 16
         for (int i = 0; i < Vec::kWidth; ++i) acc[i] = zero();
 #pragma GCC unroll 16
-        for (int t = 0; t < kKeys; ++t) prefetch_row(block.keys[j + t + kAhead], headdim);
+        for (int t = 0; t < kKeys; ++t) ahead.prefetch_next(0, headdim);
         auto step = [&](const float* query, auto&& key_chunk) __attribute__((always_inline)) {
             // Whichever are fewer, keys or queries, stay in registers.
             if constexpr (kKeys > kGroup) {
@@ -132,18 +170,18 @@ static void score_block(const Block<Element>& block, const float* queries, int64
             }
         };
         for (int64_t c = 0; c < chunks; ++c)
-            step(queries + c * Vec::kWidth, [&](int t) { return Dot::load_chunk(block.keys[j + t] + c * Dot::kChunk); });
+            step(queries + c * Vec::kWidth, [&](int t) { return Dot::load_chunk(keys[t] + offset + c * Dot::kChunk); });
         if (tail)
             step(queries + chunks * Vec::kWidth,
-                 [&](int t) { return Dot::load_chunk_partial(block.keys[j + t] + chunks * Dot::kChunk, tail); });
+                 [&](int t) { return Dot::load_chunk_partial(keys[t] + offset + chunks * Dot::kChunk, tail); });
         store(scores + j * kGroup, reduce_columns(acc));
     }
 }
 
 // acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns from `column` on.
 template <class Element, class Dot, int kGroup, int kChunks, bool kPartial>
-FA_INLINE void accumulate_columns(const Block<Element>& block, const float* probabilities, float* acc_o, int64_t acc_stride,
-                                  int64_t column, int64_t headdim_v) {
+FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, const float* probabilities, float* acc_o,
+                                  int64_t acc_stride, int64_t column, int64_t headdim_v) {
     constexpr int kVectors = Dot::kColumnVectors;
     const int tail = static_cast<int>(headdim_v - column);
     Vec acc[kGroup][kChunks][kVectors];
@@ -152,14 +190,16 @@ FA_INLINE void accumulate_columns(const Block<Element>& block, const float* prob
 #pragma GCC unroll 16
         for (int c = 0; c < kChunks * kVectors; ++c)
             acc[g][c / kVectors][c % kVectors] = load(acc_o + g * acc_stride + column + c * Vec::kWidth);
+    const int64_t offset = head * block.values.head_stride + column;
+    PrefetchCursor<Element> ahead(block.values, block, head);
     auto value = [&](int64_t j, int c) __attribute__((always_inline)) {
-        const Element* p = block.values[j] + column + c * Dot::kChunk;
+        const Element* p = block.values.rows[j] + offset + c * Dot::kChunk;
         return kPartial ? Dot::load_chunk_partial(p, tail) : Dot::load_chunk(p);
     };
     for (int64_t j = 0; j < block.n; j += Dot::kKeysPerStep) {
         // Each pass over the keys fetches its own columns of the rows ahead, so that memory is busy in all of them.
         for (int i = 0; i < Dot::kKeysPerStep; ++i)
-            prefetch_row(block.values[j + i + kAhead] + column, kPartial ? tail : kChunks * Dot::kChunk);
+            ahead.prefetch_next(column, kPartial ? tail : kChunks * Dot::kChunk);
         const float* p = probabilities + j / Dot::kKeysPerStep * kGroup;
 #pragma GCC unroll 8
         for (int c = 0; c < kChunks; ++c) {
@@ -182,34 +222,34 @@ FA_INLINE void accumulate_columns(const Block<Element>& block, const float* prob
 }
 
 template <class Element, class Dot, int kGroup>
-static void accumulate_block(const Block<Element>& block, const float* probabilities, float* acc_o, int64_t acc_stride,
-                             int64_t headdim_v) {
+static void accumulate_block(const Block<Element>& block, int64_t head, const float* probabilities, float* acc_o,
+                             int64_t acc_stride, int64_t headdim_v) {
     // As many accumulators as leave registers for a value and a broadcast.
     constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
     constexpr int kWanted = kAccumulators / (kGroup * Dot::kColumnVectors);
     constexpr int kChunks = kWanted < 1 ? 1 : (kWanted > 8 ? 8 : kWanted);
     int64_t column = 0;
     for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
-        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, probabilities, acc_o, acc_stride, column, headdim_v);
+        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, acc_o, acc_stride, column, headdim_v);
     for (; column + Dot::kChunk <= headdim_v; column += Dot::kChunk)
-        accumulate_columns<Element, Dot, kGroup, 1, false>(block, probabilities, acc_o, acc_stride, column, headdim_v);
+        accumulate_columns<Element, Dot, kGroup, 1, false>(block, head, probabilities, acc_o, acc_stride, column, headdim_v);
     if (column < headdim_v)
-        accumulate_columns<Element, Dot, kGroup, 1, true>(block, probabilities, acc_o, acc_stride, column, headdim_v);
+        accumulate_columns<Element, Dot, kGroup, 1, true>(block, head, probabilities, acc_o, acc_stride, column, headdim_v);
 }
 
 // Rows first_row ... first_row + kGroup - 1 of one split. Rows past the last repeat it, and their results are not kept.
 template <class Element, class Dot, int kGroup>
 class DecodeGroup {
 public:
-    DecodeGroup(const Call& call, const DecodeSplit& split, int64_t first_row)
-        : call_(call),
-          split_(split),
-          sequence_(call.sequences[split.sequence]),
-          modifies_(modifies_scores(*call.params) || call.params->softmax_scale <= 0.0),
-          scale_(modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E),
-          query_stride_(round_up(call.params->headdim, Dot::kChunk) / Dot::kKeysPerStep),
-          acc_stride_(round_up(call.params->headdim_v, Dot::kChunk)) {
-        const int64_t last_row = call.rows(sequence_) - 1;
+    void start(const Call& call, const DecodeSplit& split, int64_t first_row) {
+        call_ = &call;
+        split_ = &split;
+        sequence_ = &call.sequences[split.sequence];
+        modifies_ = modifies_scores(*call.params) || call.params->softmax_scale <= 0.0;
+        scale_ = modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E;
+        query_stride_ = round_up(call.params->headdim, Dot::kChunk) / Dot::kKeysPerStep;
+        acc_stride_ = round_up(call.params->headdim_v, Dot::kChunk);
+        const int64_t last_row = call.rows(*sequence_) - 1;
         for (int g = 0; g < kGroup; ++g) {
             rows_[g] = query_row(call, split.kv_head, smaller(first_row + g, last_row));
             row_max_[g] = -kInfinity;
@@ -219,26 +259,27 @@ public:
         memset(acc_o_, 0, kGroup * acc_stride_ * sizeof(float));
     }
 
-    void attend(const Block<Element>& block) {
-        const TileRange& mask = sequence_.mask;
+    // `head`: which of the block's heads this is.
+    void attend(const Block<Element>& block, int64_t head) {
+        const TileRange& mask = sequence_->mask;
         const TileKind kind =
             mask.classify(rows_[0].token, rows_[kGroup - 1].token, block.first, block.first + block.n - 1);
         if (kind == TileKind::kSkipped) return;
         const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
-        score_block<Element, Dot, kGroup>(block, queries_, query_stride_, call_.params->headdim, scores_);
+        score_block<Element, Dot, kGroup>(block, head, queries_, query_stride_, call_->params->headdim, scores_);
         if (modifies_) modify(block);
         for (int64_t i = block.n * kGroup; i < padded; ++i) scores_[i] = -kInfinity;
         if (kind == TileKind::kPartial) hide(block);
         softmax(padded);
-        accumulate_block<Element, Dot, kGroup>(block, probabilities_, acc_o_, acc_stride_, call_.params->headdim_v);
+        accumulate_block<Element, Dot, kGroup>(block, head, probabilities_, acc_o_, acc_stride_, call_->params->headdim_v);
     }
 
     // Hands the results of the first n rows to the split.
     void finish(int64_t first_row, int64_t n) {
         for (int64_t g = 0; g < n; ++g) {
-            split_.row_max[first_row + g] = row_max_[g];
-            split_.row_sum[first_row + g] = row_sum_[g];
-            float* to = split_.acc_o + (first_row + g) * acc_stride_;
+            split_->row_max[first_row + g] = row_max_[g];
+            split_->row_sum[first_row + g] = row_sum_[g];
+            float* to = split_->acc_o + (first_row + g) * acc_stride_;
             const float* from = acc_o_ + g * acc_stride_;
             for (int64_t c = 0; c < acc_stride_; c += Dot::kChunk) Dot::restore_order(from + c, to + c);
         }
@@ -248,7 +289,7 @@ private:
     void load_row(int g) {
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
         const int64_t padded = query_stride_ * Dot::kKeysPerStep;
-        load_query<Element>(call_, sequence_, rows_[g], wide, padded);
+        load_query<Element>(*call_, *sequence_, rows_[g], wide, padded);
         narrow_row(wide, reinterpret_cast<typename Dot::Query*>(queries_ + g * query_stride_), padded);
     }
 
@@ -257,15 +298,15 @@ private:
         float row[kBlockKeys + Vec::kWidth];
         for (int g = 0; g < kGroup; ++g) {
             for (int64_t j = 0; j < block.n; ++j) row[j] = scores_[j * kGroup + g];
-            modify_scores(score_row(call_, sequence_, rows_[g].token, rows_[g].head), row, block.first, block.n);
+            modify_scores(score_row(*call_, *sequence_, rows_[g].token, rows_[g].head), row, block.first, block.n);
             for (int64_t j = 0; j < block.n; ++j) scores_[j * kGroup + g] = row[j];
         }
     }
 
     void hide(const Block<Element>& block) {
         for (int g = 0; g < kGroup; ++g) {
-            const int64_t begin = sequence_.mask.row_begin(rows_[g].token) - block.first;
-            const int64_t end = sequence_.mask.row_end(rows_[g].token) - block.first;
+            const int64_t begin = sequence_->mask.row_begin(rows_[g].token) - block.first;
+            const int64_t end = sequence_->mask.row_end(rows_[g].token) - block.first;
             for (int64_t j = 0; j < smaller(begin, block.n); ++j) scores_[j * kGroup + g] = -kInfinity;
             for (int64_t j = larger(end, 0); j < block.n; ++j) scores_[j * kGroup + g] = -kInfinity;
         }
@@ -307,12 +348,12 @@ private:
         for (int64_t c = 0; c < acc_stride_; c += Vec::kWidth) store(acc_o + c, load(acc_o + c) * broadcast(factor));
     }
 
-    const Call& call_;
-    const DecodeSplit& split_;
-    const Sequence& sequence_;
-    const bool modifies_;
-    const float scale_;
-    const int64_t query_stride_, acc_stride_;
+    const Call* call_;
+    const DecodeSplit* split_;
+    const Sequence* sequence_;
+    bool modifies_;
+    float scale_;
+    int64_t query_stride_, acc_stride_;
     QueryRow rows_[kGroup];
     float row_max_[kGroup], row_sum_[kGroup];
     alignas(64) float queries_[kGroup * kMaxHeaddim];
@@ -323,55 +364,62 @@ private:
 };
 
 template <class Element, class Dot, int kGroup>
-static void decode_rows(const Call& call, const DecodeSplit& split, int64_t first_row, int64_t n) {
+static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num_heads, int64_t first_row, int64_t n) {
+    const DecodeSplit& split = splits[0];
     const Sequence& s = call.sequences[split.sequence];
     const Rows k = call.keys(s, split.kv_head), v = call.values(s, split.kv_head);
-    DecodeGroup<Element, Dot, kGroup> group(call, split, first_row);
+    DecodeGroup<Element, Dot, kGroup> groups[kMaxSplitHeads];
+    for (int64_t head = 0; head < num_heads; ++head) groups[head].start(call, splits[head], first_row);
     const int64_t first_token = query_row(call, split.kv_head, first_row).token;
     const int64_t last_token = query_row(call, split.kv_head, first_row + n - 1).token;
     const int64_t begin = larger(split.key_begin, s.mask.row_begin(first_token));
     const int64_t end = smaller(split.key_end, s.mask.row_end(last_token));
     Block<Element> block;
-    for (int64_t key = begin; key < end; key += kBlockKeys) {
+    block.heads = num_heads;
+    block.keys.head_stride = call.params->k_stride_head;
+    block.values.head_stride = call.params->v_stride_head;
+    for (int64_t key = begin; key < end; key += block.size()) {
         block.locate(k, v, key, end);
-        group.attend(block);
+        for (int64_t head = 0; head < num_heads; ++head) groups[head].attend(block, head);
     }
-    group.finish(first_row, n);
+    for (int64_t head = 0; head < num_heads; ++head) groups[head].finish(first_row, n);
 }
 
+// splits: the same keys of num_heads neighbouring heads.
 template <class Element, class Dot>
-static void decode_split(const Call& call, const DecodeSplit& split) {
-    const int64_t rows = call.rows(call.sequences[split.sequence]);
+static void decode_splits(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
+    const int64_t rows = call.rows(call.sequences[splits[0].sequence]);
     for (int64_t row = 0; row < rows; row += kMaxGroup) {
         const int64_t n = smaller(kMaxGroup, rows - row);
         if (n == 1) {
-            decode_rows<Element, Dot, 1>(call, split, row, n);
+            decode_rows<Element, Dot, 1>(call, splits, num_heads, row, n);
         } else if (n == 2) {
-            decode_rows<Element, Dot, 2>(call, split, row, n);
+            decode_rows<Element, Dot, 2>(call, splits, num_heads, row, n);
         } else if (n <= 4) {
-            decode_rows<Element, Dot, 4>(call, split, row, n);
+            decode_rows<Element, Dot, 4>(call, splits, num_heads, row, n);
         } else {
-            decode_rows<Element, Dot, kMaxGroup>(call, split, row, n);
+            decode_rows<Element, Dot, kMaxGroup>(call, splits, num_heads, row, n);
         }
     }
 }
 
-// Exact merge of the splits of one key head, by the running maxima and sums of each.
+// Exact merge of the splits of one key head, `stride` apart, by the running maxima and sums of each.
 template <class Element>
-static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t columns) {
+static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride, int64_t columns) {
     const Sequence& s = call.sequences[splits[0].sequence];
     float acc_o[kMaxHeaddim + 2 * Vec::kWidth];
     for (int64_t row = 0; row < call.rows(s); ++row) {
         float row_max = -kInfinity, row_sum = 0.0f;
         for (int64_t i = 0; i < num_splits; ++i)
-            row_max = splits[i].row_max[row] > row_max ? splits[i].row_max[row] : row_max;
+            row_max = splits[i * stride].row_max[row] > row_max ? splits[i * stride].row_max[row] : row_max;
         memset(acc_o, 0, columns * sizeof(float));
         // Without any key the weights are 0; with a NaN in a sum, that stays.
         const float shift = row_max == -kInfinity ? 0.0f : row_max;
         for (int64_t i = 0; i < num_splits; ++i) {
-            const float weight = exp2(splits[i].row_max[row] - shift);
-            const float* from = splits[i].acc_o + row * columns;
-            row_sum += weight * splits[i].row_sum[row];
+            const DecodeSplit& split = splits[i * stride];
+            const float weight = exp2(split.row_max[row] - shift);
+            const float* from = split.acc_o + row * columns;
+            row_sum += weight * split.row_sum[row];
             for (int64_t c = 0; c < columns; c += Vec::kWidth)
                 store(acc_o + c, fma(load(from + c), broadcast(weight), load(acc_o + c)));
         }

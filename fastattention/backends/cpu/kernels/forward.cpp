@@ -14,6 +14,8 @@ constexpr int64_t kDecodeRows = 16;
 // Keys of a decode split: short enough to balance threads, long enough that merging is a few percent. Chosen from the
 // lengths alone, never from the number of threads, so that results do not depend on it.
 constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 4096, kWantedSplits = 128;
+// What a decode task reads of a token at once.
+constexpr int64_t kTokenBytes = 2048;
 // Heads are packed and processed in waves of about this many bytes, so that working memory does not grow with the batch.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
 // Multiply-adds below which waking another thread costs more than it saves: about 15 microseconds of work.
@@ -120,10 +122,18 @@ private:
         return std::clamp(divide_up(divide_up(keys, kWantedSplits), 128) * 128, kMinSplitKeys, kMaxSplitKeys);
     }
 
-    // Splits of one head lie together, in `splits_`; `order_` runs through the heads first, since neighbouring heads of a
-    // token share memory pages.
+    // Neighbouring heads that one task reads together: of caches stored tokens first as many as fill kTokenBytes, so that
+    // memory is read in long pieces; of others, one.
+    int64_t heads_together() const {
+        const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
+        if (!tokens_first) return 1;
+        const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.element_size;
+        return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(kMaxSplitHeads, p_.nheads_k));
+    }
+
+    // Splits of the same keys lie together, head by head, and a task is as many of them as are read together.
     void plan_splits() {
-        const int64_t wanted = split_keys();
+        const int64_t wanted = split_keys(), together = heads_together();
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (!is_decode(s) || s.mask.seqlen_q == 0) continue;
@@ -132,17 +142,16 @@ private:
                 std::max<int64_t>(p_.num_splits > 0 ? divide_up(keys.size(), p_.num_splits) : wanted, 1);
             const int64_t count = std::max<int64_t>(divide_up(keys.size(), step), 1);
             const int64_t first = static_cast<int64_t>(splits_.size());
-            for (int64_t head = 0; head < p_.nheads_k; ++head) {
-                heads_.push_back(static_cast<int64_t>(splits_.size()));
-                for (int64_t j = 0; j < count; ++j) {
-                    const int64_t begin = keys.begin + j * step;
-                    splits_.push_back({i, head, begin, std::min(begin + step, keys.end), nullptr, nullptr, nullptr});
+            for (int64_t head = 0; head < p_.nheads_k; ++head) heads_.push_back({first + head, count});
+            for (int64_t j = 0; j < count; ++j) {
+                const int64_t begin = keys.begin + j * step, end = std::min(begin + step, keys.end);
+                for (int64_t head = 0; head < p_.nheads_k; ++head) {
+                    if (head % together == 0)
+                        tasks_.push_back({static_cast<int64_t>(splits_.size()), std::min(together, p_.nheads_k - head)});
+                    splits_.push_back({i, head, begin, end, nullptr, nullptr, nullptr});
                 }
             }
-            for (int64_t j = 0; j < count; ++j)
-                for (int64_t head = 0; head < p_.nheads_k; ++head) order_.push_back(first + head * count + j);
         }
-        heads_.push_back(static_cast<int64_t>(splits_.size()));
     }
 
     bool decode() {
@@ -161,12 +170,13 @@ private:
             split.row_sum = split.row_max + rows;
             at = split.row_sum + rows;
         }
-        parallel_for(static_cast<int64_t>(order_.size()), num_threads_,
-                     [&](int64_t index, int) { kernels_.decode_split(call_, splits_[order_[index]]); });
+        parallel_for(static_cast<int64_t>(tasks_.size()), num_threads_, [&](int64_t index, int) {
+            kernels_.decode_splits(call_, &splits_[tasks_[index].first], tasks_[index].count);
+        });
         // A merge is worth another thread only when there is a lot to merge.
         const int threads = floats < (int64_t{1} << 18) ? 1 : num_threads_;
-        parallel_for(static_cast<int64_t>(heads_.size()) - 1, threads, [&](int64_t index, int) {
-            kernels_.decode_merge(call_, &splits_[heads_[index]], heads_[index + 1] - heads_[index]);
+        parallel_for(static_cast<int64_t>(heads_.size()), threads, [&](int64_t index, int) {
+            kernels_.decode_merge(call_, &splits_[heads_[index].first], heads_[index].count, p_.nheads_k);
         });
         return true;
     }
@@ -253,8 +263,12 @@ private:
     std::vector<Sequence> sequences_;
     int num_threads_ = 1;
     std::vector<DecodeSplit> splits_;
-    std::vector<int64_t> order_;  // of splits
-    std::vector<int64_t> heads_;  // first split of each head, and the end
+    struct SplitGroup {
+        int64_t first;  // split
+        int64_t count;
+    };
+    std::vector<SplitGroup> tasks_;  // splits that are read together: neighbours
+    std::vector<SplitGroup> heads_;  // splits of one head: nheads_k apart
 };
 
 }  // namespace

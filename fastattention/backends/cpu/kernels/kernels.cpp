@@ -70,16 +70,16 @@ static int64_t decode_columns_of(const FaAttentionParams& params) {
     return with_path(params, [&](auto path) { return round_up(params.headdim_v, decltype(path)::Dot::kChunk); });
 }
 
-static void decode_split_of(const Call& call, const DecodeSplit& split) {
+static void decode_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
-        decode_split<typename Path::Element, typename Path::Dot>(call, split);
+        decode_splits<typename Path::Element, typename Path::Dot>(call, splits, num_heads);
     });
 }
 
-static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t num_splits) {
+static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride) {
     with_path(*call.params, [&](auto path) {
-        decode_merge<typename decltype(path)::Element>(call, splits, num_splits, decode_columns_of(*call.params));
+        decode_merge<typename decltype(path)::Element>(call, splits, num_splits, stride, decode_columns_of(*call.params));
     });
 }
 
@@ -97,7 +97,7 @@ const Kernels kernels = {
     pack_panel_of,
     prefill_tile_of,
     decode_columns_of,
-    decode_split_of,
+    decode_splits_of,
     decode_merge_of,
     append_token_of,
     fma_loop,

@@ -108,6 +108,9 @@ struct DecodeSplit {
     float* acc_o;    // (rows, headdim_v padded to the vector width)
 };
 
+// Heads that one call of decode_splits takes at most.
+constexpr int64_t kMaxSplitHeads = 8;
+
 struct Kernels {
     const char* name;
 
@@ -116,8 +119,10 @@ struct Kernels {
     void (*prefill_tile)(const Call& call, const PackedHead& head, int64_t first_row, float* scratch);
 
     int64_t (*decode_columns)(const FaAttentionParams& params);  // row length of DecodeSplit::acc_o
-    void (*decode_split)(const Call& call, const DecodeSplit& split);
-    void (*decode_merge)(const Call& call, const DecodeSplit* splits, int64_t num_splits);
+    // splits: the same keys of num_heads neighbouring heads.
+    void (*decode_splits)(const Call& call, const DecodeSplit* splits, int64_t num_heads);
+    // splits: of one head, `stride` apart.
+    void (*decode_merge)(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride);
 
     void (*append_token)(const Call& call, const Sequence& sequence, int64_t token);
 

@@ -136,6 +136,9 @@ private:
     static int64_t padded_keys(int64_t n) { return round_up(n, larger(Vec::kWidth, Unit::kDepthStep * Unit::kElements)); }
 
     void start() {
+        // Rows of a head are far apart when heads lie side by side.
+        for (int64_t row = 0; row < num_rows_; ++row)
+            prefetch_query<Element>(call_, sequence_, query_row(call_, head_.kv_head, first_row_ + row));
         for (int64_t row = 0; row < padded_rows_; ++row) {
             row_max_[row] = -kInfinity;
             store(row_sum_ + row * Vec::kWidth, zero());

@@ -56,12 +56,22 @@ FA_INLINE QueryRow query_row(const Call& call, int64_t kv_head, int64_t row) {
     return {row / call.group_size, kv_head * call.group_size + row % call.group_size};
 }
 
+template <class Element>
+FA_INLINE const Element* query_address(const Call& call, const Sequence& s, QueryRow at) {
+    const FaAttentionParams& p = *call.params;
+    return reinterpret_cast<const Element*>(s.q) + at.token * p.q_stride_row + at.head * p.q_stride_head;
+}
+
+template <class Element>
+FA_INLINE void prefetch_query(const Call& call, const Sequence& s, QueryRow at) {
+    prefetch_bytes(query_address<Element>(call, s, at), call.params->headdim * call.element_size);
+}
+
 // A query row as floats, rotated when the call asks for it, padded with zeros up to `padded`.
 template <class Element>
 static void load_query(const Call& call, const Sequence& s, QueryRow at, float* to, int64_t padded) {
     const FaAttentionParams& p = *call.params;
-    const int64_t offset = at.token * p.q_stride_row + at.head * p.q_stride_head;
-    widen_row(reinterpret_cast<const Element*>(s.q) + offset, to, p.headdim, padded);
+    widen_row(query_address<Element>(call, s, at), to, p.headdim, padded);
     if (p.rotary_dim > 0) {
         const bool by_token = p.window_left >= 0 || p.window_right >= 0;
         rotate_row<Element>(p, s.cache_seqlen + (by_token ? at.token : 0), to);

@@ -1,4 +1,4 @@
-"""The kernels' exponential and hyperbolic tangent keep the error bounds of docs/numerics.md, on every instruction set."""
+"""The kernels' exponential and hyperbolic tangent keep the error bounds of docs/numerics.md on every instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels' exponential and hyperbolic tangent keep the error bounds of docs/numerics.md on every instruction set."""
+"""The exponential and hyperbolic tangent of every instruction set keep the error bounds of docs/numerics.md."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def cpu_isa() -> str | None:
@@ -16,3 +17,23 @@ def cpu_isa() -> str | None:
 def cpu_library() -> str | None:
     """FASTATTENTION_CPU_LIBRARY: path of the native library to load instead of the installed one (sanitizer builds)."""
     return os.environ.get("FASTATTENTION_CPU_LIBRARY") or None
+
+
+def cuda_arch() -> int | None:
+    """FASTATTENTION_CUDA_ARCH: the code path of the cuda backend, 60, 70, 75 or 80, for a GPU that is as new or newer.
+
+    Unset or empty: the newest that the GPU can run.
+    """
+    chosen = os.environ.get("FASTATTENTION_CUDA_ARCH")
+    return int(chosen) if chosen else None
+
+
+def kernel_cache() -> Path:
+    """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine.
+
+    Unset or empty: fastattention in XDG_CACHE_HOME, or in ~/.cache.
+    """
+    chosen = os.environ.get("FASTATTENTION_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastattention"

@@ -3,7 +3,8 @@
 FastAttentionError
 ├── ArgumentError       an argument is wrong; also a ValueError. Nothing was computed and nothing was written.
 ├── UnsupportedError    the call is valid, but no backend here can serve it; also a NotImplementedError.
-└── LibraryError        the native library is missing, damaged or of another version; also a RuntimeError.
+├── LibraryError        the native library is missing, damaged or of another version; also a RuntimeError.
+└── CompileError        a kernel cannot be compiled here, or not launched; also a RuntimeError.
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class UnsupportedError(FastAttentionError, NotImplementedError):
 
 class LibraryError(FastAttentionError, RuntimeError):
     """The native library cannot be used. The message says why and what to do."""
+
+
+class CompileError(FastAttentionError, RuntimeError):
+    """A GPU kernel cannot be compiled or loaded. The message says why and what to do."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastattention.cli.bench.accuracy import max_error
+from fastattention.cli.bench.peaks import limit_loop
 from fastattention.cli.bench.peers import Peer, Prepared
 from fastattention.cli.bench.timing import Timing, interleaved
 from fastattention.cli.bench.workload import Tensors, Workload, make_tensors
+
+_LIMIT = "the limit itself"  # takes its turns beside the peers
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Measurement:
     timing: Timing | None = None
     max_error: float | None = None
     reason: str | None = None
+    limit_rate: float | None = None  # 10^9 a second: what the limiting loop did in turns with the peers
 
     @property
     def gflops(self) -> float | None:
@@ -49,11 +53,15 @@ def measure(
     for peer in peers:
         if peer.applies_to(workload):
             results[peer.name] = _first_call(workload, tensors, peer, prepared)
-    timings = interleaved({name: ready.call for name, ready in prepared.items()}, seconds, on_progress)
-    return [
-        Measurement(workload, name, result.detail, timings.get(name), result.max_error, result.reason)
-        for name, result in results.items()
-    ]
+    calls: dict[str, Callable[[], object]] = {name: ready.call for name, ready in prepared.items()}
+    loop = limit_loop(workload.limit) if calls else None
+    amount = 0.0
+    if loop is not None:
+        amount = loop()
+        calls[_LIMIT] = loop
+    timings = interleaved(calls, seconds, on_progress)
+    limit_rate = None if loop is None else amount / timings[_LIMIT].median / 1e9
+    return [replace(result, timing=timings.get(name), limit_rate=limit_rate) for name, result in results.items()]
 
 
 def _first_call(workload: Workload, tensors: Tensors, peer: Peer, prepared: dict[str, Prepared]) -> Measurement:

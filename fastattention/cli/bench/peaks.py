@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 import fastattention
-from fastattention.backends.cpu.library import measure_peaks
+from fastattention.backends.cpu.library import load_library, measure_peaks
 from fastattention.backends.registry import get_backend
 from fastattention.cli.bench.workload import Limit
 
@@ -20,6 +24,29 @@ class Limits:
     bf16_dot: float | None = None  # bfloat16 operations
     dram_read: float | None = None  # bytes
     reason: str | None = None  # why nothing was measured
+
+
+# Loops that take turns with what they limit: long enough to be timed, short enough not to take the time of the others.
+_LOOP_ITERATIONS = 4_000_000
+_LOOP_BYTES = 1 << 29
+
+
+def limit_loop(limit: Limit) -> Callable[[], float] | None:
+    """A loop at the limit, over all threads, that returns the operations or bytes it did; None where there is none."""
+    if get_backend("cpu").why_unavailable() is not None:
+        return None
+    library, num_threads = load_library(), fastattention.get_num_threads()
+    if limit == "dram_read":
+        return lambda: library.read_loop(_bytes_to_read(), num_threads)
+    kind = {"fma": 0, "bf16_dot": 1}[limit]
+    if library.flop_loop(kind, 1, 1) == 0.0:
+        return None
+    return lambda: library.flop_loop(kind, _LOOP_ITERATIONS, num_threads)
+
+
+@functools.cache
+def _bytes_to_read() -> torch.Tensor:
+    return torch.ones(_LOOP_BYTES, dtype=torch.uint8)
 
 
 def measure_limits() -> Limits:

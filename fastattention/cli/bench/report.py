@@ -67,6 +67,7 @@ class Report:
             "gflops": one.gflops,
             "gbytes_per_s": one.gbytes_per_s,
             "limit": one.workload.limit,
+            "limit_rate": one.limit_rate,
             "fraction_of_limit": fraction_of_limit(one, self.limits),
             "max_error": one.max_error,
             "fastattention_speedup": fastattention_speedup(one, group),
@@ -80,8 +81,8 @@ def rate(one: Measurement) -> tuple[float | None, str]:
 
 
 def fraction_of_limit(one: Measurement, limits: Limits) -> float | None:
-    """Rate over what the processor can do at most; None where either is unknown."""
-    limit: float | None = getattr(limits, one.workload.limit)
+    """Rate over what the processor can do at most, measured in the same turns if it was; None where either is unknown."""
+    limit: float | None = one.limit_rate or getattr(limits, one.workload.limit)
     value, _ = rate(one)
     return None if value is None or limit is None else value / limit
 

@@ -1,0 +1,123 @@
+"""NVRTC: kernel source to cubin. Needs no GPU and no driver."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fastattention.backends
+from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.errors import CompileError
+
+_BACKENDS = Path(fastattention.backends.__file__).parent
+INCLUDE_FOLDERS = (_BACKENDS / "cuda" / "kernels", _BACKENDS / "common")
+SOURCE = '#include "forward.cuh"\n'
+ENTRY = "fastattention_forward"
+
+
+class Resources(NamedTuple):
+    """What ptxas says a kernel takes of a thread."""
+
+    registers: int
+    spill_bytes: int  # stored and loaded again because registers ran out
+    stack_bytes: int
+
+
+class Cubin(NamedTuple):
+    """Machine code of one variant."""
+
+    code: bytes
+    log: str
+
+    @property
+    def resources(self) -> Resources:
+        """Read from the assembler's log."""
+
+        def number(pattern: str) -> int:
+            return sum(int(found) for found in re.findall(pattern, self.log))
+
+        return Resources(
+            number(r"Used (\d+) registers"),
+            number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            number(r"(\d+) bytes stack frame"),
+        )
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """cuda.bindings.nvrtc. Raises CompileError when it, or the compiler behind it, is not installed."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise CompileError(
+            f"kernels that were not built ahead need NVRTC, which cannot be loaded ({error}); "
+            'install it with pip install "fastattention[cuda12]", or [cuda13] for Turing and newer'
+        ) from error
+    return nvrtc
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The values of an NVRTC call, whose first is a status."""
+    status, *values = result
+    if int(status) != 0:
+        raise CompileError(f"NVRTC answers {status}")
+    return values[0] if len(values) == 1 else values
+
+
+def version() -> tuple[int, int]:
+    """(major, minor) of the compiler."""
+    major, minor = _checked(_nvrtc().nvrtcVersion())
+    return int(major), int(minor)
+
+
+def supported_targets() -> tuple[int, ...]:
+    """Compute capabilities that the compiler can build for, as 10 * major + minor."""
+    return tuple(int(target) for target in _checked(_nvrtc().nvrtcGetSupportedArchs()))
+
+
+def why_not_target(target: int) -> str | None:
+    """Why the installed compiler cannot build for a compute capability, or None."""
+    targets = supported_targets()
+    if target in targets:
+        return None
+    numbers = ".".join(map(str, version()))
+    older = "; CUDA 12 is the last that builds for Pascal and Volta" if target < min(targets) else ""
+    return f"NVRTC {numbers} builds for compute capabilities {targets[0]} to {targets[-1]}, not {target}{older}"
+
+
+def options(config: KernelConfig, target: int) -> list[str]:
+    """Everything the compiler is told besides the source: part of the cache's key."""
+    macros = [f"-D{name}={value}" for name, value in config.macros().items()]
+    return [f"-arch=sm_{target}", "-std=c++17", "--ftz=true", *macros]
+
+
+def compile_kernel(config: KernelConfig, target: int) -> Cubin:
+    """Compiles one variant for one compute capability. Raises CompileError with the compiler's log."""
+    nvrtc = _nvrtc()
+    if (reason := why_not_target(target)) is not None:
+        raise CompileError(reason)
+    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"forward.cu", 0, [], []))
+    try:
+        folders = [f"-I{folder}" for folder in INCLUDE_FOLDERS]
+        arguments = [option.encode() for option in (*options(config, target), *folders, "--ptxas-options=-v")]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if int(status) != 0:
+            raise CompileError(f"{config.name} does not compile for sm_{target}:\n{log}")
+        return Cubin(_bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _bytes(size: Any, get: Any, program: Any) -> bytes:
+    buffer = b"\0" * _checked(size(program))
+    _checked(get(program, buffer))
+    return buffer
+
+
+def _text(size: Any, get: Any, program: Any) -> str:
+    return _bytes(size, get, program).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,98 @@
+"""Cubins as kernels of a device, through the CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+from fastattention.backends.cuda.chips import Limits
+from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.jit import cache, compiler
+from fastattention.backends.cuda.params import ForwardParams
+from fastattention.errors import CompileError
+
+
+@functools.cache
+def _driver() -> Any:
+    """cuda.bindings.driver. Raises CompileError when it is not installed."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CompileError(
+            f'kernels are launched through cuda-bindings, which cannot be loaded ({error}); '
+            'install it with pip install "fastattention[cuda12]", or [cuda13] for Turing and newer'
+        ) from error
+    return driver
+
+
+def why_unavailable() -> str | None:
+    """Why kernels cannot be launched here, or None. Needs no GPU to answer."""
+    try:
+        _driver()
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+def _checked(result: tuple[Any, ...], doing: str) -> Any:
+    """The value of a driver call, whose first is a status."""
+    status, *values = result
+    if int(status) != 0:
+        raise CompileError(f"{doing}: the CUDA driver answers {status.name}")
+    return values[0] if values else None
+
+
+@functools.cache
+def device_limits(device_index: int) -> Limits:
+    """What a device offers kernels, asked from the driver."""
+    driver = _driver()
+    _checked(driver.cuInit(0), "starting CUDA")
+    device = _checked(driver.cuDeviceGet(device_index), f"opening cuda:{device_index}")
+    names = driver.CUdevice_attribute
+
+    def attribute(name: str) -> int:
+        value = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_checked(driver.cuDeviceGetAttribute(value, device), f"asking cuda:{device_index}"))
+
+    return Limits(
+        target=10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR"),
+        shared_per_block=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        shared_per_sm=attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        num_sms=attribute("MULTIPROCESSOR_COUNT"),
+        l2_bytes=attribute("L2_CACHE_SIZE"),
+        registers_per_sm=attribute("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+    )
+
+
+class Kernel:
+    """One variant, loaded on the device that is current when it is made."""
+
+    def __init__(self, config: KernelConfig, target: int) -> None:
+        driver = _driver()
+        self._launch = driver.cuLaunchKernel
+        self._num_threads, self._shared_bytes = config.num_threads, config.shared_bytes
+        code = cache.cubin(config, target)
+        self._module = _checked(driver.cuModuleLoadData(code), f"loading {config.name}")
+        self._function = _checked(driver.cuModuleGetFunction(self._module, compiler.ENTRY.encode()), config.name)
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, limit, config.shared_bytes), config.name)
+
+    def launch(self, params: ForwardParams, num_blocks: int, stream: int) -> None:
+        """Enqueues the kernel on a stream of the current device; `params` is copied before this returns."""
+        arguments = ctypes.c_void_p(ctypes.addressof(params))  # an array of one pointer
+        address = ctypes.addressof(arguments)
+        (status,) = self._launch(
+            self._function, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
+        )
+        if status:
+            raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
+
+
+@functools.cache
+def load_kernel(config: KernelConfig, device_index: int) -> Kernel:
+    """The kernel on a device, loaded once; compiled first when it was not built ahead and is not cached."""
+    with torch.cuda.device(device_index):
+        return Kernel(config, device_limits(device_index).target)

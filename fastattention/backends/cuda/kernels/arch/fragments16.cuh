@@ -1,0 +1,100 @@
+// What Turing and everything after it share: matrix instructions over 16 query rows, whose operands ldmatrix loads.
+//
+// An accumulator of 16 x 8 floats: lane l holds columns 2 (l % 4) and the next, of row l / 4 (elements 0, 1) and of row
+// l / 4 + 8 (elements 2, 3). Two neighbouring accumulators, rounded to 16 bits, are operand A of 16 x 16: probabilities go
+// from the first product to the second without leaving their registers.
+#pragma once
+
+#include "../shared_tile.cuh"
+
+namespace fastattention {
+
+template <class Mma>
+struct Fragments16 {
+    static constexpr int kSharedBytes = 2;  // of an element in shared memory
+    static constexpr int kStepRows = 16;    // query rows that one instruction takes
+    static constexpr int kElements = 4;     // of an accumulator, in one lane
+    static constexpr int kRowLanes = 4;     // lanes that share a row
+
+    // Which of a lane's two rows of a step an element is in; that row; the column of an element of accumulator `tile`.
+    static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }
+    static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
+    static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
+    static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
+
+    template <class Combine>
+    static FA_DEVICE float reduce_row(float x, Combine combine) {
+        x = combine(x, shuffle_xor(x, 1));
+        return combine(x, shuffle_xor(x, 2));
+    }
+
+    template <int kSteps>
+    struct Queries {
+        uint32_t fragments[kSteps][kHeaddim / 16][4];
+
+        // q: address of the warp's first row.
+        FA_DEVICE void load(uint32_t q) {
+            constexpr int kPitch = pitch_of<2>(kHeaddim);
+            const int lane = lane_index();
+            const uint32_t at = q + lane % 16 * kPitch + lane / 16 * 16;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int k = 0; k < kHeaddim / 16; ++k)
+                    load_matrices(fragments[step][k], at + step * 16 * kPitch + k * 32);
+        }
+    };
+
+    // acc_s = q k^T
+    template <int kSteps>
+    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(kHeaddim);
+        const int lane = lane_index();
+        const uint32_t at = k + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int depth = 0; depth < kHeaddim / 16; ++depth) {
+#pragma unroll
+            for (int n = 0; n < kTileN / 16; ++n) {
+                uint32_t b[4];
+                load_matrices(b, at + n * 16 * kPitch + depth * 32);
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) {
+                    Mma::multiply_add(acc_s[step][2 * n], q.fragments[step][depth], b[0], b[1]);
+                    Mma::multiply_add(acc_s[step][2 * n + 1], q.fragments[step][depth], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // acc_o += p v
+    template <int kSteps>
+    static FA_DEVICE void accumulate_values(float (&acc_o)[kSteps][kHeaddimV / 8][4],
+                                            const float (&p)[kSteps][kTileN / 8][4], uint32_t v) {
+        constexpr int kPitch = pitch_of<2>(kHeaddimV);
+        const int lane = lane_index();
+        const uint32_t at = v + lane % 16 * kPitch + lane / 16 * 16;
+#pragma unroll
+        for (int depth = 0; depth < kTileN / 16; ++depth) {
+            uint32_t a[kSteps][4];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* pair = &p[step][2 * depth + i / 2][i % 2 * 2];
+                    a[step][i] = Element::pack(pair[0], pair[1]);
+                }
+#pragma unroll
+            for (int n = 0; n < kHeaddimV / 16; ++n) {
+                uint32_t b[4];
+                load_matrices_transposed(b, at + depth * 16 * kPitch + n * 32);
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) {
+                    Mma::multiply_add(acc_o[step][2 * n], a[step], b[0], b[1]);
+                    Mma::multiply_add(acc_o[step][2 * n + 1], a[step], b[2], b[3]);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace fastattention

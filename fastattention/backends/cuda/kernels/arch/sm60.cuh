@@ -1,0 +1,111 @@
+// Pascal: no matrix instructions. Tiles are float in shared memory, products are ordinary multiply-adds in float.
+//
+// Rows and columns are divided among lanes as on Turing (fragments16.cuh): of 16 rows by 8 columns a lane computes columns
+// 2 (l % 4) and the next of rows l / 4 and l / 4 + 8. For the second product the lane that has a key's probability hands it
+// to the three others of the row.
+#pragma once
+
+#include "../shared_tile.cuh"
+
+namespace fastattention {
+
+struct Arch {
+    static constexpr bool kAsyncCopy = false;
+    static constexpr int kSharedBytes = 4;
+    static constexpr int kStepRows = 16;
+    static constexpr int kElements = 4;
+    static constexpr int kRowLanes = 4;
+
+    static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }
+    static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
+    static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
+    static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
+
+    template <class Combine>
+    static FA_DEVICE float reduce_row(float x, Combine combine) {
+        x = combine(x, shuffle_xor(x, 1));
+        return combine(x, shuffle_xor(x, 2));
+    }
+
+    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            Words4 wide;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const uint32_t word = chunk.word[half * 2 + i / 2];
+                wide.word[i] = as_bits(Element::widen(static_cast<uint16_t>(word >> (i % 2 * 16))));
+            }
+            store_shared_128(to + half * 16, wide);
+        }
+    }
+
+    // Queries stay in shared memory: as floats they would fill the registers.
+    template <int kSteps>
+    struct Queries {
+        uint32_t address;
+
+        FA_DEVICE void load(uint32_t q) { address = q; }
+    };
+
+    template <int kSteps>
+    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<4>(kHeaddim);
+        const int lane = lane_index();
+        const uint32_t q_at = q.address + lane / 4 * kPitch;
+        const uint32_t k_at = k + lane % 4 * 2 * kPitch;
+#pragma unroll 2
+        for (int depth = 0; depth < kHeaddim; depth += 4) {
+            Words4 rows[kSteps][2];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int which = 0; which < 2; ++which)
+                    rows[step][which] = load_shared_128(q_at + (step * 16 + which * 8) * kPitch + depth * 4);
+#pragma unroll
+            for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const Words4 key = load_shared_128(k_at + (n * 8 + c) * kPitch + depth * 4);
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                        for (int which = 0; which < 2; ++which)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i)
+                                acc_s[step][n][which * 2 + c] +=
+                                    as_float(rows[step][which].word[i]) * as_float(key.word[i]);
+                }
+        }
+    }
+
+    template <int kSteps>
+    static FA_DEVICE void accumulate_values(float (&acc_o)[kSteps][kHeaddimV / 8][4],
+                                            const float (&p)[kSteps][kTileN / 8][4], uint32_t v) {
+        constexpr int kPitch = pitch_of<4>(kHeaddimV);
+        const int lane = lane_index();
+        const uint32_t at = v + lane % 4 * 8;
+#pragma unroll
+        for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+            for (int key = 0; key < 8; ++key) {
+                float weight[kSteps][2];
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                    for (int which = 0; which < 2; ++which)
+                        weight[step][which] = shuffle(p[step][n][which * 2 + key % 2], lane / 4 * 4 + key / 2);
+#pragma unroll
+                for (int column = 0; column < kHeaddimV / 8; ++column) {
+                    const Words2 value = load_shared_64(at + (n * 8 + key) * kPitch + column * 32);
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i)
+                            acc_o[step][column][i] += weight[step][i / 2] * as_float(value.word[i % 2]);
+                }
+            }
+    }
+};
+
+}  // namespace fastattention

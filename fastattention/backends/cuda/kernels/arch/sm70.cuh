@@ -1,0 +1,124 @@
+// Volta: m8n8k4, four independent 8 x 8 x 4 products of the four quadpairs of a warp (docs/cuda.md draws them).
+//
+// The quadpairs take neighbouring rows of queries, 32 together, and the same keys. Quadpair p is lanes 4p ... 4p + 3 and the
+// same plus 16. With h = lane / 16, v = lane / 2 % 2, u = lane % 2, a lane of it holds
+//   operand A       row lane % 4 + 4 h, four columns
+//   accumulator     element i: row u + (i & 2) + 4 h, column (i & 4) + 2 v + (i & 1)
+// so a lane has rows r and r + 2 of the scores, and its neighbour at distance 2 the other columns of both. Exchanging one of
+// the two rows with it gives each lane all eight probabilities of one row, half of which are operand A of one instruction,
+// half of the next: two shuffles instead of a trip through shared memory. The keys come out in the order 0 1 4 5, 2 3 6 7,
+// and the rows of V are read in that order too.
+#pragma once
+
+#include "../shared_tile.cuh"
+
+namespace fastattention {
+
+struct Arch {
+    static constexpr bool kAsyncCopy = false;
+    static constexpr int kSharedBytes = 2;
+    static constexpr int kStepRows = 32;
+    static constexpr int kElements = 8;
+    static constexpr int kRowLanes = 2;
+
+    static FA_DEVICE constexpr int row_of_element(int i) { return i / 2 % 2; }
+    static FA_DEVICE int row(int which) {
+        const int lane = lane_index();
+        return lane / 4 % 4 * 8 + lane / 16 * 4 + which * 2 + lane % 2;
+    }
+    static FA_DEVICE int score_column(int tile, int i) {
+        return tile * 8 + i / 4 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
+    }
+    // Two neighbouring accumulators take the even and odd halves of 16 columns in turn: a lane's operands of both are then
+    // 16 neighbouring bytes of a row of V.
+    static FA_DEVICE int value_column(int tile, int i) {
+        return tile / 2 * 16 + i / 4 * 8 + tile % 2 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
+    }
+
+    template <class Combine>
+    static FA_DEVICE float reduce_row(float x, Combine combine) {
+        return combine(x, shuffle_xor(x, 2));
+    }
+
+    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) { store_shared_128(to, chunk); }
+
+    // Where a lane's row of an 8 x 8 operand begins.
+    static FA_DEVICE int operand_row() { return lane_index() % 4 + lane_index() / 16 * 4; }
+
+    template <int kSteps>
+    struct Queries {
+        Words4 fragments[kSteps][kHeaddim / 8];
+
+        FA_DEVICE void load(uint32_t q) {
+            constexpr int kPitch = pitch_of<2>(kHeaddim);
+            const uint32_t at = q + (lane_index() / 4 % 4 * 8 + operand_row()) * kPitch;
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int k = 0; k < kHeaddim / 8; ++k)
+                    fragments[step][k] = load_shared_128(at + step * kStepRows * kPitch + k * 16);
+        }
+    };
+
+    template <int kSteps>
+    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][8], const Queries<kSteps>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(kHeaddim);
+        const uint32_t at = k + operand_row() * kPitch;
+#pragma unroll
+        for (int depth = 0; depth < kHeaddim / 8; ++depth) {
+#pragma unroll
+            for (int n = 0; n < kTileN / 8; ++n) {
+                const Words4 b = load_shared_128(at + n * 8 * kPitch + depth * 16);
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) {
+                    const Words4& a = q.fragments[step][depth];
+                    mma_m8n8k4_row_col(acc_s[step][n], a.word[0], a.word[1], b.word[0], b.word[1]);
+                    mma_m8n8k4_row_col(acc_s[step][n], a.word[2], a.word[3], b.word[2], b.word[3]);
+                }
+            }
+        }
+    }
+
+    template <int kSteps>
+    static FA_DEVICE void accumulate_values(float (&acc_o)[kSteps][kHeaddimV / 8][8],
+                                            const float (&p)[kSteps][kTileN / 8][8], uint32_t v) {
+        constexpr int kPitch = pitch_of<2>(kHeaddimV);
+        const int lane = lane_index();
+        // Of the keys 0 1 4 5 of eight; the second half of the products takes the keys two further on.
+        const uint32_t at = v + (lane % 2 + lane / 2 % 2 * 4) * kPitch + lane / 16 * 16;
+#pragma unroll
+        for (int n = 0; n < kTileN / 8; ++n) {
+            uint32_t a[kSteps][4];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) exchange_rows(a[step], p[step][n]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int column = 0; column < kHeaddimV / 16; ++column) {
+                    const Words4 b = load_shared_128(at + (n * 8 + half * 2) * kPitch + column * 32);
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step) {
+                        const uint32_t* pair = &a[step][half * 2];
+                        mma_m8n8k4_row_row(acc_o[step][2 * column], pair[0], pair[1], b.word[0], b.word[1]);
+                        mma_m8n8k4_row_row(acc_o[step][2 * column + 1], pair[0], pair[1], b.word[2], b.word[3]);
+                    }
+                }
+        }
+    }
+
+private:
+    // Operand A of the two products of eight keys: words 0, 1 of keys 0 1 4 5, and 2, 3 of keys 2 3 6 7.
+    static FA_DEVICE void exchange_rows(uint32_t (&a)[4], const float (&p)[8]) {
+        const bool second = lane_index() & 2;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t row0 = Element::pack(p[4 * i], p[4 * i + 1]);
+            const uint32_t row1 = Element::pack(p[4 * i + 2], p[4 * i + 3]);
+            const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
+            a[i] = second ? received : row0;
+            a[2 + i] = second ? row1 : received;
+        }
+    }
+};
+
+}  // namespace fastattention

@@ -1,0 +1,22 @@
+// Turing: m16n8k8, copies through registers.
+#pragma once
+
+#include "fragments16.cuh"
+
+namespace fastattention {
+
+// The operands of m16n8k16 are those of two m16n8k8, side by side.
+struct MmaTwiceM16N8K8 {
+    static FA_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+        mma_m16n8k8_float16(c, a[0], a[1], b0);
+        mma_m16n8k8_float16(c, a[2], a[3], b1);
+    }
+};
+
+struct Arch : Fragments16<MmaTwiceM16N8K8> {
+    static constexpr bool kAsyncCopy = false;
+
+    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) { store_shared_128(to, chunk); }
+};
+
+}  // namespace fastattention

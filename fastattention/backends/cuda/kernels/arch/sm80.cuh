@@ -1,0 +1,22 @@
+// Ampere and newer: m16n8k16, asynchronous copies, bfloat16.
+#pragma once
+
+#include "fragments16.cuh"
+
+namespace fastattention {
+
+struct MmaM16N8K16 {
+    static FA_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if FA_BFLOAT16
+        mma_m16n8k16_bfloat16(c, a, b0, b1);
+#else
+        mma_m16n8k16_float16(c, a, b0, b1);
+#endif
+    }
+};
+
+struct Arch : Fragments16<MmaM16N8K16> {
+    static constexpr bool kAsyncCopy = true;
+};
+
+}  // namespace fastattention

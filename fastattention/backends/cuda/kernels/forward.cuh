@@ -1,0 +1,390 @@
+// Attention forward of one tile of query rows: the keys go by tile by tile, scores and probabilities live in registers, and
+// an online softmax keeps a running maximum and sum of each row.
+//
+// A warp has kSteps x Arch::kStepRows rows to itself and shares nothing with the others but the tiles in shared memory.
+#pragma once
+
+#include FA_ARCH_HEADER
+
+#include "scores.cuh"
+
+#define FA_HOST_DEVICE FA_DEVICE
+#include "tile_range.hpp"
+
+namespace fastattention {
+
+constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
+constexpr int kWarpRows = kSteps * Arch::kStepRows;
+static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
+static_assert(kTileN % 16 == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "matrix instructions take 16 at a time");
+
+using QueryCopy = TileCopy<Arch, kTileM, kHeaddim>;
+using KeyCopy = TileCopy<Arch, kTileN, kHeaddim>;
+using ValueCopy = TileCopy<Arch, kTileN, kHeaddimV>;
+
+// Rows of the output pass through the memory of the queries, 16 bits each.
+constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
+constexpr int kQueryBytes = QueryCopy::kBytes > kTileM * kOutPitch ? QueryCopy::kBytes : kTileM * kOutPitch;
+constexpr int kSharedMemory = kQueryBytes + kStages * (KeyCopy::kBytes + ValueCopy::kBytes);
+static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
+
+// The tile of this CTA.
+struct Work {
+    int m_tile, head, batch;
+};
+
+// CTAs start in the order of their index. Those of `heads_together` heads come together, so that their keys and values stay
+// in the second-level cache, and among them the last tiles, which see the most keys under a causal mask, come first.
+FA_DEVICE Work find_work(const ForwardParams& p) {
+    const int64_t heads = static_cast<int64_t>(p.batch_size) * p.nheads;
+    const int64_t tiles_together = static_cast<int64_t>(p.heads_together) * p.num_m_tiles;
+    const int64_t group = block_index() / tiles_together;
+    const int64_t within = block_index() - group * tiles_together;
+    const int64_t first_head = group * p.heads_together;
+    const int64_t heads_here = heads - first_head < p.heads_together ? heads - first_head : p.heads_together;
+    const int64_t head = first_head + within % heads_here;
+    return {p.num_m_tiles - 1 - static_cast<int>(within / heads_here), static_cast<int>(head % p.nheads),
+            static_cast<int>(head / p.nheads)};
+}
+
+// Where the sequence of a CTA lies.
+struct Sequence {
+    int64_t first_q, first_k;  // tokens before it when packed
+    TileRange mask;
+
+    FA_DEVICE Sequence(const ForwardParams& p, int batch) : first_q(0), first_k(0) {
+        mask = {p.seqlen_q, p.seqlen_k, p.window_left, p.window_right};
+        if (p.cu_seqlens_q != nullptr) {
+            first_q = p.cu_seqlens_q[batch];
+            mask.seqlen_q = p.cu_seqlens_q[batch + 1] - first_q;
+        }
+        if (p.cu_seqlens_k != nullptr) {
+            first_k = p.cu_seqlens_k[batch];
+            mask.seqlen_k = p.cu_seqlens_k[batch + 1] - first_k;
+        }
+    }
+};
+
+FA_DEVICE SourceRows query_rows(const ForwardParams& p, const Sequence& s, const Work& w) {
+    const uint16_t* base = p.q + w.batch * p.q_stride_batch + s.first_q * p.q_stride_row + w.head * p.q_stride_head;
+    return {base, p.q_stride_row, nullptr, 0, 0, static_cast<int>(s.mask.seqlen_q), p.headdim};
+}
+
+FA_DEVICE SourceRows cache_rows(const ForwardParams& p, const Sequence& s, const Work& w, const uint16_t* base,
+                                int64_t stride_batch, int64_t stride_row, int64_t stride_head, int columns) {
+    base += w.head / p.group_size * stride_head;
+    const int seqlen_k = static_cast<int>(s.mask.seqlen_k);
+    if (kPaged && p.block_table != nullptr)
+        return {base, stride_row, p.block_table + w.batch * p.block_table_stride, stride_batch, p.page_block_size, seqlen_k,
+                columns};
+    return {base + w.batch * stride_batch + s.first_k * stride_row, stride_row, nullptr, 0, 0, seqlen_k, columns};
+}
+
+class ForwardTile {
+public:
+    FA_DEVICE ForwardTile(const ForwardParams& p, const Work& work, const Sequence& sequence)
+        : p_(p),
+          work_(work),
+          sequence_(sequence),
+          mask_(sequence.mask),
+          first_row_(work.m_tile * kTileM),
+          warp_row_(first_row_ + warp_index() * kWarpRows),
+          k_rows_(cache_rows(p, sequence, work, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim)),
+          v_rows_(cache_rows(p, sequence, work, p.v, p.v_stride_batch, p.v_stride_row, p.v_stride_head, p.headdim_v)),
+          q_shared_(shared_memory()),
+          k_shared_(q_shared_ + kQueryBytes),
+          v_shared_(k_shared_ + kStages * KeyCopy::kBytes),
+          scale_log2_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
+        const int last_row = smaller(first_row_ + kTileM, static_cast<int>(mask_.seqlen_q)) - 1;
+        key_begin_ = static_cast<int>(mask_.row_begin(first_row_)) / kTileN * kTileN;
+        key_end_ = static_cast<int>(mask_.row_end(last_row));
+        last_row_ = last_row;
+    }
+
+    FA_DEVICE void run() {
+        clear();
+        if (key_begin_ < key_end_) {
+            if constexpr (Arch::kAsyncCopy && kStages == 2) {
+                run_double_buffered();
+            } else {
+                run_single_buffered();
+            }
+        }
+        finish();
+    }
+
+private:
+    static FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+
+    FA_DEVICE void clear() {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                row_max_[step][which] = -infinity();
+                row_sum_[step][which] = 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < kHeaddimV / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) acc_o_[step][n][i] = 0.0f;
+        }
+    }
+
+    // Two tiles of keys and values in shared memory: while one is worked on, the next is on its way. One barrier a tile
+    // says both that this tile has arrived and that nobody reads the one before it any more.
+    FA_DEVICE void run_double_buffered() {
+        QueryCopy q_copy;
+        KeyCopy k_copy;
+        ValueCopy v_copy;
+        q_copy.begin(query_rows(p_, sequence_, work_), first_row_, q_shared_);
+        k_copy.begin(k_rows_, key_begin_, k_shared_);
+        v_copy.begin(v_rows_, key_begin_, v_shared_);
+        copy_async_commit();
+        copy_async_wait<0>();
+        block_barrier();
+        queries_.load(q_shared_ + warp_index() * kWarpRows * QueryCopy::kPitch);
+        int stage = 0;
+        for (int key = key_begin_; key < key_end_; key += kTileN, stage ^= 1) {
+            if (key + kTileN < key_end_) {
+                k_copy.begin(k_rows_, key + kTileN, k_shared_ + (stage ^ 1) * KeyCopy::kBytes);
+                v_copy.begin(v_rows_, key + kTileN, v_shared_ + (stage ^ 1) * ValueCopy::kBytes);
+            }
+            copy_async_commit();
+            const TileKind kind = kind_of(key);
+            if (kind != TileKind::kSkipped) {
+                attend(key, kind, k_shared_ + stage * KeyCopy::kBytes);
+                Arch::template accumulate_values<kSteps>(acc_o_, acc_s_, v_shared_ + stage * ValueCopy::kBytes);
+            }
+            copy_async_wait<0>();
+            block_barrier();
+        }
+    }
+
+    // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round.
+    FA_DEVICE void run_single_buffered() {
+        QueryCopy q_copy;
+        KeyCopy k_copy;
+        ValueCopy v_copy;
+        q_copy.begin(query_rows(p_, sequence_, work_), first_row_, q_shared_);
+        q_copy.finish(q_shared_);
+        k_copy.begin(k_rows_, key_begin_, k_shared_);
+        arrive(k_copy, k_shared_);
+        queries_.load(q_shared_ + warp_index() * kWarpRows * QueryCopy::kPitch);
+        for (int key = key_begin_; key < key_end_; key += kTileN) {
+            v_copy.begin(v_rows_, key, v_shared_);
+            const TileKind kind = kind_of(key);
+            if (kind != TileKind::kSkipped) attend(key, kind, k_shared_);
+            arrive(v_copy, v_shared_);
+            const bool more = key + kTileN < key_end_;
+            if (more) k_copy.begin(k_rows_, key + kTileN, k_shared_);
+            if (kind != TileKind::kSkipped) Arch::template accumulate_values<kSteps>(acc_o_, acc_s_, v_shared_);
+            if (more) arrive(k_copy, k_shared_);
+        }
+    }
+
+    // Everyone is done with what lay in the place of this copy before: each waited at a barrier since.
+    template <class Copy>
+    FA_DEVICE void arrive(const Copy& copy, uint32_t to) {
+        copy.finish(to);
+        if constexpr (Arch::kAsyncCopy) {
+            copy_async_commit();
+            copy_async_wait<0>();
+        }
+        block_barrier();
+    }
+
+    // What the rows of this warp see of a tile of keys.
+    FA_DEVICE TileKind kind_of(int key) const {
+        if (warp_row_ > last_row_) return TileKind::kSkipped;
+        return mask_.classify(warp_row_, smaller(warp_row_ + kWarpRows - 1, last_row_), key, key + kTileN - 1);
+    }
+
+    // acc_s_ = probabilities of a tile of keys, relative to the running maxima, which are raised first.
+    FA_DEVICE void attend(int key, TileKind kind, uint32_t k_shared) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) acc_s_[step][n][i] = 0.0f;
+        Arch::template multiply_queries<kSteps>(acc_s_, queries_, k_shared);
+        if constexpr (kModifiesScores) modify(key);
+        if (kind != TileKind::kFull) hide(key);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) softmax(step, which);
+    }
+
+    FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
+
+    FA_DEVICE void modify(int key) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const ScoreRow row = score_row(smaller(row_of(step, which), last_row_));
+#pragma unroll
+                for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i)
+                        if (Arch::row_of_element(i) == which) {
+                            const int column = key + Arch::score_column(n, i);
+                            float& s = acc_s_[step][n][i];
+                            s = modified_score(p_, row, s, column, column < mask_.seqlen_k);
+                        }
+            }
+    }
+
+    FA_DEVICE ScoreRow score_row(int row) const {
+        ScoreRow result{nullptr, 0.0f, row + static_cast<int>(mask_.seqlen_k - mask_.seqlen_q)};
+        if (p_.alibi_slopes != nullptr) result.slope = p_.alibi_slopes[work_.batch * p_.alibi_stride_batch + work_.head];
+        if (p_.attn_bias != nullptr) {
+            const int64_t offset = work_.batch * p_.bias_stride_batch + work_.head * p_.bias_stride_head +
+                                   (sequence_.first_q + row) * p_.bias_stride_row;
+            result.bias = static_cast<const char*>(p_.attn_bias) + offset * (p_.bias_is_float ? 4 : 2);
+        }
+        return result;
+    }
+
+    // Scores outside the mask, or past the last key, become -infinity.
+    FA_DEVICE void hide(int key) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const int row = row_of(step, which);
+                const int begin = static_cast<int>(mask_.row_begin(row)) - key;
+                const int end = static_cast<int>(mask_.row_end(row)) - key;
+#pragma unroll
+                for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i)
+                        if (Arch::row_of_element(i) == which) {
+                            const int column = Arch::score_column(n, i);
+                            if (column < begin || column >= end) acc_s_[step][n][i] = -infinity();
+                        }
+            }
+    }
+
+    FA_DEVICE void softmax(int step, int which) {
+        float highest = acc_s_[step][0][first_element(which)];
+#pragma unroll
+        for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) highest = maximum(highest, acc_s_[step][n][i]);
+        highest = Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
+
+        // Scaled when positive scales keep the order; otherwise kModifiesScores, and scale_log2_ is 1.
+        const float old_max = row_max_[step][which];
+        const float new_max = maximum(old_max, highest * scale_log2_);
+        row_max_[step][which] = new_max;
+        // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
+        const float shift = new_max == -infinity() ? 0.0f : new_max;
+        const float factor = exp2_approximate(old_max - shift);
+        float sum = row_sum_[step][which] * factor;
+#pragma unroll
+        for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) {
+                    float& s = acc_s_[step][n][i];
+                    s = exp2_approximate(s * scale_log2_ - shift);
+                    sum += s;
+                }
+        row_sum_[step][which] = sum;
+#pragma unroll
+        for (int n = 0; n < kHeaddimV / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
+    }
+
+    static FA_DEVICE constexpr int first_element(int which) {
+        for (int i = 0; i < Arch::kElements; ++i)
+            if (Arch::row_of_element(i) == which) return i;
+        return 0;
+    }
+
+    // Divides, adds the sink to the denominator, and writes out and lse.
+    FA_DEVICE void finish() {
+        // The memory of the queries becomes that of the output.
+        block_barrier();
+        const uint32_t warp_out = q_shared_ + warp_index() * kWarpRows * kOutPitch;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) finish_row(step, which, warp_out);
+        warp_barrier();
+        copy_out(warp_out);
+    }
+
+    FA_DEVICE void finish_row(int step, int which, uint32_t warp_out) {
+        float row_max = row_max_[step][which];
+        float row_sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
+        float scale = 1.0f;
+        if (p_.sinks != nullptr) {
+            const float sink = p_.sinks[work_.head] * kLog2E;
+            const float highest = larger(row_max, sink);
+            if (highest != -infinity()) {
+                scale = exp2_approximate(row_max - highest);
+                row_sum = row_sum * scale + exp2_approximate(sink - highest);
+                row_max = highest;
+            }
+        }
+        const float factor = row_sum == 0.0f ? 0.0f : scale / row_sum;
+        const int row = step * Arch::kStepRows + Arch::row(which);
+#pragma unroll
+        for (int n = 0; n < kHeaddimV / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; i += 2)
+                if (Arch::row_of_element(i) == which)
+                    store_shared_32(warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
+                                    Element::pack(acc_o_[step][n][i] * factor, acc_o_[step][n][i + 1] * factor));
+        if (p_.lse != nullptr && warp_row_ + row <= last_row_ && Arch::score_column(0, 0) == 0) {
+            const float lse = row_sum == 0.0f ? -infinity() : (row_max + log2_exact(row_sum)) * kLn2;
+            p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head + sequence_.first_q + warp_row_ + row] =
+                lse;
+        }
+    }
+
+    FA_DEVICE void copy_out(uint32_t warp_out) {
+        constexpr int kChunks = kHeaddimV / 8;
+        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head;
+        for (int i = lane_index(); i < kWarpRows * kChunks; i += 32) {
+            const int row = i / kChunks, column = i % kChunks * 8;
+            if (warp_row_ + row > last_row_ || column >= p_.headdim_v) continue;
+            store_global_128(out + (sequence_.first_q + warp_row_ + row) * p_.out_stride_row + column,
+                             load_shared_128(warp_out + row * kOutPitch + column * 2));
+        }
+    }
+
+    const ForwardParams& p_;
+    const Work& work_;
+    const Sequence& sequence_;
+    const TileRange& mask_;
+    const int first_row_, warp_row_;
+    const SourceRows k_rows_, v_rows_;
+    const uint32_t q_shared_, k_shared_, v_shared_;
+    const float scale_log2_;
+    int key_begin_, key_end_, last_row_;
+
+    typename Arch::template Queries<kSteps> queries_;
+    float acc_s_[kSteps][kTileN / 8][Arch::kElements];
+    float acc_o_[kSteps][kHeaddimV / 8][Arch::kElements];
+    float row_max_[kSteps][2];  // in log2 units
+    float row_sum_[kSteps][2];  // of this lane's columns
+};
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_BLOCKS)
+    fastattention_forward(FA_PARAMETER fastattention::ForwardParams params) {
+    using namespace fastattention;
+    const Work work = find_work(params);
+    const Sequence sequence(params, work.batch);
+    if (static_cast<int64_t>(work.m_tile) * kTileM >= sequence.mask.seqlen_q) return;
+    ForwardTile(params, work, sequence).run();
+}

@@ -1,0 +1,172 @@
+// Everything in the kernels that is not plain C++: threads, barriers, shared memory, copies, conversions and matrix
+// instructions. The emulator of tests/cuda names a header of its own that defines the same functions for a CPU.
+//
+// Shared memory is addressed by bytes in the 32-bit space of the hardware. What a processor lacks is an error of the
+// assembler only where a kernel uses it.
+#pragma once
+
+#include "integers.h"
+
+#ifdef FA_INTRINSICS_HEADER
+#include FA_INTRINSICS_HEADER
+#else
+
+#define FA_DEVICE __device__ __forceinline__
+#define FA_KERNEL __global__
+#if __CUDA_ARCH__ >= 700
+#define FA_PARAMETER const __grid_constant__
+#else
+#define FA_PARAMETER const
+#endif
+#define FA_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads, min_blocks)
+
+namespace fastattention {
+
+struct Words2 {
+    uint32_t word[2];
+};
+struct Words4 {
+    uint32_t word[4];
+};
+
+FA_DEVICE int thread_index() { return threadIdx.x; }
+FA_DEVICE int lane_index() { return threadIdx.x & 31; }
+// The same for all lanes, and the compiler knows it.
+FA_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
+FA_DEVICE int64_t block_index() { return blockIdx.x; }
+
+FA_DEVICE void block_barrier() { __syncthreads(); }
+FA_DEVICE void warp_barrier() { __syncwarp(); }
+FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+FA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+
+FA_DEVICE uint32_t shared_memory() {
+    extern __shared__ __align__(16) char memory[];
+    return static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+}
+FA_DEVICE uint32_t load_shared_32(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+}
+FA_DEVICE Words2 load_shared_64(uint32_t address) {
+    Words2 x;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x.word[0]), "=r"(x.word[1]) : "r"(address));
+    return x;
+}
+FA_DEVICE Words4 load_shared_128(uint32_t address) {
+    Words4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
+                 : "r"(address));
+    return x;
+}
+FA_DEVICE void store_shared_32(uint32_t address, uint32_t x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+FA_DEVICE void store_shared_128(uint32_t address, Words4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.word[0]), "r"(x.word[1]), "r"(x.word[2]),
+                 "r"(x.word[3])
+                 : "memory");
+}
+
+// 16 aligned bytes of global memory that nobody writes meanwhile.
+FA_DEVICE Words4 load_global_128(const void* address) {
+    const uint4 x = __ldg(static_cast<const uint4*>(address));
+    return {x.x, x.y, x.z, x.w};
+}
+FA_DEVICE void store_global_128(void* address, Words4 x) {
+    *static_cast<uint4*>(address) = make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
+}
+
+FA_DEVICE float as_float(uint32_t x) { return __uint_as_float(x); }
+FA_DEVICE uint32_t as_bits(float x) { return __float_as_uint(x); }
+// The other where one is NaN.
+FA_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
+// 2^x to two units in the last place; 0 for -infinity.
+FA_DEVICE float exp2_approximate(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+FA_DEVICE float tanh_exact(float x) { return tanhf(x); }
+FA_DEVICE float log2_exact(float x) { return log2f(x); }
+
+FA_DEVICE uint32_t pack_float16(float low, float high) {
+    uint32_t x;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+#else
+    asm("{.reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}" : "=r"(x) : "f"(low), "f"(high));
+#endif
+    return x;
+}
+FA_DEVICE float float16_to_float(uint16_t bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
+    uint32_t x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+// 16 bytes from global to shared memory, or zeros.
+FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+FA_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most kPending of the groups this thread committed are under way.
+template <int kPending>
+FA_DEVICE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l receives
+// elements 2 (l % 4) and the next of row l / 4, or, transposed, of column l / 4.
+FA_DEVICE void load_matrices(uint32_t (&x)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+}
+FA_DEVICE void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address));
+}
+
+FA_DEVICE void mma_m16n8k8_float16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(b));
+}
+
+#define FA_MMA_M16N8K16(name, type)                                                                                         \
+    FA_DEVICE void name(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {                                  \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "     \
+                     "{%8, %9}, {%0, %1, %2, %3};"                                                                         \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                       \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                       \
+    }
+FA_MMA_M16N8K16(mma_m16n8k16_float16, "f16")
+FA_MMA_M16N8K16(mma_m16n8k16_bfloat16, "bf16")
+#undef FA_MMA_M16N8K16
+
+// Four independent products, one for each quadpair of lanes. docs/cuda.md draws who holds what.
+#define FA_MMA_M8N8K4(name, layout_b)                                                                                       \
+    FA_DEVICE void name(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {                                \
+        asm volatile("mma.sync.aligned.m8n8k4.row." layout_b ".f32.f16.f16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "          \
+                     "{%8, %9}, {%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};"                                              \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])       \
+                     : "r"(a0), "r"(a1), "r"(b0), "r"(b1));                                                                 \
+    }
+FA_MMA_M8N8K4(mma_m8n8k4_row_col, "col")
+FA_MMA_M8N8K4(mma_m8n8k4_row_row, "row")
+#undef FA_MMA_M8N8K4
+
+}  // namespace fastattention
+
+#endif

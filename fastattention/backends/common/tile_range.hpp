@@ -15,6 +15,18 @@ enum class TileKind : int {
     kFull = 2,     // every query sees every key
 };
 
+// What a run of neighbouring queries sees: some of them keys from seen_begin to seen_end, all of them keys from full_begin to
+// full_end. For kernels that ask for one tile of keys after the other.
+struct RowsRange {
+    long long seen_begin, seen_end;
+    long long full_begin, full_end;
+
+    FA_HOST_DEVICE TileKind classify(long long first_k, long long last_k) const {
+        if (seen_end <= first_k || seen_begin > last_k) return TileKind::kSkipped;
+        return full_begin <= first_k && full_end > last_k ? TileKind::kFull : TileKind::kPartial;
+    }
+};
+
 // The band of keys around the diagonal that is aligned to the bottom right corner of the score matrix: query i sees keys
 // i + seqlen_k - seqlen_q - left ... i + seqlen_k - seqlen_q + right, -1 being unlimited. Rows only ever move right, which
 // is why the first and last row of a tile decide for all of its rows.
@@ -38,9 +50,12 @@ struct TileRange {
 
     // The tile of queries first_q..last_q and keys first_k..last_k, all inclusive.
     FA_HOST_DEVICE TileKind classify(long long first_q, long long last_q, long long first_k, long long last_k) const {
-        if (row_end(last_q) <= first_k || row_begin(first_q) > last_k) return TileKind::kSkipped;
-        if (row_begin(last_q) <= first_k && row_end(first_q) > last_k) return TileKind::kFull;
-        return TileKind::kPartial;
+        return rows(first_q, last_q).classify(first_k, last_k);
+    }
+
+    // The queries first_q..last_q, both inclusive.
+    FA_HOST_DEVICE RowsRange rows(long long first_q, long long last_q) const {
+        return {row_begin(first_q), row_end(last_q), row_begin(last_q), row_end(first_q)};
     }
 };
 

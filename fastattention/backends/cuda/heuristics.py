@@ -24,14 +24,13 @@ class _ArchFacts(NamedTuple):
     step_rows: int  # query rows that a warp's matrix instruction takes
     elements: int  # floats a lane holds of step_rows x 8 accumulators
     shared_bytes: int  # of an element in shared memory
-    queries_in_registers: bool
 
 
 ARCH_FACTS = {
-    60: _ArchFacts(16, 4, 4, False),
-    70: _ArchFacts(32, 8, 2, True),
-    75: _ArchFacts(16, 4, 2, True),
-    80: _ArchFacts(16, 4, 2, True),
+    60: _ArchFacts(16, 4, 4),
+    70: _ArchFacts(32, 8, 2),
+    75: _ArchFacts(16, 4, 2),
+    80: _ArchFacts(16, 4, 2),
 }
 
 
@@ -48,6 +47,7 @@ class KernelConfig:
     num_warps: int
     num_stages: int  # tiles of keys, and of values, in shared memory
     min_blocks: int  # CTAs of a multiprocessor for which the compiler leaves registers
+    queries_in_registers: bool  # otherwise they are read from shared memory for every tile of keys
     modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
     paged: bool
 
@@ -69,13 +69,13 @@ class KernelConfig:
         """Registers of a thread that hold scores, results and queries; the rest of a kernel takes about 40 more."""
         facts = ARCH_FACTS[self.arch]
         steps = self.tile_m // (self.num_warps * facts.step_rows)
-        queries = self.headdim * facts.step_rows // 64 if facts.queries_in_registers else 0
+        queries = self.headdim * facts.step_rows // 64 if self.queries_in_registers else 0
         return steps * ((self.tile_n + self.headdim_v) // 8 * facts.elements + queries)
 
     @property
     def name(self) -> str:
         """A readable name, unique among configurations."""
-        flags = "_scores" * self.modifies_scores + "_paged" * self.paged
+        flags = "q" * self.queries_in_registers + "_scores" * self.modifies_scores + "_paged" * self.paged
         return (
             f"forward_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
             f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_blocks}{flags}"
@@ -93,6 +93,7 @@ class KernelConfig:
             "FA_WARPS": str(self.num_warps),
             "FA_STAGES": str(self.num_stages),
             "FA_MIN_BLOCKS": str(self.min_blocks),
+            "FA_QUERIES_IN_REGISTERS": str(int(self.queries_in_registers)),
             "FA_MODIFIES": str(int(self.modifies_scores)),
             "FA_PAGED": str(int(self.paged)),
             "FA_SHARED_BYTES": str(self.shared_bytes),
@@ -110,30 +111,31 @@ class _Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     min_blocks: int
+    queries_in_registers: bool
 
 
 # For head dimensions up to the key, the candidates, best first; the first that fits the GPU is taken. Why each is where it
 # is: docs/experiments.md.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
-        64: (_Tiles(128, 64, 4, 2, 2),),
-        128: (_Tiles(128, 64, 8, 2, 1), _Tiles(64, 64, 4, 1, 1)),
-        256: (_Tiles(128, 32, 8, 2, 1), _Tiles(64, 32, 4, 1, 1)),
+        64: (_Tiles(128, 64, 4, 2, 2, True),),
+        128: (_Tiles(128, 64, 8, 2, 1, True), _Tiles(64, 64, 4, 1, 1, True)),
+        256: (_Tiles(128, 32, 8, 2, 1, True), _Tiles(64, 32, 4, 1, 1, True)),
     },
     75: {
-        64: (_Tiles(128, 64, 4, 1, 1),),
-        128: (_Tiles(64, 64, 4, 1, 1),),
-        256: (_Tiles(64, 16, 4, 1, 1),),
+        64: (_Tiles(128, 64, 4, 1, 1, True),),
+        128: (_Tiles(64, 64, 4, 1, 1, True),),
+        256: (_Tiles(64, 16, 4, 1, 1, True),),
     },
     70: {
-        64: (_Tiles(128, 64, 4, 1, 2),),
-        128: (_Tiles(128, 32, 4, 1, 1),),
-        256: (_Tiles(64, 32, 2, 1, 1),),
+        64: (_Tiles(128, 64, 4, 1, 2, True),),
+        128: (_Tiles(128, 32, 4, 1, 1, False),),
+        256: (_Tiles(64, 16, 2, 1, 1, False),),
     },
     60: {
-        64: (_Tiles(64, 32, 4, 1, 1),),
-        128: (_Tiles(32, 16, 2, 1, 1),),
-        256: (_Tiles(16, 8, 1, 1, 1),),
+        64: (_Tiles(64, 32, 4, 1, 1, False),),
+        128: (_Tiles(32, 16, 2, 1, 1, False),),
+        256: (_Tiles(16, 8, 1, 1, 1, False),),
     },
 }
 

@@ -6,28 +6,52 @@ something else. Files appear under their names complete or not at all, so any nu
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import os
-import tempfile
+import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 from fastattention import config
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import compiler
+from fastattention.errors import CompileError
 
 BUILT_AHEAD = Path(__file__).parents[1] / "cubins"
+
+
+class Origin(enum.Enum):
+    """Where machine code was taken from."""
+
+    PACKAGE = "package"
+    CACHE = "cache"
+    COMPILER = "compiler"
+
+
+class Obtained(NamedTuple):
+    """Machine code, ready to be loaded."""
+
+    code: bytes
+    origin: Origin
+
+
+def hash_sources(folders: tuple[Path, ...]) -> str:
+    """Hash of every header in `folders` with its name below them: the same wherever the package is installed."""
+    digest = hashlib.sha256(compiler.SOURCE.encode())
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".hpp", ".cuh")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
 
 
 @functools.cache
 def source_hash() -> str:
     """Hash of every file a kernel may include, with its name."""
-    digest = hashlib.sha256(compiler.SOURCE.encode())
-    for folder in compiler.INCLUDE_FOLDERS:
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".hpp", ".cuh")):
-            digest.update(path.relative_to(folder).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return hash_sources(compiler.INCLUDE_FOLDERS)
 
 
 def _file_name(kernel: KernelConfig, target: int, *more: str) -> str:
@@ -47,26 +71,54 @@ def cached_path(kernel: KernelConfig, target: int) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that others see complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Writes a file that others see complete or not at all. Raises CompileError where nothing can be written."""
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unusable("written", path, error) from error
+
+
+def _read(path: Path) -> bytes | None:
+    """The content of a file, or None where there is none. Raises CompileError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise _unusable("read", path, error) from error
+
+
+def _unusable(done: str, path: Path, error: OSError) -> CompileError:
+    return CompileError(
+        f"a compiled kernel cannot be {done} in {path.parent}: {error.strerror or error}; "
+        "set FASTATTENTION_CACHE to a folder that can be read and written"
+    )
+
+
+def generation(target: int) -> int:
+    """The first compute capability of a GPU's generation, e.g. 80 for 86: its machine code runs on all of them."""
+    return target // 10 * 10
+
+
+def obtain(kernel: KernelConfig, target: int) -> Obtained:
+    """The machine code of a variant: built ahead, from the cache, or compiled now and cached. Raises CompileError."""
+    for path in (built_ahead_path(kernel, target), built_ahead_path(kernel, generation(target))):
+        if (code := _read(path)) is not None:
+            return Obtained(code, Origin.PACKAGE)
+    path = cached_path(kernel, target)
+    if (code := _read(path)) is not None:
+        return Obtained(code, Origin.CACHE)
+    code = compiler.compile_kernel(kernel, target).code
+    write_atomically(path, code)
+    return Obtained(code, Origin.COMPILER)
 
 
 def cubin(kernel: KernelConfig, target: int) -> bytes:
-    """The machine code of a variant: built ahead, from the cache, or compiled now and cached."""
-    ahead = built_ahead_path(kernel, target)
-    if ahead.exists():
-        return ahead.read_bytes()
-    path = cached_path(kernel, target)
-    if path.exists():
-        return path.read_bytes()
-    code = compiler.compile_kernel(kernel, target).code
-    write_atomically(path, code)
-    return code
+    """The machine code of a variant, wherever it comes from. Raises CompileError."""
+    return obtain(kernel, target).code

@@ -47,17 +47,32 @@ class Cubin(NamedTuple):
 
 @functools.cache
 def _nvrtc() -> Any:
-    """cuda.bindings.nvrtc. Raises CompileError when it, or the compiler behind it, is not installed."""
+    """cuda.bindings.nvrtc. Raises CompileError when it, or the compiler behind it, is not installed.
+
+    cuda.bindings finds the compiler: one that the process has loaded, else a wheel's in site-packages (torch's CUDA builds
+    bring one), then conda's, the system's, CUDA_PATH's. Bindings 12.9 and 13 both drive NVRTC 12.1 to 13; where 12 and 13
+    are installed side by side both take 13, which knows neither Pascal nor Volta.
+    """
     try:
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
         raise CompileError(
-            f"kernels that were not built ahead need NVRTC, which cannot be loaded ({error}); "
+            f"kernels that were not built ahead need NVRTC, which cannot be loaded ({reason}); "
             'install it with pip install "fastattention[cuda12]", or [cuda13] for Turing and newer'
         ) from error
     return nvrtc
+
+
+def why_unavailable() -> str | None:
+    """Why nothing can be compiled here, or None."""
+    try:
+        _nvrtc()
+    except CompileError as error:
+        return str(error)
+    return None
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
@@ -85,8 +100,13 @@ def why_not_target(target: int) -> str | None:
     if target in targets:
         return None
     numbers = ".".join(map(str, version()))
-    older = "; CUDA 12 is the last that builds for Pascal and Volta" if target < min(targets) else ""
-    return f"NVRTC {numbers} builds for compute capabilities {targets[0]} to {targets[-1]}, not {target}{older}"
+    advice = "a newer NVRTC may"
+    if target < targets[0]:
+        advice = (
+            "CUDA 12 is the last that builds for Pascal and Volta: put those of CUDA 12 in the place of torch and of "
+            'nvidia-cuda-nvrtc, with pip install "fastattention[cuda12]"'
+        )
+    return f"NVRTC {numbers} builds for compute capabilities {targets[0]} to {targets[-1]}, not {target}; {advice}"
 
 
 def options(config: KernelConfig, target: int) -> list[str]:

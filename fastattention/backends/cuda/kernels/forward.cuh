@@ -16,7 +16,7 @@ namespace fastattention {
 constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
 constexpr int kWarpRows = kSteps * Arch::kStepRows;
 static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
-static_assert(kTileN % 16 == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "matrix instructions take 16 at a time");
+static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "products take so many at once");
 
 using QueryCopy = TileCopy<Arch, kTileM, kHeaddim>;
 using KeyCopy = TileCopy<Arch, kTileN, kHeaddim>;
@@ -88,18 +88,18 @@ public:
           sequence_(sequence),
           mask_(sequence.mask),
           first_row_(work.m_tile * kTileM),
+          last_row_(smaller(first_row_ + kTileM, static_cast<int>(mask_.seqlen_q)) - 1),
           warp_row_(first_row_ + warp_index() * kWarpRows),
+          seen_(mask_.rows(warp_row_, smaller(warp_row_ + kWarpRows - 1, last_row_))),
+          key_begin_(static_cast<int>(mask_.row_begin(first_row_)) / kTileN * kTileN),
+          key_end_(static_cast<int>(mask_.row_end(last_row_))),
+          q_rows_(query_rows(p, sequence, work)),
           k_rows_(cache_rows(p, sequence, work, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim)),
           v_rows_(cache_rows(p, sequence, work, p.v, p.v_stride_batch, p.v_stride_row, p.v_stride_head, p.headdim_v)),
           q_shared_(shared_memory()),
           k_shared_(q_shared_ + kQueryBytes),
           v_shared_(k_shared_ + kStages * KeyCopy::kBytes),
-          scale_log2_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
-        const int last_row = smaller(first_row_ + kTileM, static_cast<int>(mask_.seqlen_q)) - 1;
-        key_begin_ = static_cast<int>(mask_.row_begin(first_row_)) / kTileN * kTileN;
-        key_end_ = static_cast<int>(mask_.row_end(last_row));
-        last_row_ = last_row;
-    }
+          scale_log2_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {}
 
     FA_DEVICE void run() {
         clear();
@@ -134,12 +134,12 @@ private:
     // Two tiles of keys and values in shared memory: while one is worked on, the next is on its way. One barrier a tile
     // says both that this tile has arrived and that nobody reads the one before it any more.
     FA_DEVICE void run_double_buffered() {
-        QueryCopy q_copy;
-        KeyCopy k_copy;
-        ValueCopy v_copy;
-        q_copy.begin(query_rows(p_, sequence_, work_), first_row_, q_shared_);
-        k_copy.begin(k_rows_, key_begin_, k_shared_);
-        v_copy.begin(v_rows_, key_begin_, v_shared_);
+        QueryCopy q_copy(q_rows_, first_row_);
+        KeyCopy k_copy(k_rows_, key_begin_);
+        ValueCopy v_copy(v_rows_, key_begin_);
+        q_copy.begin(q_shared_);
+        k_copy.begin(k_shared_);
+        v_copy.begin(v_shared_);
         copy_async_commit();
         copy_async_wait<0>();
         block_barrier();
@@ -147,8 +147,8 @@ private:
         int stage = 0;
         for (int key = key_begin_; key < key_end_; key += kTileN, stage ^= 1) {
             if (key + kTileN < key_end_) {
-                k_copy.begin(k_rows_, key + kTileN, k_shared_ + (stage ^ 1) * KeyCopy::kBytes);
-                v_copy.begin(v_rows_, key + kTileN, v_shared_ + (stage ^ 1) * ValueCopy::kBytes);
+                k_copy.begin(k_shared_ + (stage ^ 1) * KeyCopy::kBytes);
+                v_copy.begin(v_shared_ + (stage ^ 1) * ValueCopy::kBytes);
             }
             copy_async_commit();
             const TileKind kind = kind_of(key);
@@ -163,21 +163,21 @@ private:
 
     // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round.
     FA_DEVICE void run_single_buffered() {
-        QueryCopy q_copy;
-        KeyCopy k_copy;
-        ValueCopy v_copy;
-        q_copy.begin(query_rows(p_, sequence_, work_), first_row_, q_shared_);
+        QueryCopy q_copy(q_rows_, first_row_);
+        KeyCopy k_copy(k_rows_, key_begin_);
+        ValueCopy v_copy(v_rows_, key_begin_);
+        q_copy.begin(q_shared_);
         q_copy.finish(q_shared_);
-        k_copy.begin(k_rows_, key_begin_, k_shared_);
+        k_copy.begin(k_shared_);
         arrive(k_copy, k_shared_);
         queries_.load(q_shared_ + warp_index() * kWarpRows * QueryCopy::kPitch);
         for (int key = key_begin_; key < key_end_; key += kTileN) {
-            v_copy.begin(v_rows_, key, v_shared_);
+            v_copy.begin(v_shared_);
             const TileKind kind = kind_of(key);
             if (kind != TileKind::kSkipped) attend(key, kind, k_shared_);
             arrive(v_copy, v_shared_);
             const bool more = key + kTileN < key_end_;
-            if (more) k_copy.begin(k_rows_, key + kTileN, k_shared_);
+            if (more) k_copy.begin(k_shared_);
             if (kind != TileKind::kSkipped) Arch::template accumulate_values<kSteps>(acc_o_, acc_s_, v_shared_);
             if (more) arrive(k_copy, k_shared_);
         }
@@ -197,7 +197,7 @@ private:
     // What the rows of this warp see of a tile of keys.
     FA_DEVICE TileKind kind_of(int key) const {
         if (warp_row_ > last_row_) return TileKind::kSkipped;
-        return mask_.classify(warp_row_, smaller(warp_row_ + kWarpRows - 1, last_row_), key, key + kTileN - 1);
+        return seen_.classify(key, key + kTileN - 1);
     }
 
     // acc_s_ = probabilities of a tile of keys, relative to the running maxima, which are raised first.
@@ -211,10 +211,11 @@ private:
         Arch::template multiply_queries<kSteps>(acc_s_, queries_, k_shared);
         if constexpr (kModifiesScores) modify(key);
         if (kind != TileKind::kFull) hide(key);
+        raise_maxima();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int which = 0; which < 2; ++which) softmax(step, which);
+            for (int which = 0; which < 2; ++which) exponentiate(step, which);
     }
 
     FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
@@ -268,23 +269,55 @@ private:
             }
     }
 
-    FA_DEVICE void softmax(int step, int which) {
+    // Probabilities are relative to row_max_, which may stay below the highest score by kSlack: what was accumulated needs
+    // to be rescaled only when a score is higher by more, which after the first tiles is rare.
+    FA_DEVICE void raise_maxima() {
+        constexpr float kSlack = 8.0f;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
+        float highest[kSteps][2];
+        bool raised = false;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                highest[step][which] = highest_score(step, which) * scale_log2_;
+                raised |= highest[step][which] > row_max_[step][which] + kSlack;
+            }
+        if (!any_lane(raised)) return;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const float new_max = maximum(row_max_[step][which], highest[step][which]);
+                rescale(step, which, exp2_approximate(row_max_[step][which] - shift_of(new_max)));
+                row_max_[step][which] = new_max;
+            }
+    }
+
+    // Of a row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
+    static FA_DEVICE float shift_of(float row_max) { return row_max == -infinity() ? 0.0f : row_max; }
+
+    FA_DEVICE float highest_score(int step, int which) const {
         float highest = acc_s_[step][0][first_element(which)];
 #pragma unroll
         for (int n = 0; n < kTileN / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; ++i)
                 if (Arch::row_of_element(i) == which) highest = maximum(highest, acc_s_[step][n][i]);
-        highest = Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
+        return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
+    }
 
-        // Scaled when positive scales keep the order; otherwise kModifiesScores, and scale_log2_ is 1.
-        const float old_max = row_max_[step][which];
-        const float new_max = maximum(old_max, highest * scale_log2_);
-        row_max_[step][which] = new_max;
-        // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
-        const float shift = new_max == -infinity() ? 0.0f : new_max;
-        const float factor = exp2_approximate(old_max - shift);
-        float sum = row_sum_[step][which] * factor;
+    FA_DEVICE void rescale(int step, int which, float factor) {
+        row_sum_[step][which] *= factor;
+#pragma unroll
+        for (int n = 0; n < kHeaddimV / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
+    }
+
+    FA_DEVICE void exponentiate(int step, int which) {
+        const float shift = shift_of(row_max_[step][which]);
+        float sum = row_sum_[step][which];
 #pragma unroll
         for (int n = 0; n < kTileN / 8; ++n)
 #pragma unroll
@@ -295,11 +328,6 @@ private:
                     sum += s;
                 }
         row_sum_[step][which] = sum;
-#pragma unroll
-        for (int n = 0; n < kHeaddimV / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < Arch::kElements; ++i)
-                if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
     }
 
     static FA_DEVICE constexpr int first_element(int which) {
@@ -365,11 +393,12 @@ private:
     const Work& work_;
     const Sequence& sequence_;
     const TileRange& mask_;
-    const int first_row_, warp_row_;
-    const SourceRows k_rows_, v_rows_;
+    const int first_row_, last_row_, warp_row_;
+    const RowsRange seen_;  // by this warp
+    const int key_begin_, key_end_;
+    const SourceRows q_rows_, k_rows_, v_rows_;
     const uint32_t q_shared_, k_shared_, v_shared_;
     const float scale_log2_;
-    int key_begin_, key_end_, last_row_;
 
     typename Arch::template Queries<kSteps> queries_;
     float acc_s_[kSteps][kTileN / 8][Arch::kElements];

@@ -41,6 +41,9 @@ FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffff
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
+// Whether it holds in any lane of the warp.
+FA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
 FA_DEVICE uint32_t shared_memory() {
     extern __shared__ __align__(16) char memory[];
     return static_cast<uint32_t>(__cvta_generic_to_shared(memory));
@@ -114,7 +117,7 @@ FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
     return x;
 }
 
-// 16 bytes from global to shared memory, or zeros.
+// 16 bytes from global to shared memory, or zeros: then `from` is not read.
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }

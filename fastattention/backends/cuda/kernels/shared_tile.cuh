@@ -23,61 +23,62 @@ struct SourceRows {
     int num_rows;                  // beyond them tiles hold zeros
     int num_columns;               // likewise
 
+    // When paged.
     FA_DEVICE const uint16_t* row(int index) const {
-        if constexpr (kPaged) {
-            if (pages != nullptr) {
-                const int page = index / page_block_size;
-                return base + pages[page] * stride_page + (index - page * page_block_size) * stride_row;
-            }
-        }
-        return base + index * stride_row;
+        const int page = index / page_block_size;
+        return base + pages[page] * stride_page + (index - page * page_block_size) * stride_row;
     }
 };
 
-// Copies kRows x kColumns tiles. Eight neighbouring lanes take 128 bytes of a row; a thread has the same column in all of
-// its rows. `begin` starts a copy, `finish` makes it visible to the thread's own writes in shared memory: the others see it
-// after a barrier. Between the two, data is on its way (sm80) or waits in registers.
+// Copies one tile of kRows x kColumns after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has the
+// same columns in all of its rows. `begin` starts a copy, `finish` completes it for the thread itself: the others see it after
+// a barrier. Between the two, data is on its way (sm80) or waits in registers.
 template <class Arch, int kRows, int kColumns>
 class TileCopy {
 public:
     static constexpr int kPitch = pitch_of<Arch::kSharedBytes>(kColumns);
     static constexpr int kBytes = kRows * kPitch;
 
-    FA_DEVICE void begin(const SourceRows& from, int first_row, uint32_t to) {
-        const int row = thread_index() / kLanesOfRow;
+    FA_DEVICE TileCopy(const SourceRows& from, int first_row)
+        : from_(from), row_(first_row + thread_row()), source_(from.base + row_ * from.stride_row + column_of(0)) {}
+
+    FA_DEVICE void begin(uint32_t to) {
+        to += thread_row() * kPitch + column_of(0) * Arch::kSharedBytes;
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
-            const int r = row + i * kRowStep;
-            if (kRows % kRowStep != 0 && r >= kRows) break;
-            const bool row_valid = first_row + r < from.num_rows;
-            const uint16_t* source = from.row(row_valid ? first_row + r : 0);
+            if (!has_row(i)) break;
+            const int row = row_ + i * kRowStep;
+            const bool row_valid = row < from_.num_rows;
+            const uint16_t* source = source_ + i * kRowStep * from_.stride_row;
+            if constexpr (kPaged) {
+                if (row_valid && from_.pages != nullptr) source = from_.row(row) + column_of(0);
+            }
 #pragma unroll
             for (int j = 0; j < kChunksOfThread; ++j) {
-                const int column = column_of(j);
-                if (kColumns % (kLanesOfRow * 8) != 0 && column >= kColumns) break;
-                const bool valid = row_valid && column < from.num_columns;
+                if (!has_chunk(j)) break;
+                const bool valid = row_valid && column_of(j) < from_.num_columns;
                 if constexpr (Arch::kAsyncCopy) {
-                    copy_async_128(to + r * kPitch + column * 2, valid ? source + column : from.base, valid);
+                    copy_async_128(to + i * kRowStep * kPitch + j * kChunkStep * 2, source + j * kChunkStep, valid);
                 } else {
-                    staged_[i][j] = valid ? load_global_128(source + column) : Words4{};
+                    staged_[i][j] = valid ? load_global_128(source + j * kChunkStep) : Words4{};
                 }
             }
         }
+        row_ += kRows;
+        source_ += kRows * from_.stride_row;
     }
 
     // Where copies are not asynchronous: writes what `begin` read.
     FA_DEVICE void finish(uint32_t to) const {
         if constexpr (!Arch::kAsyncCopy) {
-            const int row = thread_index() / kLanesOfRow;
+            to += thread_row() * kPitch + column_of(0) * Arch::kSharedBytes;
 #pragma unroll
             for (int i = 0; i < kRowsOfThread; ++i) {
-                const int r = row + i * kRowStep;
-                if (kRows % kRowStep != 0 && r >= kRows) break;
+                if (!has_row(i)) break;
 #pragma unroll
                 for (int j = 0; j < kChunksOfThread; ++j) {
-                    const int column = column_of(j);
-                    if (kColumns % (kLanesOfRow * 8) != 0 && column >= kColumns) break;
-                    Arch::store_chunk(to + r * kPitch + column * Arch::kSharedBytes, staged_[i][j]);
+                    if (!has_chunk(j)) break;
+                    Arch::store_chunk(to + i * kRowStep * kPitch + j * kChunkStep * Arch::kSharedBytes, staged_[i][j]);
                 }
             }
         }
@@ -86,11 +87,18 @@ public:
 private:
     static constexpr int kLanesOfRow = kColumns < 64 ? kColumns / 8 : 8;
     static constexpr int kRowStep = kThreads / kLanesOfRow;
+    static constexpr int kChunkStep = kLanesOfRow * 8;  // columns
     static constexpr int kRowsOfThread = (kRows + kRowStep - 1) / kRowStep;
-    static constexpr int kChunksOfThread = (kColumns + kLanesOfRow * 8 - 1) / (kLanesOfRow * 8);
+    static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
 
-    static FA_DEVICE int column_of(int chunk) { return (thread_index() % kLanesOfRow + chunk * kLanesOfRow) * 8; }
+    static FA_DEVICE int thread_row() { return thread_index() / kLanesOfRow; }
+    static FA_DEVICE int column_of(int chunk) { return thread_index() % kLanesOfRow * 8 + chunk * kChunkStep; }
+    static FA_DEVICE bool has_row(int i) { return kRows % kRowStep == 0 || thread_row() + i * kRowStep < kRows; }
+    static FA_DEVICE bool has_chunk(int j) { return kColumns % kChunkStep == 0 || column_of(j) < kColumns; }
 
+    const SourceRows& from_;
+    int row_;                 // the thread's first row of the next tile
+    const uint16_t* source_;  // where it begins, when not paged
     Words4 staged_[Arch::kAsyncCopy ? 1 : kRowsOfThread][Arch::kAsyncCopy ? 1 : kChunksOfThread];
 };
 

@@ -13,6 +13,7 @@ constexpr int kWarps = FA_WARPS;
 constexpr int kStages = FA_STAGES;              // tiles of keys, and of values, that fit shared memory
 constexpr bool kModifiesScores = FA_MODIFIES;   // softcap, ALiBi or bias may be on
 constexpr bool kPaged = FA_PAGED;
+constexpr bool kQueriesInRegisters = FA_QUERIES_IN_REGISTERS;  // otherwise read from shared memory for every tile
 
 constexpr int kThreads = kWarps * 32;
 

@@ -12,6 +12,7 @@ namespace fastattention {
 template <class Mma>
 struct Fragments16 {
     static constexpr int kSharedBytes = 2;  // of an element in shared memory
+    static constexpr int kKeyStep = 16;    // keys come in multiples of this
     static constexpr int kStepRows = 16;    // query rows that one instruction takes
     static constexpr int kElements = 4;     // of an accumulator, in one lane
     static constexpr int kRowLanes = 4;     // lanes that share a row
@@ -29,20 +30,38 @@ struct Fragments16 {
     }
 
     template <int kSteps>
-    struct Queries {
-        uint32_t fragments[kSteps][kHeaddim / 16][4];
-
+    class Queries {
+    public:
         // q: address of the warp's first row.
         FA_DEVICE void load(uint32_t q) {
-            constexpr int kPitch = pitch_of<2>(kHeaddim);
-            const int lane = lane_index();
-            const uint32_t at = q + lane % 16 * kPitch + lane / 16 * 16;
+            at_ = q + lane_index() % 16 * kPitch + lane_index() / 16 * 16;
+            if constexpr (kQueriesInRegisters) {
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step)
+                for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                for (int k = 0; k < kHeaddim / 16; ++k)
-                    load_matrices(fragments[step][k], at + step * 16 * kPitch + k * 32);
+                    for (int depth = 0; depth < kHeaddim / 16; ++depth) read(fragments_[step][depth], step, depth);
+            }
         }
+
+        // Operand A of 16 columns.
+        FA_DEVICE void fragment(uint32_t (&a)[4], int step, int depth) const {
+            if constexpr (kQueriesInRegisters) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = fragments_[step][depth][i];
+            } else {
+                read(a, step, depth);
+            }
+        }
+
+    private:
+        static constexpr int kPitch = pitch_of<2>(kHeaddim);
+
+        FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const {
+            load_matrices(a, at_ + step * 16 * kPitch + depth * 32);
+        }
+
+        uint32_t at_;
+        uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];
     };
 
     // acc_s = q k^T
@@ -53,14 +72,17 @@ struct Fragments16 {
         const uint32_t at = k + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
 #pragma unroll
         for (int depth = 0; depth < kHeaddim / 16; ++depth) {
+            uint32_t a[kSteps][4];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) q.fragment(a[step], step, depth);
 #pragma unroll
             for (int n = 0; n < kTileN / 16; ++n) {
                 uint32_t b[4];
                 load_matrices(b, at + n * 16 * kPitch + depth * 32);
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) {
-                    Mma::multiply_add(acc_s[step][2 * n], q.fragments[step][depth], b[0], b[1]);
-                    Mma::multiply_add(acc_s[step][2 * n + 1], q.fragments[step][depth], b[2], b[3]);
+                    Mma::multiply_add(acc_s[step][2 * n], a[step], b[0], b[1]);
+                    Mma::multiply_add(acc_s[step][2 * n + 1], a[step], b[2], b[3]);
                 }
             }
         }

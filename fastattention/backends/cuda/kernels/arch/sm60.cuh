@@ -12,6 +12,7 @@ namespace fastattention {
 struct Arch {
     static constexpr bool kAsyncCopy = false;
     static constexpr int kSharedBytes = 4;
+    static constexpr int kKeyStep = 8;    // keys come in multiples of this
     static constexpr int kStepRows = 16;
     static constexpr int kElements = 4;
     static constexpr int kRowLanes = 4;
@@ -40,9 +41,9 @@ struct Arch {
         }
     }
 
-    // Queries stay in shared memory: as floats they would fill the registers.
     template <int kSteps>
     struct Queries {
+        static_assert(!kQueriesInRegisters, "as floats queries would fill the registers");
         uint32_t address;
 
         FA_DEVICE void load(uint32_t q) { address = q; }

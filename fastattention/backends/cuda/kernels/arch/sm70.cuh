@@ -17,6 +17,7 @@ namespace fastattention {
 struct Arch {
     static constexpr bool kAsyncCopy = false;
     static constexpr int kSharedBytes = 2;
+    static constexpr int kKeyStep = 8;    // keys come in multiples of this
     static constexpr int kStepRows = 32;
     static constexpr int kElements = 8;
     static constexpr int kRowLanes = 2;
@@ -46,18 +47,34 @@ struct Arch {
     static FA_DEVICE int operand_row() { return lane_index() % 4 + lane_index() / 16 * 4; }
 
     template <int kSteps>
-    struct Queries {
-        Words4 fragments[kSteps][kHeaddim / 8];
-
+    class Queries {
+    public:
+        // q: address of the warp's first row.
         FA_DEVICE void load(uint32_t q) {
-            constexpr int kPitch = pitch_of<2>(kHeaddim);
-            const uint32_t at = q + (lane_index() / 4 % 4 * 8 + operand_row()) * kPitch;
+            at_ = q + (lane_index() / 4 % 4 * 8 + operand_row()) * kPitch;
+            if constexpr (kQueriesInRegisters) {
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step)
+                for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                for (int k = 0; k < kHeaddim / 8; ++k)
-                    fragments[step][k] = load_shared_128(at + step * kStepRows * kPitch + k * 16);
+                    for (int depth = 0; depth < kHeaddim / 8; ++depth) fragments_[step][depth] = read(step, depth);
+            }
         }
+
+        // Operands A of two products, eight columns together.
+        FA_DEVICE Words4 fragment(int step, int depth) const {
+            if constexpr (kQueriesInRegisters) return fragments_[step][depth];
+            return read(step, depth);
+        }
+
+    private:
+        static constexpr int kPitch = pitch_of<2>(kHeaddim);
+
+        FA_DEVICE Words4 read(int step, int depth) const {
+            return load_shared_128(at_ + step * kStepRows * kPitch + depth * 16);
+        }
+
+        uint32_t at_;
+        Words4 fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 8 : 1];
     };
 
     template <int kSteps>
@@ -66,14 +83,16 @@ struct Arch {
         const uint32_t at = k + operand_row() * kPitch;
 #pragma unroll
         for (int depth = 0; depth < kHeaddim / 8; ++depth) {
+            Words4 a[kSteps];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) a[step] = q.fragment(step, depth);
 #pragma unroll
             for (int n = 0; n < kTileN / 8; ++n) {
                 const Words4 b = load_shared_128(at + n * 8 * kPitch + depth * 16);
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) {
-                    const Words4& a = q.fragments[step][depth];
-                    mma_m8n8k4_row_col(acc_s[step][n], a.word[0], a.word[1], b.word[0], b.word[1]);
-                    mma_m8n8k4_row_col(acc_s[step][n], a.word[2], a.word[3], b.word[2], b.word[3]);
+                    mma_m8n8k4_row_col(acc_s[step][n], a[step].word[0], a[step].word[1], b.word[0], b.word[1]);
+                    mma_m8n8k4_row_col(acc_s[step][n], a[step].word[2], a[step].word[3], b.word[2], b.word[3]);
                 }
             }
         }

@@ -20,3 +20,10 @@ class ModelDtype(str, Enum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class KernelDtype(str, Enum):
+    """--dtype: of q, k and v of the calls that a GPU kernel is for."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fastattention import __version__
-from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.cli.choices import Attention, KernelDtype, ModelDtype
 from fastattention.cli.console import errors_as_messages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -93,6 +93,57 @@ def demo(
 
     with errors_as_messages():
         command.demo(file or command.DEFAULT_SOURCE, context, new_tokens, model or command.DEMO_MODEL)
+
+
+@app.command("compile")
+def compile_variant(
+    arch: Annotated[int, typer.Option(help="Code path: 60, 70, 75 or 80, which serves everything newer too.")],
+    headdim: Annotated[int, typer.Option(help="Head dimension of queries and keys.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
+    headdim_v: Annotated[int | None, typer.Option(help="Head dimension of values. Default: that of keys.")] = None,
+    target: Annotated[
+        int | None, typer.Option(help="Compute capability to compile for, e.g. 86. Default: that of the code path.")
+    ] = None,
+    dtype: Annotated[KernelDtype, typer.Option(help="Of q, k and v.")] = KernelDtype.FLOAT16,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="For softcap, ALiBi, bias, or a softmax_scale that is not positive.")
+    ] = False,
+    paged: Annotated[bool, typer.Option("--paged", help="For keys and values in pages.")] = False,
+) -> None:
+    """Compile one GPU kernel into a file and say what it takes. Needs no GPU.
+
+    Causal and window masks, packed sequences and sinks are chosen at run time: every kernel has them.
+    """
+    from fastattention.cli import compile as command
+
+    with errors_as_messages():
+        command.compile_variant(
+            arch=arch,
+            target=arch if target is None else target,
+            headdim=headdim,
+            headdim_v=headdim if headdim_v is None else headdim_v,
+            dtype=dtype.value,
+            scores=scores,
+            paged=paged,
+            output=output,
+        )
+
+
+@app.command()
+def warmup(
+    device: Annotated[str, typer.Option(help="As torch names it, e.g. cuda:0.")] = "cuda:0",
+    headdim: Annotated[
+        list[int] | None, typer.Option(help="Head dimension; may be repeated. Default: 64, 96, 128 and 256.")
+    ] = None,
+    dtype: Annotated[
+        list[KernelDtype] | None, typer.Option(help="Of q, k and v; may be repeated. Default: both.")
+    ] = None,
+) -> None:
+    """Compile and load the GPU kernels that calls will need, and say where each came from."""
+    from fastattention.cli import warmup as command
+
+    with errors_as_messages():
+        command.warmup(device, headdim or [64, 96, 128, 256], [one.value for one in dtype or KernelDtype])
 
 
 if __name__ == "__main__":

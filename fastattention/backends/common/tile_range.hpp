@@ -17,11 +17,12 @@ enum class TileKind : int {
 
 // What a run of neighbouring queries sees: some of them keys from seen_begin to seen_end, all of them keys from full_begin to
 // full_end. For kernels that ask for one tile of keys after the other.
+template <class Integer>
 struct RowsRange {
-    long long seen_begin, seen_end;
-    long long full_begin, full_end;
+    Integer seen_begin, seen_end;
+    Integer full_begin, full_end;
 
-    FA_HOST_DEVICE TileKind classify(long long first_k, long long last_k) const {
+    FA_HOST_DEVICE TileKind classify(Integer first_k, Integer last_k) const {
         if (seen_end <= first_k || seen_begin > last_k) return TileKind::kSkipped;
         return full_begin <= first_k && full_end > last_k ? TileKind::kFull : TileKind::kPartial;
     }
@@ -29,34 +30,35 @@ struct RowsRange {
 
 // The band of keys around the diagonal that is aligned to the bottom right corner of the score matrix: query i sees keys
 // i + seqlen_k - seqlen_q - left ... i + seqlen_k - seqlen_q + right, -1 being unlimited. Rows only ever move right, which
-// is why the first and last row of a tile decide for all of its rows.
-struct TileRange {
-    long long seqlen_q;
-    long long seqlen_k;
-    long long left;
-    long long right;
+// is why the first and last row of a tile decide for all of its rows. Kernels of GPUs count in int, to spare registers.
+template <class Integer>
+struct BasicTileRange {
+    Integer seqlen_q;
+    Integer seqlen_k;
+    Integer left;
+    Integer right;
 
-    FA_HOST_DEVICE long long clamp(long long key) const { return key < 0 ? 0 : (key > seqlen_k ? seqlen_k : key); }
+    FA_HOST_DEVICE Integer clamp(Integer key) const { return key < 0 ? 0 : (key > seqlen_k ? seqlen_k : key); }
 
     // First key that query i sees, if it sees any.
-    FA_HOST_DEVICE long long row_begin(long long i) const {
-        return left < 0 ? 0 : clamp(i + seqlen_k - seqlen_q - left);
-    }
+    FA_HOST_DEVICE Integer row_begin(Integer i) const { return left < 0 ? 0 : clamp(i + seqlen_k - seqlen_q - left); }
 
     // One past the last key that query i sees; not above row_begin when it sees none.
-    FA_HOST_DEVICE long long row_end(long long i) const {
+    FA_HOST_DEVICE Integer row_end(Integer i) const {
         return right < 0 ? seqlen_k : clamp(i + seqlen_k - seqlen_q + right + 1);
     }
 
     // The tile of queries first_q..last_q and keys first_k..last_k, all inclusive.
-    FA_HOST_DEVICE TileKind classify(long long first_q, long long last_q, long long first_k, long long last_k) const {
+    FA_HOST_DEVICE TileKind classify(Integer first_q, Integer last_q, Integer first_k, Integer last_k) const {
         return rows(first_q, last_q).classify(first_k, last_k);
     }
 
     // The queries first_q..last_q, both inclusive.
-    FA_HOST_DEVICE RowsRange rows(long long first_q, long long last_q) const {
+    FA_HOST_DEVICE RowsRange<Integer> rows(Integer first_q, Integer last_q) const {
         return {row_begin(first_q), row_end(last_q), row_begin(last_q), row_end(first_q)};
     }
 };
+
+using TileRange = BasicTileRange<long long>;
 
 }  // namespace fastattention

@@ -118,7 +118,8 @@ def _aligned(tensor: Tensor) -> Tensor:
     if columns % _CHUNK:
         return torch.nn.functional.pad(tensor, (0, -columns % _CHUNK))
     strides = tensor.stride()
-    if strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and all(stride % _CHUNK == 0 for stride in strides[:-1]):
+    fits = all(stride % _CHUNK == 0 for stride in strides[:-1]) and strides[-3] < 2**31
+    if strides[-1] == 1 and fits and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -143,6 +144,10 @@ def _params(
     if bias is not None:
         b = bias.stride()
         bias_strides = (0, b[0], b[1], b[2]) if packed else (b[0], b[1], b[2], b[3])
+    q_batch, q_row, q_head = _strides(inputs.q)
+    k_batch, k_row, k_head = _strides(inputs.k)
+    v_batch, v_row, v_head = _strides(inputs.v)
+    out_batch, out_row, out_head = _strides(out)
     lse_stride_head = problem.total_q if packed else problem.seqlen_q
     return ForwardParams(
         inputs.q.data_ptr(),
@@ -156,15 +161,23 @@ def _params(
         _pointer(alibi),
         _pointer(inputs.sinks),
         _pointer(bias),
-        *_strides(inputs.q),
-        *_strides(inputs.k),
-        *_strides(inputs.v),
-        *_strides(out),
+        q_batch,
+        q_head,
+        k_batch,
+        k_head,
+        v_batch,
+        v_head,
+        out_batch,
+        out_head,
         0 if packed else problem.nheads * lse_stride_head,
         lse_stride_head,
         *bias_strides,
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),
+        q_row,
+        k_row,
+        v_row,
+        out_row,
         problem.batch_size,
         problem.seqlen_q,
         problem.seqlen_k,

@@ -6,12 +6,13 @@ import ctypes
 
 _POINTERS = "q k v out lse cu_seqlens_q cu_seqlens_k block_table alibi_slopes sinks attn_bias".split()
 _STRIDES = (
-    "q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head "
-    "v_stride_batch v_stride_row v_stride_head out_stride_batch out_stride_row out_stride_head "
+    "q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head "
+    "out_stride_batch out_stride_head "
     "lse_stride_batch lse_stride_head bias_stride_batch bias_stride_head bias_stride_row bias_stride_key "
     "alibi_stride_batch block_table_stride"
 ).split()
 _INTEGERS = (
+    "q_stride_row k_stride_row v_stride_row out_stride_row "
     "batch_size seqlen_q seqlen_k nheads group_size headdim headdim_v page_block_size window_left window_right "
     "bias_is_float num_m_tiles heads_together"
 ).split()

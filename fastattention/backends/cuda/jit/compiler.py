@@ -7,11 +7,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fastattention.backends
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.errors import CompileError
 
-_BACKENDS = Path(fastattention.backends.__file__).parent
+_BACKENDS = Path(__file__).parents[2]
 INCLUDE_FOLDERS = (_BACKENDS / "cuda" / "kernels", _BACKENDS / "common")
 SOURCE = '#include "forward.cuh"\n'
 ENTRY = "fastattention_forward"
@@ -49,9 +48,9 @@ class Cubin(NamedTuple):
 def _nvrtc() -> Any:
     """cuda.bindings.nvrtc. Raises CompileError when it, or the compiler behind it, is not installed.
 
-    cuda.bindings finds the compiler: one that the process has loaded, else a wheel's in site-packages (torch's CUDA builds
-    bring one), then conda's, the system's, CUDA_PATH's. Bindings 12.9 and 13 both drive NVRTC 12.1 to 13; where 12 and 13
-    are installed side by side both take 13, which knows neither Pascal nor Volta.
+    cuda.bindings finds the compiler: one that the process has loaded, else a wheel's in site-packages (torch's CUDA
+    builds bring one), then conda's, the system's, CUDA_PATH's. Bindings 12.9 and 13 both drive NVRTC 12.1 to 13. Where
+    12 and 13 are installed side by side both take 13, which knows neither Pascal nor Volta.
     """
     try:
         from cuda.bindings import nvrtc
@@ -134,7 +133,7 @@ def compile_kernel(config: KernelConfig, target: int) -> Cubin:
 
 
 def _bytes(size: Any, get: Any, program: Any) -> bytes:
-    buffer = b"\0" * _checked(size(program))
+    buffer: bytes = b"\0" * _checked(size(program))
     _checked(get(program, buffer))
     return buffer
 

@@ -22,7 +22,7 @@ def _driver() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         raise CompileError(
-            f'kernels are launched through cuda-bindings, which cannot be loaded ({error}); '
+            f"kernels are launched through cuda-bindings, which cannot be loaded ({error}); "
             'install it with pip install "fastattention[cuda12]", or [cuda13] for Turing and newer'
         ) from error
     return driver

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from collections.abc import Iterable
 
 import torch
 
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.errors import CompileError
 from fastattention.problem import Layout, Problem
+
+HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Feature(enum.Enum):
@@ -30,7 +36,7 @@ def choose_variant(
     modifies_scores: bool = False,
     paged: bool = False,
 ) -> KernelConfig:
-    """The variant that serves a call on a GPU: the heuristics' own answer. Raises ValueError when none fits."""
+    """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
     problem = Problem(
         layout=Layout.PACKED if paged else Layout.DENSE,
         device=torch.device("cuda"),
@@ -49,13 +55,30 @@ def choose_variant(
         softcap=1.0 if modifies_scores else 0.0,
         page_block_size=64 if paged else None,
     )
-    return heuristics.choose_config(problem, arch, limits)
+    try:
+        return heuristics.choose_config(problem, arch, limits)
+    except ValueError as error:
+        raise CompileError(str(error)) from error
 
 
 def choose_feature(arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature) -> KernelConfig:
     """`choose_variant` for equally wide keys and values and one feature."""
     scores, paged = feature is Feature.SCORES, feature is Feature.PAGED
     return choose_variant(arch, limits, dtype, headdim, headdim, modifies_scores=scores, paged=paged)
+
+
+def variants_of(
+    limits: Limits,
+    headdims: Iterable[int] = HEADDIMS,
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    arch: int | None = None,
+) -> list[KernelConfig]:
+    """Every variant that such calls can need on a GPU, each once: bfloat16 and float16 share one before Ampere.
+
+    arch: the code path; None is the GPU's own.
+    """
+    calls = itertools.product(dtypes, headdims, Feature)
+    return list(dict.fromkeys(choose_feature(arch or limits.arch, limits, *call) for call in calls))
 
 
 def known_limits(target: int) -> Limits | None:

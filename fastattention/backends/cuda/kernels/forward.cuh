@@ -47,55 +47,49 @@ FA_DEVICE Work find_work(const ForwardParams& p) {
             static_cast<int>(head / p.nheads)};
 }
 
-// Where the sequence of a CTA lies.
-struct Sequence {
-    int64_t first_q, first_k;  // tokens before it when packed
-    TileRange mask;
+// Tokens before a sequence when packed. Asked for where it is needed, rather than kept.
+FA_DEVICE int64_t first_token(const int32_t* cu_seqlens, int batch) { return cu_seqlens == nullptr ? 0 : cu_seqlens[batch]; }
 
-    FA_DEVICE Sequence(const ForwardParams& p, int batch) : first_q(0), first_k(0) {
-        mask = {p.seqlen_q, p.seqlen_k, p.window_left, p.window_right};
-        if (p.cu_seqlens_q != nullptr) {
-            first_q = p.cu_seqlens_q[batch];
-            mask.seqlen_q = p.cu_seqlens_q[batch + 1] - first_q;
-        }
-        if (p.cu_seqlens_k != nullptr) {
-            first_k = p.cu_seqlens_k[batch];
-            mask.seqlen_k = p.cu_seqlens_k[batch + 1] - first_k;
-        }
-    }
-};
-
-FA_DEVICE SourceRows query_rows(const ForwardParams& p, const Sequence& s, const Work& w) {
-    const uint16_t* base = p.q + w.batch * p.q_stride_batch + s.first_q * p.q_stride_row + w.head * p.q_stride_head;
-    return {base, p.q_stride_row, nullptr, 0, 0, static_cast<int>(s.mask.seqlen_q), p.headdim};
+FA_DEVICE int seqlen_of(const int32_t* cu_seqlens, int batch, int seqlen) {
+    return cu_seqlens == nullptr ? seqlen : cu_seqlens[batch + 1] - cu_seqlens[batch];
 }
 
-FA_DEVICE SourceRows cache_rows(const ForwardParams& p, const Sequence& s, const Work& w, const uint16_t* base,
-                                int64_t stride_batch, int64_t stride_row, int64_t stride_head, int columns) {
+FA_DEVICE BasicTileRange<int> mask_of(const ForwardParams& p, int batch) {
+    return {seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q), seqlen_of(p.cu_seqlens_k, batch, p.seqlen_k), p.window_left,
+            p.window_right};
+}
+
+FA_DEVICE SourceRows query_rows(const ForwardParams& p, const Work& w, int seqlen_q) {
+    const uint16_t* base = p.q + w.batch * p.q_stride_batch + first_token(p.cu_seqlens_q, w.batch) * p.q_stride_row +
+                           w.head * p.q_stride_head;
+    return {base, p.q_stride_row, nullptr, 0, 0, seqlen_q, p.headdim};
+}
+
+FA_DEVICE SourceRows cache_rows(const ForwardParams& p, const Work& w, int seqlen_k, const uint16_t* base,
+                                int64_t stride_batch, int stride_row, int64_t stride_head, int columns) {
     base += w.head / p.group_size * stride_head;
-    const int seqlen_k = static_cast<int>(s.mask.seqlen_k);
     if (kPaged && p.block_table != nullptr)
         return {base, stride_row, p.block_table + w.batch * p.block_table_stride, stride_batch, p.page_block_size, seqlen_k,
                 columns};
-    return {base + w.batch * stride_batch + s.first_k * stride_row, stride_row, nullptr, 0, 0, seqlen_k, columns};
+    base += w.batch * stride_batch + first_token(p.cu_seqlens_k, w.batch) * stride_row;
+    return {base, stride_row, nullptr, 0, 0, seqlen_k, columns};
 }
 
 class ForwardTile {
 public:
-    FA_DEVICE ForwardTile(const ForwardParams& p, const Work& work, const Sequence& sequence)
+    FA_DEVICE ForwardTile(const ForwardParams& p, const Work& work, const BasicTileRange<int>& mask)
         : p_(p),
           work_(work),
-          sequence_(sequence),
-          mask_(sequence.mask),
+          mask_(mask),
           first_row_(work.m_tile * kTileM),
-          last_row_(smaller(first_row_ + kTileM, static_cast<int>(mask_.seqlen_q)) - 1),
+          last_row_(smaller(first_row_ + kTileM, mask_.seqlen_q) - 1),
           warp_row_(first_row_ + warp_index() * kWarpRows),
           seen_(mask_.rows(warp_row_, smaller(warp_row_ + kWarpRows - 1, last_row_))),
-          key_begin_(static_cast<int>(mask_.row_begin(first_row_)) / kTileN * kTileN),
-          key_end_(static_cast<int>(mask_.row_end(last_row_))),
-          q_rows_(query_rows(p, sequence, work)),
-          k_rows_(cache_rows(p, sequence, work, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim)),
-          v_rows_(cache_rows(p, sequence, work, p.v, p.v_stride_batch, p.v_stride_row, p.v_stride_head, p.headdim_v)),
+          key_begin_(mask_.row_begin(first_row_) / kTileN * kTileN),
+          key_end_(mask_.row_end(last_row_)),
+          q_rows_(query_rows(p, work, mask.seqlen_q)),
+          k_rows_(cache_rows(p, work, mask.seqlen_k, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim)),
+          v_rows_(cache_rows(p, work, mask.seqlen_k, p.v, p.v_stride_batch, p.v_stride_row, p.v_stride_head, p.headdim_v)),
           q_shared_(shared_memory()),
           k_shared_(q_shared_ + kQueryBytes),
           v_shared_(k_shared_ + kStages * KeyCopy::kBytes),
@@ -134,12 +128,12 @@ private:
     // Two tiles of keys and values in shared memory: while one is worked on, the next is on its way. One barrier a tile
     // says both that this tile has arrived and that nobody reads the one before it any more.
     FA_DEVICE void run_double_buffered() {
-        QueryCopy q_copy(q_rows_, first_row_);
-        KeyCopy k_copy(k_rows_, key_begin_);
-        ValueCopy v_copy(v_rows_, key_begin_);
-        q_copy.begin(q_shared_);
-        k_copy.begin(k_shared_);
-        v_copy.begin(v_shared_);
+        QueryCopy q_copy(q_rows_);
+        KeyCopy k_copy(k_rows_);
+        ValueCopy v_copy(v_rows_);
+        q_copy.begin(first_row_, q_shared_);
+        k_copy.begin(key_begin_, k_shared_);
+        v_copy.begin(key_begin_, v_shared_);
         copy_async_commit();
         copy_async_wait<0>();
         block_barrier();
@@ -147,38 +141,39 @@ private:
         int stage = 0;
         for (int key = key_begin_; key < key_end_; key += kTileN, stage ^= 1) {
             if (key + kTileN < key_end_) {
-                k_copy.begin(k_shared_ + (stage ^ 1) * KeyCopy::kBytes);
-                v_copy.begin(v_shared_ + (stage ^ 1) * ValueCopy::kBytes);
+                k_copy.begin(key + kTileN, k_shared_ + (stage ^ 1) * KeyCopy::kBytes);
+                v_copy.begin(key + kTileN, v_shared_ + (stage ^ 1) * ValueCopy::kBytes);
             }
             copy_async_commit();
             const TileKind kind = kind_of(key);
             if (kind != TileKind::kSkipped) {
-                attend(key, kind, k_shared_ + stage * KeyCopy::kBytes);
-                Arch::template accumulate_values<kSteps>(acc_o_, acc_s_, v_shared_ + stage * ValueCopy::kBytes);
+                multiply_queries(k_shared_ + stage * KeyCopy::kBytes);
+                accumulate_values(key, kind, v_shared_ + stage * ValueCopy::kBytes);
             }
             copy_async_wait<0>();
             block_barrier();
         }
     }
 
-    // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round.
+    // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round. No barrier
+    // parts the softmax from the product with the values, so that the exponentials of some keys overlap the products of others.
     FA_DEVICE void run_single_buffered() {
-        QueryCopy q_copy(q_rows_, first_row_);
-        KeyCopy k_copy(k_rows_, key_begin_);
-        ValueCopy v_copy(v_rows_, key_begin_);
-        q_copy.begin(q_shared_);
+        QueryCopy q_copy(q_rows_);
+        KeyCopy k_copy(k_rows_);
+        ValueCopy v_copy(v_rows_);
+        q_copy.begin(first_row_, q_shared_);
+        k_copy.begin(key_begin_, k_shared_);
         q_copy.finish(q_shared_);
-        k_copy.begin(k_shared_);
         arrive(k_copy, k_shared_);
         queries_.load(q_shared_ + warp_index() * kWarpRows * QueryCopy::kPitch);
         for (int key = key_begin_; key < key_end_; key += kTileN) {
-            v_copy.begin(v_shared_);
+            v_copy.begin(key, v_shared_);
             const TileKind kind = kind_of(key);
-            if (kind != TileKind::kSkipped) attend(key, kind, k_shared_);
+            if (kind != TileKind::kSkipped) multiply_queries(k_shared_);
             arrive(v_copy, v_shared_);
             const bool more = key + kTileN < key_end_;
-            if (more) k_copy.begin(k_shared_);
-            if (kind != TileKind::kSkipped) Arch::template accumulate_values<kSteps>(acc_o_, acc_s_, v_shared_);
+            if (more) k_copy.begin(key + kTileN, k_shared_);
+            if (kind != TileKind::kSkipped) accumulate_values(key, kind, v_shared_);
             if (more) arrive(k_copy, k_shared_);
         }
     }
@@ -200,8 +195,8 @@ private:
         return seen_.classify(key, key + kTileN - 1);
     }
 
-    // acc_s_ = probabilities of a tile of keys, relative to the running maxima, which are raised first.
-    FA_DEVICE void attend(int key, TileKind kind, uint32_t k_shared) {
+    // acc_s_ = q k^T for a tile of keys.
+    FA_DEVICE void multiply_queries(uint32_t k_shared) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -209,13 +204,24 @@ private:
 #pragma unroll
                 for (int i = 0; i < Arch::kElements; ++i) acc_s_[step][n][i] = 0.0f;
         Arch::template multiply_queries<kSteps>(acc_s_, queries_, k_shared);
+    }
+
+    // Scores become probabilities relative to the running maxima, which are raised first; acc_o_ += p v.
+    FA_DEVICE void accumulate_values(int key, TileKind kind, uint32_t v_shared) {
         if constexpr (kModifiesScores) modify(key);
-        if (kind != TileKind::kFull) hide(key);
+        if (kind != TileKind::kFull) {
+            if (mask_.left < 0) {
+                hide<false>(key);
+            } else {
+                hide<true>(key);
+            }
+        }
         raise_maxima();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) exponentiate(step, which);
+        Arch::template accumulate_values<kSteps>(acc_o_, acc_s_, v_shared);
     }
 
     FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
@@ -239,32 +245,33 @@ private:
     }
 
     FA_DEVICE ScoreRow score_row(int row) const {
-        ScoreRow result{nullptr, 0.0f, row + static_cast<int>(mask_.seqlen_k - mask_.seqlen_q)};
+        ScoreRow result{nullptr, 0.0f, row + mask_.seqlen_k - mask_.seqlen_q};
         if (p_.alibi_slopes != nullptr) result.slope = p_.alibi_slopes[work_.batch * p_.alibi_stride_batch + work_.head];
         if (p_.attn_bias != nullptr) {
             const int64_t offset = work_.batch * p_.bias_stride_batch + work_.head * p_.bias_stride_head +
-                                   (sequence_.first_q + row) * p_.bias_stride_row;
+                                   (first_token(p_.cu_seqlens_q, work_.batch) + row) * p_.bias_stride_row;
             result.bias = static_cast<const char*>(p_.attn_bias) + offset * (p_.bias_is_float ? 4 : 2);
         }
         return result;
     }
 
     // Scores outside the mask, or past the last key, become -infinity.
+    template <bool kHasLeft>
     FA_DEVICE void hide(int key) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const int row = row_of(step, which);
-                const int begin = static_cast<int>(mask_.row_begin(row)) - key;
-                const int end = static_cast<int>(mask_.row_end(row)) - key;
+                const int row = computed_here(warp_row_) + step * Arch::kStepRows + Arch::row(which);
+                const int begin = kHasLeft ? mask_.row_begin(row) - key : 0;
+                const int end = mask_.row_end(row) - key;
 #pragma unroll
                 for (int n = 0; n < kTileN / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < Arch::kElements; ++i)
                         if (Arch::row_of_element(i) == which) {
                             const int column = Arch::score_column(n, i);
-                            if (column < begin || column >= end) acc_s_[step][n][i] = -infinity();
+                            if ((kHasLeft && column < begin) || column >= end) acc_s_[step][n][i] = -infinity();
                         }
             }
     }
@@ -362,7 +369,7 @@ private:
                 row_max = highest;
             }
         }
-        const float factor = row_sum == 0.0f ? 0.0f : scale / row_sum;
+        const float factor = row_sum == 0.0f ? 0.0f : scale * reciprocal_approximate(row_sum);
         const int row = step * Arch::kStepRows + Arch::row(which);
 #pragma unroll
         for (int n = 0; n < kHeaddimV / 8; ++n)
@@ -372,29 +379,29 @@ private:
                     store_shared_32(warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
                                     Element::pack(acc_o_[step][n][i] * factor, acc_o_[step][n][i + 1] * factor));
         if (p_.lse != nullptr && warp_row_ + row <= last_row_ && Arch::score_column(0, 0) == 0) {
-            const float lse = row_sum == 0.0f ? -infinity() : (row_max + log2_exact(row_sum)) * kLn2;
-            p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head + sequence_.first_q + warp_row_ + row] =
-                lse;
+            const float lse = row_sum == 0.0f ? -infinity() : (row_max + log2_approximate(row_sum)) * kLn2;
+            p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
+                   first_token(p_.cu_seqlens_q, work_.batch) + warp_row_ + row] = lse;
         }
     }
 
     FA_DEVICE void copy_out(uint32_t warp_out) {
         constexpr int kChunks = kHeaddimV / 8;
-        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head;
+        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head +
+                        first_token(p_.cu_seqlens_q, work_.batch) * p_.out_stride_row;
         for (int i = lane_index(); i < kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks, column = i % kChunks * 8;
             if (warp_row_ + row > last_row_ || column >= p_.headdim_v) continue;
-            store_global_128(out + (sequence_.first_q + warp_row_ + row) * p_.out_stride_row + column,
+            store_global_128(out + static_cast<int64_t>(warp_row_ + row) * p_.out_stride_row + column,
                              load_shared_128(warp_out + row * kOutPitch + column * 2));
         }
     }
 
     const ForwardParams& p_;
     const Work& work_;
-    const Sequence& sequence_;
-    const TileRange& mask_;
+    const BasicTileRange<int>& mask_;
     const int first_row_, last_row_, warp_row_;
-    const RowsRange seen_;  // by this warp
+    const RowsRange<int> seen_;  // by this warp
     const int key_begin_, key_end_;
     const SourceRows q_rows_, k_rows_, v_rows_;
     const uint32_t q_shared_, k_shared_, v_shared_;
@@ -413,7 +420,7 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_BLOCK
     fastattention_forward(FA_PARAMETER fastattention::ForwardParams params) {
     using namespace fastattention;
     const Work work = find_work(params);
-    const Sequence sequence(params, work.batch);
-    if (static_cast<int64_t>(work.m_tile) * kTileM >= sequence.mask.seqlen_q) return;
-    ForwardTile(params, work, sequence).run();
+    const BasicTileRange<int> mask = mask_of(params, work.batch);
+    if (work.m_tile * kTileM >= mask.seqlen_q) return;
+    ForwardTile(params, work, mask).run();
 }

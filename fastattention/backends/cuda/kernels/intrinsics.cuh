@@ -41,6 +41,17 @@ FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffff
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
+// The same value, but to the compiler a new one: what depends on it is not computed ahead of a loop and kept in registers,
+// and what it was computed from is not kept in its place.
+FA_DEVICE int computed_here(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+FA_DEVICE const uint16_t* computed_here(const uint16_t* x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
 // Whether it holds in any lane of the warp.
 FA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
@@ -94,7 +105,18 @@ FA_DEVICE float exp2_approximate(float x) {
     return y;
 }
 FA_DEVICE float tanh_exact(float x) { return tanhf(x); }
-FA_DEVICE float log2_exact(float x) { return log2f(x); }
+// To 2^-22, absolute near 1 and relative elsewhere.
+FA_DEVICE float log2_approximate(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// To one unit in the last place, without the call that an exact division is.
+FA_DEVICE float reciprocal_approximate(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 FA_DEVICE uint32_t pack_float16(float low, float high) {
     uint32_t x;

@@ -20,15 +20,16 @@ struct ForwardParams {
     const float* sinks;           // (nheads), null without
     const void* attn_bias;        // null without
 
-    int64_t q_stride_batch, q_stride_row, q_stride_head;
-    int64_t k_stride_batch, k_stride_row, k_stride_head;  // when paged, stride_batch is a page's
-    int64_t v_stride_batch, v_stride_row, v_stride_head;
-    int64_t out_stride_batch, out_stride_row, out_stride_head;
+    int64_t q_stride_batch, q_stride_head;
+    int64_t k_stride_batch, k_stride_head;  // when paged, stride_batch is a page's
+    int64_t v_stride_batch, v_stride_head;
+    int64_t out_stride_batch, out_stride_head;
     int64_t lse_stride_batch, lse_stride_head;
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
     int64_t alibi_stride_batch;
     int64_t block_table_stride;
 
+    int32_t q_stride_row, k_stride_row, v_stride_row, out_stride_row;
     int32_t batch_size;
     int32_t seqlen_q, seqlen_k;  // of every sequence, or the longest when packed
     int32_t nheads;

@@ -13,20 +13,22 @@ FA_DEVICE constexpr int pitch_of(int columns) {
     return columns * kBytesOfElement + 16;
 }
 
-// Rows of keys or values of one head of one sequence.
+// Rows of queries, keys or values of one head of one sequence.
 struct SourceRows {
-    const uint16_t* base;          // row 0, or page 0
-    int64_t stride_row;
-    const int32_t* pages;          // of this sequence, when paged
+    const uint16_t* base;  // row 0, or page 0
+    int stride_row;        // less than 2^31 elements: addresses cost one multiplication
+    const int32_t* pages;  // of this sequence, null when not paged
     int64_t stride_page;
     int page_block_size;
-    int num_rows;                  // beyond them tiles hold zeros
-    int num_columns;               // likewise
+    int num_rows;     // beyond them tiles hold zeros
+    int num_columns;  // likewise
 
-    // When paged.
     FA_DEVICE const uint16_t* row(int index) const {
-        const int page = index / page_block_size;
-        return base + pages[page] * stride_page + (index - page * page_block_size) * stride_row;
+        if (kPaged && pages != nullptr) {
+            const int page = index / page_block_size;
+            return base + pages[page] * stride_page + static_cast<int64_t>(index - page * page_block_size) * stride_row;
+        }
+        return base + static_cast<int64_t>(index) * stride_row;
     }
 };
 
@@ -39,24 +41,26 @@ public:
     static constexpr int kPitch = pitch_of<Arch::kSharedBytes>(kColumns);
     static constexpr int kBytes = kRows * kPitch;
 
-    FA_DEVICE TileCopy(const SourceRows& from, int first_row)
-        : from_(from), row_(first_row + thread_row()), source_(from.base + row_ * from.stride_row + column_of(0)) {}
+    FA_DEVICE explicit TileCopy(const SourceRows& from) : from_(from) {
+        from_.base = computed_here(from.base + thread_index() % kLanesOfRow * 8);
+    }
 
-    FA_DEVICE void begin(uint32_t to) {
-        to += thread_row() * kPitch + column_of(0) * Arch::kSharedBytes;
+    FA_DEVICE void begin(int first_row, uint32_t to) {
+        const int thread = computed_here(thread_index());
+        const int thread_row = thread / kLanesOfRow, thread_column = thread % kLanesOfRow * 8;
+        to += thread_row * kPitch + thread_column * Arch::kSharedBytes;
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
-            if (!has_row(i)) break;
-            const int row = row_ + i * kRowStep;
+            if (kRows % kRowStep != 0 && thread_row + i * kRowStep >= kRows) break;
+            const int row = first_row + thread_row + i * kRowStep;
             const bool row_valid = row < from_.num_rows;
-            const uint16_t* source = source_ + i * kRowStep * from_.stride_row;
-            if constexpr (kPaged) {
-                if (row_valid && from_.pages != nullptr) source = from_.row(row) + column_of(0);
-            }
+            // A block table ends with the sequence.
+            const uint16_t* source = from_.row(kPaged && !row_valid ? 0 : row);
 #pragma unroll
             for (int j = 0; j < kChunksOfThread; ++j) {
-                if (!has_chunk(j)) break;
-                const bool valid = row_valid && column_of(j) < from_.num_columns;
+                const int column = thread_column + j * kChunkStep;
+                if (kColumns % kChunkStep != 0 && column >= kColumns) break;
+                const bool valid = row_valid && column < from_.num_columns;
                 if constexpr (Arch::kAsyncCopy) {
                     copy_async_128(to + i * kRowStep * kPitch + j * kChunkStep * 2, source + j * kChunkStep, valid);
                 } else {
@@ -64,20 +68,20 @@ public:
                 }
             }
         }
-        row_ += kRows;
-        source_ += kRows * from_.stride_row;
     }
 
     // Where copies are not asynchronous: writes what `begin` read.
     FA_DEVICE void finish(uint32_t to) const {
         if constexpr (!Arch::kAsyncCopy) {
-            to += thread_row() * kPitch + column_of(0) * Arch::kSharedBytes;
+            const int thread = computed_here(thread_index());
+            const int thread_row = thread / kLanesOfRow, thread_column = thread % kLanesOfRow * 8;
+            to += thread_row * kPitch + thread_column * Arch::kSharedBytes;
 #pragma unroll
             for (int i = 0; i < kRowsOfThread; ++i) {
-                if (!has_row(i)) break;
+                if (kRows % kRowStep != 0 && thread_row + i * kRowStep >= kRows) break;
 #pragma unroll
                 for (int j = 0; j < kChunksOfThread; ++j) {
-                    if (!has_chunk(j)) break;
+                    if (kColumns % kChunkStep != 0 && thread_column + j * kChunkStep >= kColumns) break;
                     Arch::store_chunk(to + i * kRowStep * kPitch + j * kChunkStep * Arch::kSharedBytes, staged_[i][j]);
                 }
             }
@@ -91,14 +95,7 @@ private:
     static constexpr int kRowsOfThread = (kRows + kRowStep - 1) / kRowStep;
     static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
 
-    static FA_DEVICE int thread_row() { return thread_index() / kLanesOfRow; }
-    static FA_DEVICE int column_of(int chunk) { return thread_index() % kLanesOfRow * 8 + chunk * kChunkStep; }
-    static FA_DEVICE bool has_row(int i) { return kRows % kRowStep == 0 || thread_row() + i * kRowStep < kRows; }
-    static FA_DEVICE bool has_chunk(int j) { return kColumns % kChunkStep == 0 || column_of(j) < kColumns; }
-
-    const SourceRows& from_;
-    int row_;                 // the thread's first row of the next tile
-    const uint16_t* source_;  // where it begins, when not paged
+    SourceRows from_;  // from the thread's first column on
     Words4 staged_[Arch::kAsyncCopy ? 1 : kRowsOfThread][Arch::kAsyncCopy ? 1 : kChunksOfThread];
 };
 

@@ -68,7 +68,7 @@ struct Fragments16 {
     template <int kSteps>
     static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
         constexpr int kPitch = pitch_of<2>(kHeaddim);
-        const int lane = lane_index();
+        const int lane = computed_here(lane_index());
         const uint32_t at = k + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
 #pragma unroll
         for (int depth = 0; depth < kHeaddim / 16; ++depth) {
@@ -79,13 +79,23 @@ struct Fragments16 {
             for (int n = 0; n < kTileN / 16; ++n) {
                 uint32_t b[4];
                 load_matrices(b, at + n * 16 * kPitch + depth * 32);
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    Mma::multiply_add(acc_s[step][2 * n], a[step], b[0], b[1]);
-                    Mma::multiply_add(acc_s[step][2 * n + 1], a[step], b[2], b[3]);
-                }
+                multiply_add_pairs(acc_s, 2 * n, a, b);
             }
         }
+    }
+
+    // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. One instruction of each product after the other, so that none waits
+    // for the one before it.
+    template <int kSteps, int kTiles>
+    static FA_DEVICE void multiply_add_pairs(float (&acc)[kSteps][kTiles][4], int n, const uint32_t (&a)[kSteps][4],
+                                             const uint32_t (&b)[4]) {
+#pragma unroll
+        for (int part = 0; part < Mma::kParts; ++part)
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                Mma::multiply_add(acc[step][n], a[step], b[0], b[1], part);
+                Mma::multiply_add(acc[step][n + 1], a[step], b[2], b[3], part);
+            }
     }
 
     // acc_o += p v
@@ -93,7 +103,7 @@ struct Fragments16 {
     static FA_DEVICE void accumulate_values(float (&acc_o)[kSteps][kHeaddimV / 8][4],
                                             const float (&p)[kSteps][kTileN / 8][4], uint32_t v) {
         constexpr int kPitch = pitch_of<2>(kHeaddimV);
-        const int lane = lane_index();
+        const int lane = computed_here(lane_index());
         const uint32_t at = v + lane % 16 * kPitch + lane / 16 * 16;
 #pragma unroll
         for (int depth = 0; depth < kTileN / 16; ++depth) {
@@ -109,11 +119,7 @@ struct Fragments16 {
             for (int n = 0; n < kHeaddimV / 16; ++n) {
                 uint32_t b[4];
                 load_matrices_transposed(b, at + depth * 16 * kPitch + n * 32);
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    Mma::multiply_add(acc_o[step][2 * n], a[step], b[0], b[1]);
-                    Mma::multiply_add(acc_o[step][2 * n + 1], a[step], b[2], b[3]);
-                }
+                multiply_add_pairs(acc_o, 2 * n, a, b);
             }
         }
     }

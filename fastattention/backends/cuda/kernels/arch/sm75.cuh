@@ -7,9 +7,10 @@ namespace fastattention {
 
 // The operands of m16n8k16 are those of two m16n8k8, side by side.
 struct MmaTwiceM16N8K8 {
-    static FA_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-        mma_m16n8k8_float16(c, a[0], a[1], b0);
-        mma_m16n8k8_float16(c, a[2], a[3], b1);
+    static constexpr int kParts = 2;
+
+    static FA_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int part) {
+        mma_m16n8k8_float16(c, a[2 * part], a[2 * part + 1], part == 0 ? b0 : b1);
     }
 };
 

@@ -1,0 +1,100 @@
+"""`fastattention warmup`: the kernels of a GPU, compiled before the first call asks for them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import NamedTuple
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from fastattention import config
+from fastattention.backends.cuda.chips import ARCHS
+from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.jit import cache, module
+from fastattention.backends.cuda.jit.cache import Origin
+from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.cli.compile import check_headdims
+from fastattention.cli.console import OUTPUT, progress_bar
+from fastattention.errors import ArgumentError, UnsupportedError
+
+
+class Warmed(NamedTuple):
+    """How a kernel was obtained, and how long that took."""
+
+    kernel: KernelConfig
+    origin: Origin
+    seconds: float
+
+
+def warmup(device: str, headdims: list[int], dtypes: list[str]) -> None:
+    """Compile and load what calls with these head dimensions and dtypes need; print where each kernel came from.
+
+    device: as torch names it. Raises UnsupportedError without such a GPU, CompileError where a kernel cannot be had.
+    """
+    index = _device_index(device)
+    for headdim in headdims:
+        check_headdims(headdim=headdim)
+    limits = module.device_limits(index)
+    if limits.target < ARCHS[-1]:
+        raise UnsupportedError(
+            f"{device} has compute capability {limits.target / 10:.1f}; Pascal (6.0) is the oldest that is served"
+        )
+    kernels = variants_of(limits, headdims, [getattr(torch, dtype) for dtype in dtypes], config.cuda_arch())
+    with progress_bar() as bar:
+        obtained = _obtain_all(kernels, limits.target)
+        warmed = list(bar.track(obtained, total=len(kernels), description="compiling"))
+        for kernel in bar.track(kernels, description="loading"):
+            module.load_kernel(kernel, index)
+    _show(device, warmed)
+
+
+def _device_index(device: str) -> int:
+    """The index of a GPU by its name in torch; the current one for "cuda". Needs a GPU to be there."""
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f"device={device!r} is no device of torch; use cuda or cuda:0") from error
+    if parsed.type != "cuda":
+        raise ArgumentError(f"device={device!r} needs no kernels; use cuda or cuda:0")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "there is no GPU to warm up: torch sees no CUDA device. `fastattention compile` needs none"
+        )
+    index = torch.cuda.current_device() if parsed.index is None else parsed.index
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ArgumentError(f"device={device!r} does not exist; torch sees cuda:0 to cuda:{count - 1}")
+    return index
+
+
+def _obtain_all(kernels: list[KernelConfig], target: int) -> Iterator[Warmed]:
+    """As they get ready: the compiler does not hold Python's lock, so kernels are compiled on all processors."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        futures: list[Future[Warmed]] = [pool.submit(_obtain, kernel, target) for kernel in kernels]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _obtain(kernel: KernelConfig, target: int) -> Warmed:
+    start = time.perf_counter()
+    origin = cache.obtain(kernel, target).origin
+    return Warmed(kernel, origin, time.perf_counter() - start)
+
+
+def _show(device: str, warmed: list[Warmed]) -> None:
+    table = Table("kernel", "from", "seconds", title=f"kernels of {device}", title_justify="left")
+    for kernel, origin, seconds in sorted(warmed, key=lambda one: one.kernel.name):
+        table.add_row(kernel.name, origin.value, f"{seconds:.2f}")
+    OUTPUT.print(table)
+    counts = Counter(one.origin for one in warmed)
+    sources = ", ".join(f"{counts[origin]} from the {origin.value}" for origin in Origin)
+    OUTPUT.print(f"{len(warmed)} kernels: {sources}. The cache is {escape(str(config.kernel_cache()))}", soft_wrap=True)

@@ -1,0 +1,78 @@
+"""Compile kernels ahead, so that a GPU's first calls wait for no compiler and need none.
+
+    python scripts/build_cubins.py
+
+Puts cubins where `pip wheel .` takes them from, fastattention/backends/cuda/cubins, and removes those of other sources
+that are there: for every GPU of chips.py every kernel whose keys and values are equally wide. Machine code runs on
+every later GPU of its generation, so that of compute capability 8.0 serves 8.6, 8.7 and 8.9. Needs NVRTC 12, the last
+that builds for Pascal and Volta, and a few minutes. docs/environment.md says what the set weighs.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import typer
+from rich.table import Table
+
+from fastattention.backends.cuda.chips import CHIPS, Limits
+from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.jit import cache, compiler
+from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
+
+
+class Built(NamedTuple):
+    """One cubin to build ahead."""
+
+    kernel: KernelConfig
+    target: int
+
+
+def main() -> None:
+    """Build the set into the source tree and print what it weighs."""
+    with errors_as_messages():
+        wanted = cubins_to_build()
+        cache.BUILT_AHEAD.mkdir(exist_ok=True)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, progress_bar() as bar:
+            sizes = list(bar.track(pool.map(build, wanted), total=len(wanted), description="compiling"))
+        current = {cache.built_ahead_path(*one) for one in wanted}
+        for stale in set(cache.BUILT_AHEAD.glob("*.cubin")) - current:
+            stale.unlink()
+    show(wanted, sizes)
+
+
+def cubins_to_build() -> list[Built]:
+    """What the GPUs of chips.py need, each once: those of one generation share."""
+    return list(
+        dict.fromkeys(Built(kernel, target_of(limits)) for limits in CHIPS.values() for kernel in variants_of(limits))
+    )
+
+
+def target_of(limits: Limits) -> int:
+    """The oldest compute capability whose machine code serves a GPU and has the instructions of its code path."""
+    return max(cache.generation(limits.target), limits.arch)
+
+
+def build(one: Built) -> int:
+    """Compile a cubin into the source tree unless it is there; returns its bytes."""
+    path = cache.built_ahead_path(*one)
+    if not path.exists():
+        cache.write_atomically(path, compiler.compile_kernel(*one).code)
+    return path.stat().st_size
+
+
+def show(wanted: list[Built], sizes: list[int]) -> None:
+    """Print one row a compute capability."""
+    table = Table("compute capability", "kernels", "MB")
+    for target in sorted({one.target for one in wanted}):
+        chosen = [size for one, size in zip(wanted, sizes, strict=True) if one.target == target]
+        table.add_row(f"{target / 10:.1f}", str(len(chosen)), f"{sum(chosen) / 1e6:.2f}")
+    table.add_row("all", str(len(sizes)), f"{sum(sizes) / 1e6:.2f}", style="bold")
+    OUTPUT.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,213 @@
+"""`fastattention compile` and `warmup`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattention.backends.cuda.chips import CHIPS
+from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.jit import cache, compiler, module
+from fastattention.backends.cuda.jit.compiler import Cubin
+from fastattention.errors import CompileError
+
+from .conftest import Finished
+
+RunCommand = Callable[..., Finished]
+REASON = compiler.why_unavailable()
+needs_nvrtc = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+LOG = "ptxas info : Used 77 registers\n8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, int]]:
+    """(kernel, target) of what is compiled by a stand-in for NVRTC, with an empty cache and package."""
+    calls: list[tuple[str, int]] = []
+    lock = threading.Lock()
+
+    def compile_kernel(kernel: KernelConfig, target: int) -> Cubin:
+        with lock:
+            calls.append((kernel.name, target))
+        return Cubin(kernel.name.encode(), LOG)
+
+    monkeypatch.setattr(compiler, "version", lambda: (12, 9))
+    monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(cache, "BUILT_AHEAD", tmp_path / "package")
+    monkeypatch.setenv("FASTATTENTION_CACHE", str(tmp_path / "kernel cache [a]"))
+    return calls
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
+    """What is loaded on a machine with a T4 and an A100."""
+    calls: list[tuple[KernelConfig, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(module, "device_limits", [CHIPS["T4"], CHIPS["A100"]].__getitem__)
+    monkeypatch.delenv("FASTATTENTION_CUDA_ARCH", raising=False)
+    monkeypatch.setattr(module, "load_kernel", lambda kernel, index: calls.append((kernel, index)))
+    return calls
+
+
+@needs_nvrtc
+def test_compile_writes_machine_code(run_command: RunCommand, tmp_path: Path) -> None:
+    exit_code, output = run_command("compile", "--arch", 75, "--headdim", 32, "-o", "kernel.cubin")
+    assert exit_code == 0
+    assert "forward_sm75_float16_d32x32_" in output
+    assert (tmp_path / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
+
+
+def test_compile_prints_what_the_kernel_takes(
+    run_command: RunCommand, compiled: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    arguments = (
+        "--arch 80 --headdim 100 --headdim-v 40 --target 90 --dtype bfloat16 --scores --paged -o [k].cubin".split()
+    )
+    exit_code, output = run_command("compile", *arguments)
+    assert exit_code == 0
+    ((name, target),) = compiled
+    assert name.startswith("forward_sm80_bfloat16_d128x64_")
+    assert name.endswith("_scores_paged")
+    assert target == 90
+    for said in (name, "9.0", "77 a thread", "spills 16 bytes", "NVRTC 12.9", f"[k].cubin, {len(name)} bytes"):
+        assert said in output
+    assert (tmp_path / "[k].cubin").read_text() == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--arch 71 --headdim 64", "arch=71 has no code path; choose from 60, 70, 75, 80"),
+        (
+            "--arch 75 --headdim 64 --target 70",
+            "target=70 cannot be chosen with arch=75; choose from 75, 80, 86, 89, 90",
+        ),
+        ("--arch 75 --headdim 64 --target 0", "target=0 cannot be chosen"),
+        ("--arch 75 --headdim 0", "headdim=0 is not served by the cuda backend; use 1 to 256"),
+        ("--arch 75 --headdim 64 --headdim-v 257", "headdim_v=257 is not served"),
+        ("--arch 75 --headdim 64 --dtype bfloat16", "dtype=bfloat16 has no kernel of its own at arch=75"),
+        (
+            "--arch 75 --headdim 64 -o nowhere/file",
+            "output='nowhere/file' cannot be written: No such file or directory",
+        ),
+    ],
+)
+def test_compile_refuses_what_it_cannot_do(
+    arguments: str, message: str, run_command: RunCommand, compiled: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    exit_code, output = run_command("compile", "-o", "kernel.cubin", *arguments.split())
+    assert exit_code == 1
+    assert f"error: {message}" in output
+    assert list(tmp_path.glob("*.cubin")) == []
+
+
+def test_compile_says_why_no_kernel_fits(
+    run_command: RunCommand, compiled: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CHIPS, "T4", CHIPS["T4"]._replace(shared_per_block=1000))
+    exit_code, output = run_command("compile", "--arch", 75, "--headdim", 64, "-o", "kernel.cubin")
+    assert exit_code == 1
+    assert "error: no kernel fits compute capability 7.5: forward_sm75_" in output
+    assert compiled == []
+
+
+def test_compile_gives_the_reason_of_the_compiler(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise CompileError("NVRTC is [not] here")
+
+    monkeypatch.setattr(compiler, "_nvrtc", missing)
+    finished = run_command("compile", "--arch", 75, "--headdim", 64, "-o", "kernel.cubin")
+    assert finished == (1, "error: NVRTC is [not] here")
+
+
+def test_warmup_compiles_what_is_neither_in_the_package_nor_cached(
+    run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[KernelConfig, int]]
+) -> None:
+    arguments = ("warmup", "--device", "cuda:0", "--headdim", 64)
+    exit_code, output = run_command(*arguments)
+    assert exit_code == 0
+    assert "3 kernels: 0 from the package, 0 from the cache, 3 from the compiler" in output
+    assert "kernel cache [a]" in output
+    assert [index for _, index in loaded] == [0, 0, 0]
+    assert {(kernel.name, 75) for kernel, _ in loaded} == set(compiled)
+    assert {(kernel.modifies_scores, kernel.paged) for kernel, _ in loaded} == {
+        (False, False),
+        (True, False),
+        (False, True),
+    }
+    assert all(kernel.name in output for kernel, _ in loaded)
+
+    cache.write_atomically(cache.built_ahead_path(loaded[0][0], 75), b"ahead")
+    assert "3 kernels: 1 from the package, 2 from the cache, 0 from the compiler" in run_command(*arguments).output
+    assert len(compiled) == 3
+
+
+def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
+    run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[KernelConfig, int]]
+) -> None:
+    assert run_command("warmup", "--device", "cuda").exit_code == 0
+    assert {index for _, index in loaded} == {1}  # the current device
+    assert {kernel.headdim for kernel, _ in loaded} == {64, 96, 128, 256}
+    assert {kernel.dtype for kernel, _ in loaded} == {"float16", "bfloat16"}
+    assert len(loaded) == 4 * 2 * 3
+
+
+def test_warmup_follows_the_chosen_code_path(
+    run_command: RunCommand,
+    compiled: list[tuple[str, int]],
+    loaded: list[tuple[KernelConfig, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FASTATTENTION_CUDA_ARCH", "60")
+    assert run_command("warmup", "--headdim", 64).exit_code == 0
+    assert {kernel.arch for kernel, _ in loaded} == {60}
+    assert {target for _, target in compiled} == {75}
+
+
+def test_warmup_shows_why_a_kernel_cannot_be_had(
+    run_command: RunCommand,
+    compiled: list[tuple[str, int]],
+    loaded: list[tuple[KernelConfig, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(kernel: KernelConfig, target: int) -> Cubin:
+        raise CompileError(f"no [compiler] for {target}")
+
+    monkeypatch.setattr(compiler, "compile_kernel", refuse)
+    assert run_command("warmup") == (1, "error: no [compiler] for 75")
+    assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--device cuda:2", "device='cuda:2' does not exist; torch sees cuda:0 to cuda:1"),
+        ("--device cpu", "device='cpu' needs no kernels; use cuda or cuda:0"),
+        ("--device [gpu]", "device='[gpu]' is no device of torch; use cuda or cuda:0"),
+        ("--headdim 64 --headdim 300", "headdim=300 is not served by the cuda backend; use 1 to 256"),
+    ],
+)
+def test_warmup_refuses_what_it_cannot_do(
+    arguments: str, message: str, run_command: RunCommand, loaded: list[tuple[KernelConfig, int]]
+) -> None:
+    assert run_command("warmup", *arguments.split()) == (1, f"error: {message}")
+    assert loaded == []
+
+
+def test_warmup_refuses_a_gpu_that_is_too_old(
+    run_command: RunCommand, loaded: list[tuple[KernelConfig, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "device_limits", lambda index: CHIPS["P100"]._replace(target=52))
+    message = "error: cuda:0 has compute capability 5.2; Pascal (6.0) is the oldest that is served"
+    assert run_command("warmup") == (1, message)
+
+
+def test_warmup_says_that_there_is_no_gpu(run_command: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = "error: there is no GPU to warm up: torch sees no CUDA device. `fastattention compile` needs none"
+    assert run_command("warmup") == (1, message)

@@ -1,0 +1,202 @@
+"""Runs the CUDA kernels on the processor, through emulator/: the same sources, compiled by the C++ compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar
+
+from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.chips import CHIPS, Limits
+from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
+from fastattention.backends.cuda.params import ForwardParams
+from fastattention.problem import Layout, Problem
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "emulator"
+CACHE = HERE.parents[1] / "build" / "emulator"
+COMPILE = ("c++", "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas")
+MACHINE = ("fiber.cpp", "banks.cpp", "shared_memory.cpp", "collectives.cpp", "machine.cpp")
+
+
+class EmulatorError(Exception):
+    """A kernel did what a GPU does not allow, or what it leaves undefined."""
+
+
+class Range(ctypes.Structure):
+    """Global memory that a kernel may access."""
+
+    _fields_: ClassVar = [("address", ctypes.c_uint64), ("bytes", ctypes.c_int64)]
+
+
+class Wavefronts(ctypes.Structure):
+    """Of shared memory: those it took, and those it would take without bank conflicts."""
+
+    _fields_: ClassVar = [("counted", ctypes.c_int64), ("ideal", ctypes.c_int64)]
+
+
+class Report(ctypes.Structure):
+    """What a launch leaves behind."""
+
+    _fields_: ClassVar = [
+        ("loads", Wavefronts),
+        ("stores", Wavefronts),
+        ("matrices", Wavefronts),
+        ("copies", Wavefronts),
+        ("error", ctypes.c_char * 512),
+    ]
+
+
+@functools.cache
+def _sources_hash() -> str:
+    """Of everything that a library is made of."""
+    digest = hashlib.sha256()
+    for folder in (HERE, *INCLUDE_FOLDERS):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".hpp", ".cuh", ".cpp")):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _compiled(name: str, arguments: Sequence[str]) -> Path:
+    """The file that the compiler makes with these arguments, from the cache when they and the sources are as before."""
+    content = "\n".join([_sources_hash(), *COMPILE, *arguments])
+    path = CACHE / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{name}"
+    if path.exists():
+        return path
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        made = Path(folder) / name
+        done = subprocess.run([*COMPILE, *arguments, "-o", str(made)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{name} does not compile:\n{done.stderr}"
+        os.replace(made, path)
+    return path
+
+
+def build(name: str, source: Path, macros: Mapping[str, str]) -> Path:
+    """The library of one source file and the emulator."""
+    machine = _compiled("machine.o", ["-r", "-nostdlib", *(str(SOURCES / file) for file in MACHINE)])
+    definitions = [f"-D{key}={value}" for key, value in {**macros, "FA_INTRINSICS_HEADER": '"intrinsics.hpp"'}.items()]
+    includes = [f"-I{folder}" for folder in (SOURCES, *INCLUDE_FOLDERS)]
+    return _compiled(f"{name}.so", ["-shared", *definitions, *includes, str(source), str(machine)])
+
+
+def build_forward(config: KernelConfig) -> Path:
+    """The library of one variant of the forward kernel."""
+    return build(config.name, SOURCES / "forward.cpp", config.macros())
+
+
+def build_all(configs: Iterable[KernelConfig]) -> None:
+    """Fills the cache, on all processors."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(build_forward, configs))
+
+
+@functools.cache
+def _library(config: KernelConfig) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build_forward(config)))
+
+
+def launch(config: KernelConfig, params: ForwardParams, num_blocks: int, ranges: Sequence[Range]) -> Report:
+    """Runs a variant of the forward kernel. Raises EmulatorError when it does what it must not."""
+    report = Report()
+    array = (Range * len(ranges))(*ranges)
+    emulate = _library(config).fastattention_emulate
+    emulate(ctypes.byref(params), ctypes.c_int64(num_blocks), array, ctypes.c_int64(len(ranges)), ctypes.byref(report))
+    if report.error:
+        raise EmulatorError(f"{config.name}: {report.error.decode()}")
+    return report
+
+
+def ranges_of(params: ForwardParams, problem: Problem) -> list[Range]:
+    """The memory of q, k, v and out, from the first to the last element that the call has, pages one by one."""
+    packed = problem.layout is Layout.PACKED
+    batch = problem.batch_size
+    batches = 1 if packed else batch
+    tokens_q, tokens_k, pages = problem.seqlen_q, problem.seqlen_k, [0]
+    if packed:
+        tokens_q = (ctypes.c_int32 * (batch + 1)).from_address(params.cu_seqlens_q)[batch]
+        offsets_k = (ctypes.c_int32 * (batch + 1)).from_address(params.cu_seqlens_k)
+        tokens_k = offsets_k[batch]
+        if params.block_table:
+            lengths = [offsets_k[i + 1] - offsets_k[i] for i in range(batch)]
+            pages = _pages(params, lengths)
+            tokens_k = params.page_block_size
+    nheads_k = problem.nheads_k
+    ranges = [
+        _range(params, "q", 0, batches, tokens_q, problem.nheads, params.headdim),
+        _range(params, "out", 0, batches, tokens_q, problem.nheads, params.headdim_v),
+    ]
+    for page in pages:
+        ranges.append(_range(params, "k", page, batches, tokens_k, nheads_k, params.headdim))
+        ranges.append(_range(params, "v", page, batches, tokens_k, nheads_k, params.headdim_v))
+    return [part for part in ranges if part.bytes > 0]
+
+
+def _pages(params: ForwardParams, lengths: Sequence[int]) -> list[int]:
+    """Every page that a sequence of one of these lengths uses."""
+    pages: set[int] = set()
+    for i, length in enumerate(lengths):
+        used = -(-length // params.page_block_size)
+        row = params.block_table + 4 * i * params.block_table_stride
+        pages.update((ctypes.c_int32 * used).from_address(row))
+    return sorted(pages)
+
+
+def _range(params: ForwardParams, name: str, page: int, batches: int, tokens: int, heads: int, columns: int) -> Range:
+    """The memory of one tensor, or of one page of it."""
+    stride_batch, stride_row, stride_head = (
+        getattr(params, f"{name}_stride_{axis}") for axis in ("batch", "row", "head")
+    )
+    if min(batches, tokens, heads) == 0:
+        return Range(0, 0)
+    last = (batches - 1) * stride_batch + (tokens - 1) * stride_row + (heads - 1) * stride_head
+    return Range(getattr(params, name) + 2 * page * stride_batch, 2 * (last + columns))
+
+
+class EmulatedCudaBackend(CudaBackend):
+    """The cuda backend on tensors of the processor, as if on one chip."""
+
+    limits: ClassVar[Limits]
+
+    def why_unavailable(self) -> str | None:
+        return None
+
+    def describe(self) -> str:
+        return f"emulated, compute capability {self.limits.target / 10:.1f}"
+
+    def _why_not_device(self, problem: Problem) -> str | None:
+        return None if problem.device.type == "cpu" else f"tensors are on {problem.device}; the emulator takes cpu"
+
+    def _limits(self, problem: Problem) -> Limits:
+        return self.limits
+
+    def _launch(self, config: KernelConfig, params: ForwardParams, num_blocks: int, problem: Problem) -> None:
+        launch(config, params, num_blocks, ranges_of(params, problem))
+
+
+class EmulatedSm60(EmulatedCudaBackend):
+    name, limits = "cuda-sm60", CHIPS["P100"]
+
+
+class EmulatedSm70(EmulatedCudaBackend):
+    name, limits = "cuda-sm70", CHIPS["V100"]
+
+
+class EmulatedSm75(EmulatedCudaBackend):
+    name, limits = "cuda-sm75", CHIPS["T4"]
+
+
+class EmulatedSm80(EmulatedCudaBackend):
+    name, limits = "cuda-sm80", CHIPS["A100"]
+
+
+EMULATED = (EmulatedSm60, EmulatedSm70, EmulatedSm75, EmulatedSm80)

@@ -1,0 +1,126 @@
+// The functions of kernels/intrinsics.cuh for the emulator.
+#pragma once
+
+#include <cmath>
+
+#include "collectives.hpp"
+#include "machine.hpp"
+#include "numbers.hpp"
+#include "shared_memory.hpp"
+
+#define FA_DEVICE inline
+#define FA_KERNEL
+#define FA_PARAMETER const
+#define FA_LAUNCH_BOUNDS(threads, min_blocks)
+
+namespace fastattention {
+
+struct Words2 {
+    uint32_t word[2];
+};
+struct Words4 {
+    uint32_t word[4];
+};
+
+FA_DEVICE int thread_index() { return emulator::current->index; }
+FA_DEVICE int lane_index() { return emulator::current->lane; }
+FA_DEVICE int64_t block_index() { return emulator::block; }
+
+FA_DEVICE void block_barrier() { emulator::block_barrier(); }
+FA_DEVICE void warp_barrier() { emulator::warp_barrier(); }
+FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return emulator::shuffle(x, lane_index() ^ mask); }
+FA_DEVICE float shuffle(float x, int lane) { return emulator::float_of_bits(emulator::shuffle(emulator::bits_of_float(x), lane)); }
+FA_DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_index() ^ mask); }
+FA_DEVICE int computed_here(int x) { return x; }
+FA_DEVICE const uint16_t* computed_here(const uint16_t* x) { return x; }
+FA_DEVICE bool any_lane(bool x) { return emulator::any_lane(x); }
+// A shuffle, as on a GPU: all lanes must ask.
+FA_DEVICE int warp_index() { return static_cast<int>(emulator::shuffle(thread_index() / 32, 0)); }
+
+template <emulator::Access kAccess, class Value>
+Value load_shared(uint32_t address) {
+    Value x;
+    emulator::read_shared(*emulator::current, address, &x, sizeof x);
+    emulator::current->warp->accesses.add(lane_index(), kAccess, address);
+    return x;
+}
+
+template <emulator::Access kAccess, class Value>
+void store_shared(uint32_t address, Value x) {
+    emulator::write_shared(*emulator::current, address, &x, sizeof x);
+    emulator::current->warp->accesses.add(lane_index(), kAccess, address);
+}
+
+FA_DEVICE uint32_t shared_memory() { return emulator::kSharedBase; }
+FA_DEVICE uint32_t load_shared_32(uint32_t address) { return load_shared<emulator::Access::kLoad32, uint32_t>(address); }
+FA_DEVICE Words2 load_shared_64(uint32_t address) { return load_shared<emulator::Access::kLoad64, Words2>(address); }
+FA_DEVICE Words4 load_shared_128(uint32_t address) { return load_shared<emulator::Access::kLoad128, Words4>(address); }
+FA_DEVICE void store_shared_32(uint32_t address, uint32_t x) { store_shared<emulator::Access::kStore32>(address, x); }
+FA_DEVICE void store_shared_128(uint32_t address, Words4 x) { store_shared<emulator::Access::kStore128>(address, x); }
+
+FA_DEVICE Words4 load_global_128(const void* address) {
+    emulator::check_global(address, "reads", true);
+    return *static_cast<const Words4*>(address);
+}
+FA_DEVICE void store_global_128(void* address, Words4 x) {
+    emulator::check_global(address, "writes", true);
+    *static_cast<Words4*>(address) = x;
+}
+
+FA_DEVICE float as_float(uint32_t x) { return emulator::float_of_bits(x); }
+FA_DEVICE uint32_t as_bits(float x) { return emulator::bits_of_float(x); }
+FA_DEVICE float maximum(float a, float b) { return std::fmax(a, b); }
+// Zero in the place of a subnormal number: what instructions called .ftz read and write.
+FA_DEVICE float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+FA_DEVICE float exp2_approximate(float x) { return flushed(std::exp2(flushed(x))); }
+FA_DEVICE float log2_approximate(float x) { return std::log2(flushed(x)); }
+FA_DEVICE float reciprocal_approximate(float x) { return flushed(1.0f / flushed(x)); }
+FA_DEVICE float tanh_exact(float x) { return std::tanh(x); }
+
+FA_DEVICE uint32_t pack_float16(float low, float high) {
+    return emulator::float_to_float16(low) | static_cast<uint32_t>(emulator::float_to_float16(high)) << 16;
+}
+FA_DEVICE float float16_to_float(uint16_t bits) { return emulator::float16_to_float(bits); }
+FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
+    return emulator::float_to_bfloat16(low) | static_cast<uint32_t>(emulator::float_to_bfloat16(high)) << 16;
+}
+
+FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
+    // Also where nothing is read, the address must be aligned.
+    emulator::check_global(from, "copies", valid);
+    emulator::start_copy(*emulator::current, to, valid ? from : nullptr);
+    emulator::current->warp->accesses.add(lane_index(), emulator::Access::kCopy128, to);
+}
+FA_DEVICE void copy_async_commit() { ++emulator::current->num_groups; }
+template <int kPending>
+FA_DEVICE void copy_async_wait() {
+    emulator::wait_for_copies(*emulator::current, kPending);
+}
+
+FA_DEVICE void load_matrices(uint32_t (&x)[4], uint32_t address) { emulator::load_matrices(x, address); }
+FA_DEVICE void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {
+    emulator::load_matrices_transposed(x, address);
+}
+
+FA_DEVICE void mma_m16n8k8_float16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+    const uint32_t a[2] = {a0, a1};
+    emulator::mma_m16n8k8_float16(c, a, &b);
+}
+FA_DEVICE void mma_m16n8k16_float16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const uint32_t b[2] = {b0, b1};
+    emulator::mma_m16n8k16_float16(c, a, b);
+}
+FA_DEVICE void mma_m16n8k16_bfloat16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const uint32_t b[2] = {b0, b1};
+    emulator::mma_m16n8k16_bfloat16(c, a, b);
+}
+FA_DEVICE void mma_m8n8k4_row_col(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+    const uint32_t a[2] = {a0, a1}, b[2] = {b0, b1};
+    emulator::mma_m8n8k4_row_col(c, a, b);
+}
+FA_DEVICE void mma_m8n8k4_row_row(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+    const uint32_t a[2] = {a0, a1}, b[2] = {b0, b1};
+    emulator::mma_m8n8k4_row_row(c, a, b);
+}
+
+}  // namespace fastattention

@@ -1,0 +1,203 @@
+#include "machine.hpp"
+
+#include <cstdarg>
+#include <cstdio>
+#include <memory>
+
+#include "collectives.hpp"
+#include "shared_memory.hpp"
+
+namespace emulator {
+
+Thread* current;
+std::int64_t block;
+std::uint32_t epoch, first_epoch;
+
+namespace {
+
+// The launch under way.
+struct Launch {
+    void (*kernel)(const void* params);
+    const void* params;
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    int live_warps, waiting_warps;     // those that have threads; of them those whose threads all wait at a barrier
+    const Thread* returned_late;       // after the first barrier
+    const Range *ranges, *last_range;
+    std::int64_t num_ranges;
+    Report* report;
+    Fiber outside;  // of launch()
+};
+
+Launch* now;
+
+const Collective kBlockBarrier{"block_barrier", nullptr};
+
+void go_on_with(Thread& thread) {
+    Thread& from = *current;
+    current = &thread;
+    Fiber::switch_stacks(from.fiber, thread.fiber);
+}
+
+[[noreturn]] void leave() {
+    Fiber::switch_stacks(current->fiber, now->outside);
+    __builtin_unreachable();
+}
+
+Thread& next_lane(const Thread& thread) {
+    int lane = thread.lane;
+    do lane = (lane + 1) % kLanes;
+    while (thread.warp->threads[lane].returned);
+    return thread.warp->threads[lane];
+}
+
+void count_accesses(Warp& warp) {
+    Report& report = *now->report;
+    warp.accesses.count(report.loads, report.stores, report.copies);
+}
+
+bool waits_at_barrier(const Warp& warp) { return warp.arrived > 0; }
+
+// The next warp that does not wait at a barrier. None of its lanes has arrived anywhere, so any can go on.
+Thread& next_warp(const Thread& thread) {
+    const std::size_t count = now->warps.size();
+    for (std::size_t i = 1;; ++i) {
+        Warp& warp = now->warps[(static_cast<std::size_t>(thread.index / kLanes) + i) % count];
+        if (warp.live > 0 && !waits_at_barrier(warp)) return next_lane(warp.threads[kLanes - 1]);
+    }
+}
+
+// All warps wait at a barrier. They can go on.
+void release(const Thread& thread) {
+    if (now->returned_late != nullptr)
+        fail(thread, "waits at block_barrier, but thread %d returned after an earlier barrier", now->returned_late->index);
+    ++epoch;
+    now->waiting_warps = 0;
+    for (Warp& warp : now->warps) warp.arrived = 0;
+}
+
+void return_from_kernel() {
+    Thread& me = *current;
+    Warp& warp = *me.warp;
+    me.returned = true;
+    if (warp.arrived > 0 && warp.at != &kBlockBarrier) fail(me, "returned while lanes of its warp wait at %s", warp.at->name);
+    if (epoch > first_epoch) now->returned_late = &me;
+    if (--warp.live == 0) {
+        count_accesses(warp);
+        if (--now->live_warps == 0) leave();
+    } else if (warp.arrived < warp.live) {
+        go_on_with(next_lane(me));
+    } else {
+        ++now->waiting_warps;
+    }
+    if (now->waiting_warps == now->live_warps) {
+        for (const Thread& waiting : now->threads)
+            if (!waiting.returned) {
+                release(waiting);
+                break;
+            }
+    }
+    go_on_with(next_warp(me));
+}
+
+void run_thread() {
+    now->kernel(now->params);
+    return_from_kernel();
+}
+
+void prepare_block(const Stacks& stacks) {
+    for (Thread& thread : now->threads) {
+        thread.returned = false;
+        thread.num_groups = 0;
+        thread.fiber.prepare(run_thread, stacks.top(thread.index), Stacks::kBytes);
+    }
+    for (Warp& warp : now->warps) {
+        warp.live = kLanes;
+        warp.arrived = 0;
+    }
+    now->live_warps = static_cast<int>(now->warps.size());
+    now->waiting_warps = 0;
+    now->returned_late = nullptr;
+    first_epoch = ++epoch;
+}
+
+void prepare_launch(int num_warps) {
+    now->threads.resize(num_warps * kLanes);
+    now->warps.resize(num_warps);
+    for (int i = 0; i < num_warps * kLanes; ++i) {
+        Thread& thread = now->threads[i];
+        thread.index = i;
+        thread.lane = i % kLanes;
+        thread.warp = &now->warps[i / kLanes];
+    }
+    for (int i = 0; i < num_warps; ++i) now->warps[i].threads = &now->threads[i * kLanes];
+}
+
+}  // namespace
+
+void fail(const Thread& thread, const char* format, ...) {
+    char what[400];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(what, sizeof what, format, arguments);
+    va_end(arguments);
+    std::snprintf(now->report->error, sizeof now->report->error, "block %lld, thread %d %s", static_cast<long long>(block),
+                  thread.index, what);
+    leave();
+}
+
+void arrive(const Collective& at, void* operands) {
+    Thread& me = *current;
+    Warp& warp = *me.warp;
+    if (warp.arrived == 0) warp.at = &at;
+    if (warp.at != &at) fail(me, "waits at %s while lanes of its warp wait at %s", at.name, warp.at->name);
+    if (warp.live < kLanes && &at != &kBlockBarrier) fail(me, "waits at %s, but lanes of its warp have returned", at.name);
+    warp.operands[me.lane] = operands;
+    if (++warp.arrived < warp.live) return go_on_with(next_lane(me));
+    count_accesses(warp);
+    if (&at != &kBlockBarrier) {
+        warp.arrived = 0;
+        return at.run(warp);
+    }
+    if (++now->waiting_warps < now->live_warps) return go_on_with(next_warp(me));
+    release(me);
+}
+
+void block_barrier() { arrive(kBlockBarrier, nullptr); }
+
+void check_global(const void* address, const char* does, bool accessed) {
+    const auto from = reinterpret_cast<std::uintptr_t>(address);
+    if (from % 16 != 0) fail(*current, "%s 16 bytes of global memory at %p, which is not a multiple of 16", does, address);
+    const auto contains = [&](const Range& range) {
+        return from >= range.address && from + 16 <= range.address + static_cast<std::uint64_t>(range.bytes);
+    };
+    if (!accessed || now->num_ranges == 0 || contains(*now->last_range)) return;
+    for (std::int64_t i = 0; i < now->num_ranges; ++i)
+        if (contains(now->ranges[i])) {
+            now->last_range = &now->ranges[i];
+            return;
+        }
+    fail(*current, "%s 16 bytes of global memory at %p, which is in none of the ranges given", does, address);
+}
+
+bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,
+            std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report) {
+    const auto here = std::make_unique<Launch>();
+    now = here.get();
+    *now = Launch{kernel, params, {}, {}, 0, 0, nullptr, ranges, ranges, num_ranges, &report, {}};
+    report = {};
+    matrix_wavefronts = {};
+    prepare_launch(num_warps);
+    const Stacks stacks(num_warps * kLanes);
+    for (block = 0; block < num_blocks && report.error[0] == '\0'; ++block) {
+        prepare_block(stacks);
+        begin_shared_memory(shared_bytes);
+        current = &now->threads[0];
+        Fiber::switch_stacks(now->outside, current->fiber);
+        for (Thread& thread : now->threads) abandon_copies(thread);
+    }
+    report.matrices = matrix_wavefronts;
+    return report.error[0] == '\0';
+}
+
+}  // namespace emulator

@@ -1,0 +1,99 @@
+// A multiprocessor that runs one CTA at a time, its threads as fibers on one thread of the operating system.
+//
+// A thread runs until it arrives at something that lanes do together: a collective of its warp, or a barrier of the CTA.
+// Then the next lane of the warp runs. The last lane to arrive does the work for all 32 and goes on; the others follow when
+// it stops at the next collective. Warps take turns at barriers.
+//
+// Found, with block and thread, and ending the launch:
+// - lanes of a warp that wait at different collectives, or return while others wait;
+// - a barrier that a thread misses: it took part in one, and returned before another (threads that return before the first
+//   barrier do not count);
+// - shared memory: see shared_memory.hpp;
+// - global memory: accesses of 16 bytes that are not aligned, or not within one of the ranges passed with the launch.
+// Not found: accesses to global memory through ordinary pointers, and races there; a barrier that threads reach in
+// different places of the kernel.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "banks.hpp"
+#include "fiber.hpp"
+
+#pragma GCC visibility push(hidden)
+
+namespace emulator {
+
+constexpr int kLanes = 32;
+
+// A piece of global memory that a kernel may access.
+struct Range {
+    std::uint64_t address;
+    std::int64_t bytes;
+};
+
+// What a launch leaves behind; ../emulator.py mirrors it.
+struct Report {
+    Wavefronts loads, stores, matrices, copies;
+    char error[512];  // empty when there was none
+};
+
+struct Warp;
+
+// What the lanes of a warp do together.
+struct Collective {
+    const char* name;
+    void (*run)(Warp&);  // for all lanes, once all are there
+};
+
+// An asynchronous copy to shared memory that nobody has waited for.
+struct PendingCopy {
+    std::uint32_t to;
+    const void* from;  // null for zeros
+    int group;
+};
+
+struct Thread {
+    Fiber fiber;
+    Warp* warp;
+    int index, lane;
+    bool returned;
+    int num_groups;  // of asynchronous copies that it committed
+    std::vector<PendingCopy> copies;
+};
+
+struct Warp {
+    Thread* threads;  // of its 32 lanes
+    int live, arrived;
+    const Collective* at;       // where those that arrived wait
+    void* operands[kLanes];     // of the collective, on the stacks of the lanes
+    std::uint32_t epoch;        // advances at each barrier of the warp
+    AccessLog accesses;
+};
+
+// The thread that runs.
+extern Thread* current;
+// Of the CTA that runs.
+extern std::int64_t block;
+// Advances at each barrier of a CTA, and from one CTA to the next; the first of this CTA.
+extern std::uint32_t epoch, first_epoch;
+
+// Ends the launch. The message says what `thread` did, e.g. "reads 0x10, which is ...".
+[[noreturn]] void fail(const Thread& thread, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+// The current thread waits for the other lanes; `operands` is what the collective needs to know of this one.
+void arrive(const Collective& at, void* operands);
+
+// The current thread waits for all threads of the CTA that have not returned.
+void block_barrier();
+
+// The current thread `does` something with 16 bytes of global memory, or, when not `accessed`, with their address alone.
+void check_global(const void* address, const char* does, bool accessed);
+
+// Runs `kernel` for each CTA; false, with a message in the report, when it failed.
+bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,
+            std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report);
+
+}  // namespace emulator
+
+#pragma GCC visibility pop

@@ -1,0 +1,38 @@
+// Shared memory of the CTA that runs. Every access is checked.
+//
+// Found: addresses outside of it or not aligned to the size of the access; words that are read before anyone wrote them;
+// words under an asynchronous copy that are accessed before the thread that started it waited for it; and races, that is two
+// accesses of different threads to a word, one of them a write, without a barrier of the CTA, or of their common warp, in
+// between. An asynchronous copy may write at any time between its start and the wait, so it races with accesses before its
+// start, and what it wrote is new at the wait.
+//
+// A race is found whatever the order in which fibers happen to run, but only between accesses that this launch makes.
+#pragma once
+
+#include <cstdint>
+
+#include "machine.hpp"
+
+#pragma GCC visibility push(hidden)
+
+namespace emulator {
+
+// The address of the first byte: not 0, so that 0 is outside.
+constexpr std::uint32_t kSharedBase = 1024;
+
+// Empties it for the next CTA.
+void begin_shared_memory(std::uint32_t bytes);
+
+void read_shared(Thread& thread, std::uint32_t address, void* to, std::uint32_t bytes);
+void write_shared(Thread& thread, std::uint32_t address, const void* from, std::uint32_t bytes);
+
+// Of 16 bytes of global memory, or zeros when `from` is null.
+void start_copy(Thread& thread, std::uint32_t to, const void* from);
+// Until at most `pending` of the groups that the thread committed are under way.
+void wait_for_copies(Thread& thread, int pending);
+// Of a thread that has returned.
+void abandon_copies(Thread& thread);
+
+}  // namespace emulator
+
+#pragma GCC visibility pop

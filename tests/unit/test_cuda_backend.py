@@ -1,0 +1,104 @@
+"""What the cuda backend refuses, and why. No GPU is needed to say so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention.backends import registry
+from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.chips import CHIPS
+from fastattention.backends.cuda.jit import module
+from fastattention.errors import CompileError
+from fastattention.problem import Layout, Problem
+
+PROBLEM = Problem(
+    layout=Layout.DENSE,
+    device=torch.device("cuda", 0),
+    dtype=torch.float16,
+    batch_size=2,
+    seqlen_q=128,
+    seqlen_k=256,
+    total_q=256,
+    nheads=8,
+    nheads_k=2,
+    headdim=64,
+    headdim_v=64,
+    softmax_scale=0.125,
+    window_left=-1,
+    window_right=0,
+)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
+    """The backend of a machine with every chip, in their order, and one that is too old."""
+    devices = [*CHIPS.values(), CHIPS["P100"]._replace(target=52)]
+    monkeypatch.setattr(module, "device_limits", lambda index: devices[index])
+    return CudaBackend()
+
+
+@pytest.mark.parametrize("index", range(len(CHIPS)), ids=list(CHIPS))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"layout": Layout.PACKED, "total_q": 200},
+        {"layout": Layout.PACKED, "page_block_size": 16},
+        {"window_left": 5, "window_right": 3},
+        {"softcap": 30.0, "has_alibi": True, "has_bias": True, "has_sinks": True},
+        {"headdim": 256, "headdim_v": 40},
+        {"return_lse": True, "deterministic": True},
+    ],
+    ids=["dense", "packed", "paged", "window", "scores", "head dimensions", "lse"],
+)
+def test_calls_on_every_chip_are_served(
+    backend: CudaBackend, index: int, dtype: torch.dtype, call: dict[str, Any]
+) -> None:
+    problem = dataclasses.replace(PROBLEM, device=torch.device("cuda", index), dtype=dtype, **call)
+    assert backend.why_not(problem) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"device": torch.device("cpu")}, "tensors are on cpu; the cuda backend takes tensors on cuda"),
+        (
+            {"device": torch.device("cuda", len(CHIPS))},
+            f"cuda:{len(CHIPS)} has compute capability 5.2; Pascal (6.0) is the oldest that is served",
+        ),
+        ({"dtype": torch.float32}, "float32 is not served; use float16 or bfloat16, or backend='sdpa'"),
+        ({"needs_grad": True}, "a gradient is needed and this backend has no backward"),
+        ({"dropout_p": 0.5}, "dropout_p=0.5 is not served"),
+        ({"headdim": 264}, "headdim=264, headdim_v=64; at most 256 is served"),
+        ({"headdim_v": 512}, "headdim=64, headdim_v=512; at most 256 is served"),
+    ],
+    ids=["cpu", "too old", "float32", "gradient", "dropout", "headdim", "headdim_v"],
+)
+def test_a_refusal_says_why(backend: CudaBackend, call: dict[str, Any], reason: str) -> None:
+    found = backend.why_not(dataclasses.replace(PROBLEM, **call))
+    assert found is not None
+    assert reason in found
+
+
+def test_the_backend_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert CudaBackend().why_unavailable() == "torch sees no CUDA device"
+
+
+def test_the_backend_is_unavailable_without_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise CompileError("kernels are launched through cuda-bindings [a test]")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "_driver", missing)
+    assert CudaBackend().why_unavailable() == "kernels are launched through cuda-bindings [a test]"
+
+
+def test_gpus_are_asked_before_processors() -> None:
+    order = list(registry.ORDER)
+    assert "cuda" not in order or order.index("cuda") < order.index("cpu")

@@ -1,0 +1,258 @@
+"""The choice of a kernel: pure Python, for every GPU that is planned for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastattention.backends.cuda import heuristics
+from fastattention.backends.cuda.chips import ARCHS, CHIPS, Limits, arch_of
+from fastattention.backends.cuda.heuristics import ARCH_FACTS, KernelConfig, choose_config, why_not_fitting
+from fastattention.backends.cuda.jit.variants import (
+    DTYPES,
+    HEADDIMS,
+    Feature,
+    choose_feature,
+    choose_variant,
+    variants_of,
+)
+from fastattention.problem import Layout, Problem
+
+FLAGS = list(itertools.product((False, True), repeat=2))
+
+
+def problem_of(
+    *,
+    dtype: torch.dtype = torch.float16,
+    batch_size: int = 1,
+    seqlen_k: int = 4096,
+    nheads: int = 16,
+    nheads_k: int = 16,
+    headdim: int = 64,
+    softmax_scale: float = 0.125,
+    softcap: float = 0.0,
+    has_alibi: bool = False,
+    has_bias: bool = False,
+    has_sinks: bool = False,
+    window_right: int = -1,
+) -> Problem:
+    return Problem(
+        layout=Layout.DENSE,
+        device=torch.device("cuda", 0),
+        dtype=dtype,
+        batch_size=batch_size,
+        seqlen_q=128,
+        seqlen_k=seqlen_k,
+        total_q=batch_size * 128,
+        nheads=nheads,
+        nheads_k=nheads_k,
+        headdim=headdim,
+        headdim_v=headdim,
+        softmax_scale=softmax_scale,
+        window_left=-1,
+        window_right=window_right,
+        softcap=softcap,
+        has_alibi=has_alibi,
+        has_bias=has_bias,
+        has_sinks=has_sinks,
+    )
+
+
+@pytest.mark.parametrize("headdim", HEADDIMS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> None:
+    limits = CHIPS[chip]
+    for headdim_v, dtype, (scores, paged) in itertools.product(HEADDIMS, DTYPES, FLAGS):
+        config = choose_variant(limits.arch, limits, dtype, headdim, headdim_v, modifies_scores=scores, paged=paged)
+        assert why_not_fitting(config, limits) is None
+        assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
+        assert (config.headdim, config.headdim_v) == (headdim, headdim_v)
+        assert config.dtype == ("bfloat16" if dtype is torch.bfloat16 and limits.arch >= 80 else "float16")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_kernel_is_one_that_forward_cuh_accepts(chip: str) -> None:
+    for config in variants_of(CHIPS[chip]):
+        assert config.tile_m % (config.num_warps * ARCH_FACTS[config.arch].step_rows) == 0
+        assert config.tile_n % 8 == 0
+        assert config.num_threads <= 1024
+        assert config.num_stages in (1, 2)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_names_are_unique(chip: str) -> None:
+    variants = variants_of(CHIPS[chip])
+    assert len({config.name for config in variants}) == len(variants) == len(set(variants))
+
+
+@pytest.mark.parametrize(
+    ("target", "arch"),
+    [(60, 60), (61, 60), (70, 70), (72, 70), (75, 75), (80, 80), (86, 80), (89, 80), (90, 80), (120, 80)],
+)
+def test_a_gpu_takes_the_newest_code_path_that_is_not_newer(target: int, arch: int) -> None:
+    assert arch_of(target) == arch
+
+
+def test_a_gpu_older_than_pascal_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compute capability 5.2 is not supported; Pascal \(6.0\) is the oldest"):
+        arch_of(52)
+
+
+def test_every_code_path_has_a_chip() -> None:
+    assert {limits.arch for limits in CHIPS.values()} == set(ARCHS) == set(ARCH_FACTS)
+
+
+@pytest.mark.parametrize(
+    ("headdim", "columns"),
+    [
+        (1, 32),
+        (32, 32),
+        (33, 64),
+        (40, 64),
+        (64, 64),
+        (72, 96),
+        (96, 96),
+        (128, 128),
+        (136, 192),
+        (192, 192),
+        (256, 256),
+    ],
+)
+def test_head_dimensions_are_rounded_up(headdim: int, columns: int) -> None:
+    assert heuristics.padded_headdim(headdim) == columns
+    limits = CHIPS["A100"]
+    assert choose_feature(80, limits, torch.float16, headdim, Feature.PLAIN).headdim == columns
+
+
+@given(st.integers(1, heuristics.MAX_HEADDIM))
+def test_tiles_are_never_narrower_than_the_call(headdim: int) -> None:
+    columns = heuristics.padded_headdim(headdim)
+    assert headdim <= columns
+    assert columns in HEADDIMS
+    assert columns == HEADDIMS[0] or headdim > HEADDIMS[HEADDIMS.index(columns) - 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "modifies"),
+    [
+        ({}, False),
+        ({"window_right": 0}, False),
+        ({"has_sinks": True}, False),
+        ({"softcap": 30.0}, True),
+        ({"has_alibi": True}, True),
+        ({"has_bias": True}, True),
+        ({"softmax_scale": -1.0}, True),
+        ({"softmax_scale": 0.0}, True),
+    ],
+    ids=["plain", "causal", "sinks", "softcap", "alibi", "bias", "negative scale", "zero scale"],
+)
+def test_only_what_changes_scores_takes_the_kernel_for_it(call: dict[str, float], modifies: bool) -> None:
+    problem = problem_of(**call)  # type: ignore[arg-type]
+    assert choose_config(problem, 80, CHIPS["A100"]).modifies_scores == modifies
+
+
+CONFIG = KernelConfig(
+    arch=80,
+    dtype="float16",
+    headdim=128,
+    headdim_v=128,
+    tile_m=128,
+    tile_n=64,
+    num_warps=8,
+    num_stages=2,
+    min_blocks=1,
+    queries_in_registers=True,
+    modifies_scores=False,
+    paged=False,
+)
+
+
+def test_shared_memory_is_queries_and_stages_of_keys_and_values() -> None:
+    pitch = 128 * 2 + 16
+    assert CONFIG.shared_bytes == pitch * (128 + 2 * (64 + 64))
+    assert dataclasses.replace(CONFIG, num_stages=1).shared_bytes == pitch * (128 + 64 + 64)
+    # Rows of the output pass through the memory of the queries.
+    assert dataclasses.replace(CONFIG, headdim=32).shared_bytes == pitch * 128 + 2 * 64 * (32 * 2 + 16 + pitch)
+
+
+@pytest.mark.parametrize(
+    ("change", "limits", "reason"),
+    [
+        ({}, {"shared_per_block": 100_000}, "104448 bytes of shared memory, the GPU has 100000 a CTA"),
+        ({"min_blocks": 2}, {"shared_per_sm": 200_000}, "2 CTAs of 104448 bytes, the GPU has 200000"),
+        ({"tile_m": 256}, {}, "registers of accumulators, a thread has 255"),
+        ({}, {"registers_per_sm": 32768}, "registers of accumulators, a thread has 128"),
+    ],
+    ids=["a CTA's memory", "a multiprocessor's memory", "a thread's registers", "a multiprocessor's registers"],
+)
+def test_the_reason_says_what_is_needed_and_what_there_is(
+    change: dict[str, int], limits: dict[str, int], reason: str
+) -> None:
+    assert why_not_fitting(CONFIG, CHIPS["A100"]) is None
+    found = why_not_fitting(dataclasses.replace(CONFIG, **change), CHIPS["A100"]._replace(**limits))
+    assert found is not None
+    assert reason in found
+
+
+def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
+    tiny = CHIPS["A100"]._replace(shared_per_block=1000)
+    candidates = heuristics.configs_for(80, "float16", 128, 128, False, False)
+    with pytest.raises(ValueError, match=r"no kernel fits compute capability 8\.0") as raised:
+        choose_config(problem_of(headdim=128), 80, tiny)
+    assert len(candidates) > 1
+    assert all(f"{config.name}: " in str(raised.value) for config in candidates)
+
+
+def _limits(l2_bytes: int) -> Limits:
+    return CHIPS["A100"]._replace(l2_bytes=l2_bytes)
+
+
+@pytest.mark.parametrize(
+    ("call", "l2_bytes", "heads"),
+    [
+        ({"seqlen_k": 1024}, 8 << 20, 16),  # 256 KiB a head, all 16 of them
+        ({"seqlen_k": 4096}, 8 << 20, 4),  # 1 MiB a head in 4 MiB
+        ({"seqlen_k": 4096, "nheads_k": 4}, 8 << 20, 16),  # 4 heads of keys, each of 4 heads of queries
+        ({"seqlen_k": 4096, "batch_size": 3}, 64 << 20, 32),  # across sequences
+        ({"seqlen_k": 1 << 20}, 8 << 20, 1),  # one head is more than the cache
+        ({"seqlen_k": 1 << 20, "nheads_k": 2}, 8 << 20, 8),  # its readers still come together
+        ({"seqlen_k": 0}, 8 << 20, 16),
+    ],
+    ids=["short", "long", "grouped", "batch", "longer than the cache", "longer and grouped", "no keys"],
+)
+def test_heads_share_half_of_the_cache(call: dict[str, int], l2_bytes: int, heads: int) -> None:
+    assert heuristics.heads_together(problem_of(**call), _limits(l2_bytes)) == heads  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 16]), st.integers(1, 5), st.sampled_from(list(CHIPS)))
+def test_heads_together_are_whole_groups(seqlen_k: int, nheads_k: int, batch_size: int, chip: str) -> None:
+    problem = problem_of(seqlen_k=seqlen_k, nheads_k=nheads_k, batch_size=batch_size)
+    together = heuristics.heads_together(problem, CHIPS[chip])
+    assert together % problem.group_size == 0
+    assert problem.group_size <= together <= problem.nheads * batch_size
+
+
+# Changing a choice on purpose changes this list with it. (chip, headdim) -> (tile_m, tile_n, num_warps, num_stages)
+GOLDEN = {
+    ("P100", 64): (64, 32, 4, 1),
+    ("V100", 64): (128, 64, 4, 1),
+    ("V100", 128): (128, 32, 4, 1),
+    ("T4", 64): (128, 64, 4, 1),
+    ("T4", 128): (64, 64, 4, 1),
+    ("A100", 64): (128, 64, 4, 2),
+    ("A100", 128): (128, 64, 8, 2),
+    ("RTX 3090", 128): (64, 64, 4, 1),
+    ("H100", 128): (128, 64, 8, 2),
+}
+
+
+@pytest.mark.parametrize(("chip", "headdim"), GOLDEN, ids=[f"{chip}-{headdim}" for chip, headdim in GOLDEN])
+def test_choices_are_the_known_ones(chip: str, headdim: int) -> None:
+    limits = CHIPS[chip]
+    config = choose_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN)
+    assert (config.tile_m, config.tile_n, config.num_warps, config.num_stages) == GOLDEN[chip, headdim]

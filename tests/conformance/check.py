@@ -35,7 +35,7 @@ def check_right_and_nothing_else_written(
     """Errors are at most twice those of torch, and only appended tokens change memory. Returns out and lse."""
     call = build_call(case, dtype)
     before = Snapshot.of(call)
-    out, lse = call.run(engine.backend)
+    out, lse = engine.run(call)
     assert_out_matches(case, out, dtype)
     assert_lse_matches(case, lse, dtype)
     before.assert_only_new_tokens_written(case, call, dtype)
@@ -44,12 +44,12 @@ def check_right_and_nothing_else_written(
 
 def check_right_without_lse(engine: Engine, case: Case, dtype: torch.dtype) -> None:
     """A backend may take another way when nobody asks for lse."""
-    assert_out_matches(case, build_call(case, dtype).run_without_lse(engine.backend), dtype)
+    assert_out_matches(case, engine.run_without_lse(build_call(case, dtype)), dtype)
 
 
 def check_same_bits(engine: Engine, case: Case, dtype: torch.dtype, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Results repeat bit for bit, with any number of threads."""
     for _ in range(2):
-        again, lse_again = build_call(case, dtype).run(engine.backend)
+        again, lse_again = engine.run(build_call(case, dtype))
         assert torch.equal(out, again), "out differs when the call is repeated with another number of threads"
         assert torch.equal(lse, lse_again), "lse differs when the call is repeated with another number of threads"

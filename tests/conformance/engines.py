@@ -9,7 +9,9 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+from torch import Tensor
 
+from conformance.calls import Call
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.registry import ORDER, get_backend, verdict
 from fastattention.errors import LibraryError
@@ -36,6 +38,14 @@ class Engine(NamedTuple):
             load_library.cache_clear()
             yield
         load_library.cache_clear()
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the call."""
+        return call.run(self.backend)
+
+    def run_without_lse(self, call: Call) -> Tensor:
+        """Its out when nobody asks for lse."""
+        return call.run_without_lse(self.backend)
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the engine does not serve the problem. test_refusals.py says which reasons it may have."""

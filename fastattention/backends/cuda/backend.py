@@ -59,14 +59,14 @@ class CudaBackend(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """One kernel. bfloat16 is computed in float16 where the GPU has no instructions for it."""
         limits = self._limits(problem)
-        kernel, heads_together = _plan(problem, limits, self._arch(limits))
+        kernel, heads_together = plan(problem, limits, self._arch(limits))
         dtype = _DTYPES[kernel.dtype]
         inputs = _prepared(inputs, dtype)
         out = torch.empty((*problem.out_shape[:-1], inputs.v.shape[-1]), dtype=dtype, device=problem.device)
         lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device) if problem.return_lse else None
         if out.numel() > 0:
             params = _params(problem, inputs, out, lse, kernel, heads_together)
-            num_blocks = params.num_m_tiles * problem.nheads * problem.batch_size
+            num_blocks = params.num_m_tiles * problem.nheads * problem.batch_size * kernel.num_value_parts
             self._launch(kernel, params, num_blocks, problem)
         if out.shape[-1] != problem.headdim_v or dtype != problem.dtype:
             out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
@@ -98,7 +98,8 @@ class CudaBackend(Backend):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(problem: Problem, limits: Limits, arch: int) -> tuple[KernelConfig, int]:
+def plan(problem: Problem, limits: Limits, arch: int) -> tuple[KernelConfig, int]:
+    """The kernel for a problem and how many heads run together, computed once."""
     return heuristics.choose_config(problem, arch, limits), heuristics.heads_together(problem, limits)
 
 

@@ -41,13 +41,14 @@ class KernelConfig:
     arch: int  # code path: 60, 70, 75 or 80
     dtype: str  # "float16" or "bfloat16"
     headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
-    headdim_v: int
+    headdim_v: int  # likewise, of a CTA
     tile_m: int  # query rows of a CTA
     tile_n: int  # keys of a tile
     num_warps: int
     num_stages: int  # tiles of keys, and of values, in shared memory
     min_blocks: int  # CTAs of a multiprocessor for which the compiler leaves registers
     queries_in_registers: bool  # otherwise they are read from shared memory for every tile of keys
+    num_value_parts: int  # CTAs that share the columns of v, where one has too few registers for all
     modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
     paged: bool
 
@@ -75,7 +76,8 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """A readable name, unique among configurations."""
-        flags = "q" * self.queries_in_registers + "_scores" * self.modifies_scores + "_paged" * self.paged
+        parts = f"p{self.num_value_parts}" * (self.num_value_parts > 1)
+        flags = "q" * self.queries_in_registers + parts + "_scores" * self.modifies_scores + "_paged" * self.paged
         return (
             f"forward_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
             f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_blocks}{flags}"
@@ -94,6 +96,7 @@ class KernelConfig:
             "FA_STAGES": str(self.num_stages),
             "FA_MIN_BLOCKS": str(self.min_blocks),
             "FA_QUERIES_IN_REGISTERS": str(int(self.queries_in_registers)),
+            "FA_VALUE_PARTS": str(self.num_value_parts),
             "FA_MODIFIES": str(int(self.modifies_scores)),
             "FA_PAGED": str(int(self.paged)),
             "FA_SHARED_BYTES": str(self.shared_bytes),
@@ -112,6 +115,7 @@ class _Tiles(NamedTuple):
     num_stages: int
     min_blocks: int
     queries_in_registers: bool
+    num_value_parts: int = 1
 
 
 # For head dimensions up to the key, the candidates, best first: the first that fits the GPU is taken. The first of 80 and 75
@@ -133,7 +137,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     70: {
         64: (_Tiles(128, 64, 4, 1, 2, True),),
         128: (_Tiles(128, 32, 4, 1, 1, False),),
-        256: (_Tiles(64, 16, 2, 1, 1, False),),
+        256: (_Tiles(128, 32, 4, 1, 1, False, 2),),
     },
     60: {
         64: (_Tiles(64, 32, 4, 1, 1, False),),
@@ -166,7 +170,10 @@ def configs_for(
     """The candidates for a call, best first."""
     columns = padded_headdim(headdim), padded_headdim(headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
-    return [KernelConfig(arch, dtype, *columns, *sizes, modifies_scores, paged) for sizes in tiles]
+    return [
+        KernelConfig(arch, dtype, columns[0], columns[1] // sizes.num_value_parts, *sizes, modifies_scores, paged)
+        for sizes in tiles
+    ]
 
 
 def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
@@ -190,6 +197,6 @@ def heads_together(problem: Problem, limits: Limits) -> int:
     """
     head_bytes = problem.seqlen_k * (problem.headdim + problem.headdim_v) * 2
     most = max(1, limits.l2_bytes * 3 // 4 // max(head_bytes, 1)) * problem.group_size
-    heads = problem.nheads * problem.batch_size
+    heads = max(1, problem.nheads * problem.batch_size)
     num_groups = -(-heads // most)
     return -(-heads // num_groups)

@@ -11,7 +11,8 @@ namespace {
 int group_wavefronts(const std::uint32_t (&addresses)[32], std::uint32_t active, std::uint32_t size, int first, int last) {
     const std::uint32_t num_banks = 128 / size;
     std::uint32_t units[32][32];  // that a bank must serve
-    int served[32] = {}, most = 0;
+    int served[32], most = 0;
+    std::fill(served, served + num_banks, 0);
     for (int lane = first; lane < last; ++lane) {
         if (!(active >> lane & 1)) continue;
         const std::uint32_t unit = addresses[lane] / size, bank = unit % num_banks;

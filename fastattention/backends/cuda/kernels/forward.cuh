@@ -31,6 +31,7 @@ static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same
 // The tile of this CTA.
 struct Work {
     int m_tile, head, batch;
+    int first_column;  // of v and out
 };
 
 // CTAs start in the order of their index. Those of `heads_together` heads come together, so that their keys and values stay
@@ -38,13 +39,14 @@ struct Work {
 FA_DEVICE Work find_work(const ForwardParams& p) {
     const int64_t heads = static_cast<int64_t>(p.batch_size) * p.nheads;
     const int64_t tiles_together = static_cast<int64_t>(p.heads_together) * p.num_m_tiles;
-    const int64_t group = block_index() / tiles_together;
-    const int64_t within = block_index() - group * tiles_together;
+    const int64_t index = block_index() / kValueParts;
+    const int64_t group = index / tiles_together;
+    const int64_t within = index - group * tiles_together;
     const int64_t first_head = group * p.heads_together;
     const int64_t heads_here = heads - first_head < p.heads_together ? heads - first_head : p.heads_together;
     const int64_t head = first_head + within % heads_here;
     return {p.num_m_tiles - 1 - static_cast<int>(within / heads_here), static_cast<int>(head % p.nheads),
-            static_cast<int>(head / p.nheads)};
+            static_cast<int>(head / p.nheads), static_cast<int>(block_index() % kValueParts) * kHeaddimV};
 }
 
 // Tokens before a sequence when packed. Asked for where it is needed, rather than kept.
@@ -89,7 +91,8 @@ public:
           key_end_(mask_.row_end(last_row_)),
           q_rows_(query_rows(p, work, mask.seqlen_q)),
           k_rows_(cache_rows(p, work, mask.seqlen_k, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim)),
-          v_rows_(cache_rows(p, work, mask.seqlen_k, p.v, p.v_stride_batch, p.v_stride_row, p.v_stride_head, p.headdim_v)),
+          v_rows_(cache_rows(p, work, mask.seqlen_k, p.v + work.first_column, p.v_stride_batch, p.v_stride_row,
+                             p.v_stride_head, p.headdim_v - work.first_column)),
           q_shared_(shared_memory()),
           k_shared_(q_shared_ + kQueryBytes),
           v_shared_(k_shared_ + kStages * KeyCopy::kBytes),
@@ -378,7 +381,8 @@ private:
                 if (Arch::row_of_element(i) == which)
                     store_shared_32(warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
                                     Element::pack(acc_o_[step][n][i] * factor, acc_o_[step][n][i + 1] * factor));
-        if (p_.lse != nullptr && warp_row_ + row <= last_row_ && Arch::score_column(0, 0) == 0) {
+        const bool writes_lse = p_.lse != nullptr && work_.first_column == 0 && Arch::score_column(0, 0) == 0;
+        if (writes_lse && warp_row_ + row <= last_row_) {
             const float lse = row_sum == 0.0f ? -infinity() : (row_max + log2_approximate(row_sum)) * kLn2;
             p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
                    first_token(p_.cu_seqlens_q, work_.batch) + warp_row_ + row] = lse;
@@ -387,11 +391,11 @@ private:
 
     FA_DEVICE void copy_out(uint32_t warp_out) {
         constexpr int kChunks = kHeaddimV / 8;
-        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head +
+        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head + work_.first_column +
                         first_token(p_.cu_seqlens_q, work_.batch) * p_.out_stride_row;
         for (int i = lane_index(); i < kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks, column = i % kChunks * 8;
-            if (warp_row_ + row > last_row_ || column >= p_.headdim_v) continue;
+            if (warp_row_ + row > last_row_ || column >= p_.headdim_v - work_.first_column) continue;
             store_global_128(out + static_cast<int64_t>(warp_row_ + row) * p_.out_stride_row + column,
                              load_shared_128(warp_out + row * kOutPitch + column * 2));
         }

@@ -6,7 +6,8 @@
 namespace fastattention {
 
 constexpr int kHeaddim = FA_HEADDIM;     // the call's headdim, rounded up
-constexpr int kHeaddimV = FA_HEADDIM_V;  // likewise
+constexpr int kHeaddimV = FA_HEADDIM_V;  // likewise, or a part of it:
+constexpr int kValueParts = FA_VALUE_PARTS;  // CTAs that share the columns of v, where one has too few registers for all
 constexpr int kTileM = FA_TILE_M;        // query rows of a CTA
 constexpr int kTileN = FA_TILE_N;        // keys of a tile
 constexpr int kWarps = FA_WARPS;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fastattention.errors import ArgumentError
+
 
 def cpu_isa() -> str | None:
     """FASTATTENTION_CPU_ISA: the instruction set of the cpu backend; `fastattention info` lists those of this machine.
@@ -25,7 +27,12 @@ def cuda_arch() -> int | None:
     Unset or empty: the newest that the GPU can run.
     """
     chosen = os.environ.get("FASTATTENTION_CUDA_ARCH")
-    return int(chosen) if chosen else None
+    if not chosen:
+        return None
+    try:
+        return int(chosen)
+    except ValueError as error:
+        raise ArgumentError(f"FASTATTENTION_CUDA_ARCH={chosen!r} must be one of 60, 70, 75 and 80") from error
 
 
 def kernel_cache() -> Path:

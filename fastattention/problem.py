@@ -7,9 +7,10 @@ that disagrees with the window.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,18 @@ class Problem:
     rotary_dim: int = 0  # leading elements of headdim that are rotated; 0 is off
     rotary_interleaved: bool = True
     num_splits: int = 0  # parts the keys of a decode are split into; 0 lets the backend choose
+
+    def __hash__(self) -> int:
+        """Computed once: every call looks its problem up several times, and hashing it costs as much as a launch."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which another process computes differently."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     @property
     def group_size(self) -> int:

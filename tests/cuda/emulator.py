@@ -8,12 +8,12 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.backend import CudaBackend, Plan
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
@@ -56,19 +56,19 @@ class Report(ctypes.Structure):
 
 
 @functools.cache
-def _sources_hash() -> str:
-    """Of everything that a library is made of."""
+def _hash(folders: tuple[Path, ...]) -> str:
+    """Of all sources in some folders."""
     digest = hashlib.sha256()
-    for folder in (HERE, *INCLUDE_FOLDERS):
+    for folder in folders:
         for path in sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".hpp", ".cuh", ".cpp")):
             digest.update(path.relative_to(folder).as_posix().encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _compiled(name: str, arguments: Sequence[str]) -> Path:
-    """The file that the compiler makes with these arguments, from the cache when they and the sources are as before."""
-    content = "\n".join([_sources_hash(), *COMPILE, *arguments])
+def _compiled(name: str, arguments: Sequence[str], folders: tuple[Path, ...]) -> Path:
+    """The file that the compiler makes with these arguments, from the cache when they and the folders are as before."""
+    content = "\n".join([_hash(folders), *COMPILE, *arguments])
     path = CACHE / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{name}"
     if path.exists():
         return path
@@ -83,10 +83,12 @@ def _compiled(name: str, arguments: Sequence[str]) -> Path:
 
 def build(name: str, source: Path, macros: Mapping[str, str]) -> Path:
     """The library of one source file and the emulator."""
-    machine = _compiled("machine.o", ["-r", "-nostdlib", *(str(SOURCES / file) for file in MACHINE)])
+    machine = _compiled("machine.o", ["-r", "-nostdlib", *(str(SOURCES / file) for file in MACHINE)], (SOURCES,))
     definitions = [f"-D{key}={value}" for key, value in {**macros, "FA_INTRINSICS_HEADER": '"intrinsics.hpp"'}.items()]
     includes = [f"-I{folder}" for folder in (SOURCES, *INCLUDE_FOLDERS)]
-    return _compiled(f"{name}.so", ["-shared", *definitions, *includes, str(source), str(machine)])
+    return _compiled(
+        f"{name}.so", ["-shared", *definitions, *includes, str(source), str(machine)], (HERE, *INCLUDE_FOLDERS)
+    )
 
 
 def build_forward(config: KernelConfig) -> Path:
@@ -107,12 +109,18 @@ def _library(config: KernelConfig) -> ctypes.CDLL:
 
 def launch(config: KernelConfig, params: ForwardParams, num_blocks: int, ranges: Sequence[Range]) -> Report:
     """Runs a variant of the forward kernel. Raises EmulatorError when it does what it must not."""
+    return checked(_library(config).fastattention_emulate, config.name, params, num_blocks, ranges)
+
+
+def checked(
+    emulate: Callable[..., int], name: str, params: ctypes.Structure, num_blocks: int, ranges: Sequence[Range]
+) -> Report:
+    """Calls a library's function. Raises EmulatorError, with the name of the kernel, when it failed."""
     report = Report()
     array = (Range * len(ranges))(*ranges)
-    emulate = _library(config).fastattention_emulate
-    emulate(ctypes.byref(params), ctypes.c_int64(num_blocks), array, ctypes.c_int64(len(ranges)), ctypes.byref(report))
-    if report.error:
-        raise EmulatorError(f"{config.name}: {report.error.decode()}")
+    num_ranges = ctypes.c_int64(len(ranges))
+    if emulate(ctypes.byref(params), ctypes.c_int64(num_blocks), array, num_ranges, ctypes.byref(report)) != 0:
+        raise EmulatorError(f"{name}: {report.error.decode()}")
     return report
 
 
@@ -166,6 +174,7 @@ class EmulatedCudaBackend(CudaBackend):
     """The cuda backend on tensors of the processor, as if on one chip."""
 
     limits: ClassVar[Limits]
+    report: Report  # of the last launch
 
     def why_unavailable(self) -> str | None:
         return None
@@ -179,8 +188,8 @@ class EmulatedCudaBackend(CudaBackend):
     def _limits(self, problem: Problem) -> Limits:
         return self.limits
 
-    def _launch(self, config: KernelConfig, params: ForwardParams, num_blocks: int, problem: Problem) -> None:
-        launch(config, params, num_blocks, ranges_of(params, problem))
+    def _launch(self, plan: Plan, params: ForwardParams, problem: Problem) -> None:
+        self.report = launch(plan.kernel, params, plan.num_blocks, ranges_of(params, problem))
 
 
 class EmulatedSm60(EmulatedCudaBackend):

@@ -18,9 +18,8 @@ from conformance.engines import Engine
 from torch import Tensor
 
 from fastattention import fast_attn_func
-from fastattention.backends.cuda.backend import plan
 from fastattention.backends.cuda.chips import ARCHS
-from fastattention.backends.registry import get_backend, verdict
+from fastattention.backends.registry import get_backend, select_backend, verdict
 from fastattention.problem import Problem
 
 pytestmark = pytest.mark.skipif(get_backend("cuda").why_unavailable() is not None, reason="needs a GPU")
@@ -33,9 +32,9 @@ class DeviceEngine(Engine):
     def active(self) -> Iterator[None]:
         assert self.isa is not None
         with mock.patch.dict(os.environ, FASTATTENTION_CUDA_ARCH=self.isa):
-            plan.cache_clear()
+            _forget_backends()
             yield
-        plan.cache_clear()
+        _forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
         return verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason
@@ -46,6 +45,12 @@ class DeviceEngine(Engine):
 
     def run_without_lse(self, call: Call) -> Tensor:
         return _moved(call).run_without_lse(self.backend).cpu()
+
+
+def _forget_backends() -> None:
+    """A backend reads the variable once for each problem."""
+    get_backend.cache_clear()
+    select_backend.cache_clear()
 
 
 def _moved(call: Call) -> Call:

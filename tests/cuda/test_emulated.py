@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import emulator
@@ -11,11 +13,13 @@ import pytest
 import torch
 from conformance.calls import build_call
 from conformance.case import Case, KvCacheCase
-from conformance.cases import CASES
+from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import Engine
+from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
+from fastattention.backends.cuda.heuristics import choose_config
 from fastattention.problem import Problem
 
 
@@ -40,16 +44,92 @@ def _forget_backends() -> None:
     registry.select_backend.cache_clear()
 
 
-ENGINES = [EmulatedEngine(backend.name) for backend in emulator.EMULATED]
-every_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])
+class Run(NamedTuple):
+    """One test of the list."""
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    case: Case
+    dtype: torch.dtype
+    backend: type[EmulatedCudaBackend]
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name}-{str(self.dtype).removeprefix('torch.')}-{self.backend.name}"
+
+    @property
+    def is_served_natively(self) -> bool:
+        return self.dtype is torch.float16 or self.backend.limits.arch >= 80
+
+
 SERVED = [case for case in CASES if not isinstance(case, KvCacheCase)]
-CACHES = [case for case in CASES if isinstance(case, KvCacheCase)]
+# Where bfloat16 is computed in float16 kernels are the same, and only conversions are new.
+CONVERTED = [*VALUE_HEADDIMS, *SCORES, *BIASES]
+
+# Backends vary fastest, so that the expected result of a case is computed once.
+RUNS = [
+    run
+    for case in SERVED
+    for dtype in (torch.float16, torch.bfloat16)
+    for run in (Run(case, dtype, backend) for backend in emulator.EMULATED)
+    if run.is_served_natively or case in CONVERTED
+]
 
 
-@every_engine
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("case", SERVED, ids=[case.name for case in SERVED])
-def test_is_right_repeats_and_writes_nothing_else(engine: Engine, dtype: torch.dtype, case: Case) -> None:
-    check(engine, case, dtype)
+@pytest.fixture(scope="module", autouse=True)
+def libraries(request: pytest.FixtureRequest) -> None:
+    """Compiles what the selected tests need, on all processors at once."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    runs = [param["run"] for param in params if isinstance(param.get("run"), Run)]
+    limits = [run.backend.limits for run in runs]
+    problems = [problem_of(run.case, run.dtype) for run in runs]
+    emulator.build_all({choose_config(p, limit.arch, limit) for p, limit in zip(problems, limits, strict=True)})
+
+
+def problem_of(case: Case, dtype: torch.dtype) -> Problem:
+    problem, _ = build_call(case, dtype).prepare()
+    return problem
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
+def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
+    check(EmulatedEngine(run.backend.name), run.case, run.dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_only_caches_and_float32_are_refused(case: Case) -> None:
+    """The other tests skip what is refused."""
+    for backend in emulator.EMULATED:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            reason = backend().why_not(problem_of(case, dtype))
+            if isinstance(case, KvCacheCase):
+                assert reason is not None
+                assert "cache" in reason
+            elif dtype is torch.float32:
+                assert reason is not None
+                assert "float32" in reason
+            else:
+                assert reason is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p=0.1"),
+        ({"needs_grad": True}, "gradient"),
+        ({"headdim": 264}, "headdim=264"),
+        ({"headdim_v": 264}, "headdim_v=264"),
+    ],
+    ids=["dropout", "gradients", "headdim", "headdim-v"],
+)
+def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) -> None:
+    problem = problem_of(SERVED[0], torch.float16)
+    for backend in emulator.EMULATED:
+        assert backend().why_not(problem) is None
+        reason = backend().why_not(replace(problem, **fields))
+        assert reason is not None
+        assert named in reason
+
+
+def test_emulated_backends_are_not_registered() -> None:
+    with EmulatedEngine("cuda-sm80").active():
+        assert "cuda-sm80" in registry.ORDER
+    assert not {backend.name for backend in emulator.EMULATED} & set(registry.ORDER)

@@ -21,6 +21,7 @@ from fastattention.backends.cuda.jit.variants import (
     choose_variant,
     variants_of,
 )
+from fastattention.errors import CompileError
 from fastattention.problem import Layout, Problem
 
 FLAGS = list(itertools.product((False, True), repeat=2))
@@ -197,7 +198,7 @@ def test_the_reason_says_what_is_needed_and_what_there_is(
 def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
     tiny = CHIPS["A100"]._replace(shared_per_block=1000)
     candidates = heuristics.configs_for(80, "float16", 128, 128, False, False)
-    with pytest.raises(ValueError, match=r"no kernel fits compute capability 8\.0") as raised:
+    with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0") as raised:
         choose_config(problem_of(headdim=128), 80, tiny)
     assert len(candidates) > 1
     assert all(f"{config.name}: " in str(raised.value) for config in candidates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,17 +13,30 @@ from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import module
-from fastattention.backends.cuda.params import ForwardParams
+from fastattention.backends.cuda.params import ForwardParams, make_params
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _CHUNK = 8  # elements of 16 bits that are read at once: 16 bytes
+_MAX_PLANS = 4096
+
+
+class Plan(NamedTuple):
+    """What a problem alone decides, worked out once."""
+
+    kernel: KernelConfig
+    dtype: torch.dtype  # in which the kernel computes
+    num_blocks: int
+    heads_together: int
 
 
 class CudaBackend(Backend):
     """Our kernels for GPUs from Pascal on."""
 
     name = "cuda"
+
+    def __init__(self) -> None:
+        self._plans: dict[Problem, Plan] = {}
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
@@ -53,54 +66,70 @@ class CudaBackend(Backend):
         if problem.dropout_p > 0.0:
             return f"dropout_p={problem.dropout_p} is not served; use dropout_p=0.0 or backend='sdpa'"
         if max(problem.headdim, problem.headdim_v) > heuristics.MAX_HEADDIM:
-            return f"headdim={problem.headdim}, headdim_v={problem.headdim_v}; at most {heuristics.MAX_HEADDIM} is served"
+            widths = f"headdim={problem.headdim}, headdim_v={problem.headdim_v}"
+            return f"{widths}; at most {heuristics.MAX_HEADDIM} is served"
         return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """One kernel. bfloat16 is computed in float16 where the GPU has no instructions for it."""
-        limits = self._limits(problem)
-        kernel, heads_together = plan(problem, limits, self._arch(limits))
-        dtype = _DTYPES[kernel.dtype]
-        inputs = _prepared(inputs, dtype)
-        out = torch.empty((*problem.out_shape[:-1], inputs.v.shape[-1]), dtype=dtype, device=problem.device)
-        lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device) if problem.return_lse else None
-        if out.numel() > 0:
-            params = _params(problem, inputs, out, lse, kernel, heads_together)
-            num_blocks = params.num_m_tiles * problem.nheads * problem.batch_size * kernel.num_value_parts
-            self._launch(kernel, params, num_blocks, problem)
-        if out.shape[-1] != problem.headdim_v or dtype != problem.dtype:
+        plan = self._plans.get(problem) or self._make_plan(problem)
+        inputs = _prepared(inputs, plan.dtype)
+        out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))
+        lse = inputs.q.new_empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
+        if plan.num_blocks > 0:
+            self._launch(plan, _params(problem, plan, inputs, out, lse), problem)
+        if out.shape[-1] != problem.headdim_v or plan.dtype is not problem.dtype:
             out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
+
+    def _make_plan(self, problem: Problem) -> Plan:
+        limits = self._limits(problem)
+        kernel = heuristics.choose_config(problem, self._arch(limits), limits)
+        num_m_tiles = -(-problem.seqlen_q // kernel.tile_m)
+        num_blocks = num_m_tiles * problem.nheads * problem.batch_size * kernel.num_value_parts
+        if problem.total_q == 0 or problem.headdim_v == 0:
+            num_blocks = 0
+        plan = Plan(kernel, _DTYPES[kernel.dtype], num_blocks, heuristics.heads_together(problem, limits))
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[problem] = plan
+        return plan
 
     # What the emulator of the tests does its own way.
 
     def _why_not_device(self, problem: Problem) -> str | None:
         if problem.device.type != "cuda":
             return f"tensors are on {problem.device}; the cuda backend takes tensors on cuda"
-        target = self._limits(problem).target
-        if target < ARCHS[-1]:
-            return f"{problem.device} has compute capability {target / 10:.1f}; Pascal (6.0) is the oldest that is served"
+        limits = self._limits(problem)
+        if limits.target < ARCHS[-1]:
+            capability = f"{limits.target / 10:.1f}"
+            return f"{problem.device} has compute capability {capability}; Pascal (6.0) is the oldest that is served"
+        forced = config.cuda_arch()
+        if forced is not None and not (forced in ARCHS and forced <= limits.target):
+            allowed = ", ".join(str(arch) for arch in ARCHS if arch <= limits.target)
+            return f"FASTATTENTION_CUDA_ARCH={forced} is no code path of {problem.device}; choose one of {allowed}"
         return None
 
     def _limits(self, problem: Problem) -> Limits:
-        index = problem.device.index
-        return module.device_limits(torch.cuda.current_device() if index is None else index)
+        return module.device_limits(_device_index(problem))
 
     def _arch(self, limits: Limits) -> int:
         return config.cuda_arch() or limits.arch
 
-    def _launch(self, kernel: KernelConfig, params: ForwardParams, num_blocks: int, problem: Problem) -> None:
-        index = problem.device.index
-        if index is None:
-            index = torch.cuda.current_device()
-        with torch.cuda.device(index):
-            module.load_kernel(kernel, index).launch(params, num_blocks, torch.cuda.current_stream().cuda_stream)
+    def _launch(self, plan: Plan, params: ForwardParams, problem: Problem) -> None:
+        index = _device_index(problem)
+        kernel = module.load_kernel(plan.kernel, index)
+        stream = module.current_stream(index)
+        if index == torch.cuda.current_device():
+            kernel.launch(params, plan.num_blocks, stream)
+        else:
+            with torch.cuda.device(index):
+                kernel.launch(params, plan.num_blocks, stream)
 
 
-@functools.lru_cache(maxsize=4096)
-def plan(problem: Problem, limits: Limits, arch: int) -> tuple[KernelConfig, int]:
-    """The kernel for a problem and how many heads run together, computed once."""
-    return heuristics.choose_config(problem, arch, limits), heuristics.heads_together(problem, limits)
+def _device_index(problem: Problem) -> int:
+    index: int | None = problem.device.index
+    return torch.cuda.current_device() if index is None else index
 
 
 def _prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
@@ -108,90 +137,74 @@ def _prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.attn_bias
     if bias is not None and bias.dtype not in (torch.float32, dtype):
         bias = bias.float()  # not `dtype`: a low bfloat16 would become -infinity in float16
-    return inputs._replace(
-        q=_aligned(q.to(dtype)), k=_aligned(k.to(dtype)), v=_aligned(v.to(dtype)), attn_bias=bias
-    )
+    elif _is_aligned(q, dtype) and _is_aligned(k, dtype) and _is_aligned(v, dtype):
+        return inputs
+    return inputs._replace(q=_aligned(q, dtype), k=_aligned(k, dtype), v=_aligned(v, dtype), attn_bias=bias)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it whose rows are contiguous, begin at 16 bytes and have a multiple of 8 columns."""
-    columns = tensor.shape[-1]
-    if columns % _CHUNK:
-        return torch.nn.functional.pad(tensor, (0, -columns % _CHUNK))
-    strides = tensor.stride()
-    fits = all(stride % _CHUNK == 0 for stride in strides[:-1]) and strides[-3] < 2**31
-    if strides[-1] == 1 and fits and tensor.data_ptr() % 16 == 0:
+def _is_aligned(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Rows are contiguous, begin at 16 bytes, have a multiple of 8 columns and lie less than 2^31 elements apart."""
+    *outer, row, head, column = tensor.stride()
+    misaligned = tensor.data_ptr() // 2 | row | head | tensor.shape[-1]
+    for stride in outer:
+        misaligned |= stride
+    return misaligned % _CHUNK == 0 and column == 1 and row < 2**31 and tensor.dtype is dtype
+
+
+def _aligned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor, or a copy of it that is aligned; columns that it lacks are zeros."""
+    tensor = tensor.to(dtype)
+    if _is_aligned(tensor, dtype):
         return tensor
+    if missing := -tensor.shape[-1] % _CHUNK:
+        return torch.nn.functional.pad(tensor, (0, missing))
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
     """(batch, row, head) strides in elements of (batch, row, head, headdim) or packed (row, head, headdim)."""
     strides = tensor.stride()
-    return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
+    return strides[:3] if len(strides) == 4 else (0, strides[0], strides[1])
 
 
-def _params(
-    problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None, kernel: KernelConfig, heads_together: int
-) -> ForwardParams:
+def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
+    """(batch, head, row, key) strides of (batch, head, row, key) or packed (head, row, key)."""
+    if bias is None:
+        return 0, 0, 0, 0
+    *batch, head, row, key = bias.stride()
+    return (batch[0] if batch else 0), head, row, key
+
+
+def _params(problem: Problem, plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor | None) -> ForwardParams:
     """The fields of params.h in its order."""
-    packed = problem.layout is Layout.PACKED
-    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
-    bias_strides = (0, 0, 0, 0)
-    if bias is not None:
-        b = bias.stride()
-        bias_strides = (0, b[0], b[1], b[2]) if packed else (b[0], b[1], b[2], b[3])
-    q_batch, q_row, q_head = _strides(inputs.q)
-    k_batch, k_row, k_head = _strides(inputs.k)
-    v_batch, v_row, v_head = _strides(inputs.v)
+    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.attn_bias
+    alibi, table = inputs.alibi_slopes, inputs.block_table
+    q_batch, q_row, q_head = _strides(q)
+    k_batch, k_row, k_head = _strides(k)
+    v_batch, v_row, v_head = _strides(v)
     out_batch, out_row, out_head = _strides(out)
-    lse_stride_head = problem.total_q if packed else problem.seqlen_q
-    return ForwardParams(
-        inputs.q.data_ptr(),
-        inputs.k.data_ptr(),
-        inputs.v.data_ptr(),
-        out.data_ptr(),
-        _pointer(lse),
-        _pointer(inputs.cu_seqlens_q),
-        _pointer(inputs.cu_seqlens_k),
-        _pointer(table),
-        _pointer(alibi),
-        _pointer(inputs.sinks),
-        _pointer(bias),
-        q_batch,
-        q_head,
-        k_batch,
-        k_head,
-        v_batch,
-        v_head,
-        out_batch,
-        out_head,
-        0 if packed else problem.nheads * lse_stride_head,
-        lse_stride_head,
-        *bias_strides,
+    packed = problem.layout is Layout.PACKED
+    lse_head = problem.total_q if packed else problem.seqlen_q
+    # fmt: off
+    return make_params(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _pointer(lse),
+        _pointer(inputs.cu_seqlens_q), _pointer(inputs.cu_seqlens_k), _pointer(table),
+        _pointer(alibi), _pointer(inputs.sinks), _pointer(bias),
+        q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
+        0 if packed else problem.nheads * lse_head, lse_head,
+        *_bias_strides(bias),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),
-        q_row,
-        k_row,
-        v_row,
-        out_row,
-        problem.batch_size,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.nheads,
-        problem.group_size,
-        inputs.q.shape[-1],
-        inputs.v.shape[-1],
-        problem.page_block_size or 0,
-        problem.window_left,
-        problem.window_right,
-        int(bias is not None and bias.dtype == torch.float32),
-        -(-problem.seqlen_q // kernel.tile_m),
-        heads_together,
-        problem.softmax_scale,
-        problem.softcap,
+        q_row, k_row, v_row, out_row,
+        problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.nheads, problem.group_size,
+        q.shape[-1], v.shape[-1], problem.page_block_size or 0,
+        problem.window_left, problem.window_right,
+        bias is not None and bias.dtype == torch.float32,
+        -(-problem.seqlen_q // plan.kernel.tile_m), plan.heads_together,
+        problem.softmax_scale, problem.softcap,
     )
+    # fmt: on

@@ -1,4 +1,4 @@
-"""What a GPU offers a kernel. Figures of NVIDIA's CUDA C++ programming guide, "Features and Technical Specifications"."""
+"""What a GPU offers a kernel. Figures are those of the compute capabilities in NVIDIA's CUDA C++ programming guide."""
 
 from __future__ import annotations
 

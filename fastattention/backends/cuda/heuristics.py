@@ -1,7 +1,7 @@
 """Which variant of the kernel serves a call: pure Python, no device needed.
 
-`choose_config` maps (Problem, code path, limits of the GPU) to a KernelConfig. `why_not_fitting` says why a configuration
-does not fit a GPU.
+`choose_config` maps (Problem, code path, limits of the GPU) to a KernelConfig. `why_not_fitting` says why a
+configuration does not fit a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fastattention.backends.cuda.chips import Limits
+from fastattention.errors import CompileError
 from fastattention.problem import Problem
 
 MAX_HEADDIM = 256
@@ -118,9 +119,9 @@ class _Tiles(NamedTuple):
     num_value_parts: int = 1
 
 
-# For head dimensions up to the key, the candidates, best first: the first that fits the GPU is taken. The first of 80 and 75
-# were chosen on an H200, the others by counting: two warps for each of the four schedulers of a multiprocessor, as few reads
-# of shared memory as then fit (docs/experiments.md).
+# For head dimensions up to the key, the candidates, best first: the first that fits the GPU is taken. The first of 80
+# and 75 were chosen on an H200, the others by counting: two warps for each of the four schedulers of a multiprocessor,
+# and as few reads of shared memory as then fit (docs/experiments.md).
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (_Tiles(128, 64, 4, 2, 2, False), _Tiles(128, 64, 4, 1, 2, False)),
@@ -135,7 +136,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         256: (_Tiles(64, 16, 4, 1, 1, False),),
     },
     70: {
-        64: (_Tiles(128, 64, 4, 1, 2, True),),
+        64: (_Tiles(128, 64, 4, 1, 2, False),),
         128: (_Tiles(128, 32, 4, 1, 1, False),),
         256: (_Tiles(128, 32, 4, 1, 1, False, 2),),
     },
@@ -145,6 +146,10 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         256: (_Tiles(16, 8, 1, 1, 1, False),),
     },
 }
+
+# Modified scores need registers of their own: (code path, limit of the head dimension) -> keys of a tile that leave
+# them.
+_TILE_N_FOR_SCORES = {(70, 128): 16, (70, 256): 16, (80, 128): 32}
 
 
 def padded_headdim(headdim: int) -> int:
@@ -169,7 +174,10 @@ def configs_for(
 ) -> list[KernelConfig]:
     """The candidates for a call, best first."""
     columns = padded_headdim(headdim), padded_headdim(headdim_v)
-    tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
+    limit = next(limit for limit in _TILES[arch] if max(columns) <= limit)
+    tiles = _TILES[arch][limit]
+    if modifies_scores and (arch, limit) in _TILE_N_FOR_SCORES:
+        tiles = tuple(sizes._replace(tile_n=_TILE_N_FOR_SCORES[arch, limit]) for sizes in tiles)
     return [
         KernelConfig(arch, dtype, columns[0], columns[1] // sizes.num_value_parts, *sizes, modifies_scores, paged)
         for sizes in tiles
@@ -177,7 +185,7 @@ def configs_for(
 
 
 def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
-    """The configuration for a problem on a GPU. Raises ValueError when none fits, which no supported GPU should see."""
+    """The configuration for a problem on a GPU. Raises CompileError when none fits."""
     dtype = "bfloat16" if problem.dtype is torch.bfloat16 and arch >= 80 else "float16"
     modifies = problem.softcap != 0.0 or problem.has_alibi or problem.has_bias or problem.softmax_scale <= 0.0
     candidates = configs_for(arch, dtype, problem.headdim, problem.headdim_v, modifies, problem.is_paged)
@@ -187,16 +195,16 @@ def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         if reason is None:
             return config
         reasons.append(f"{config.name}: {reason}")
-    raise ValueError(f"no kernel fits compute capability {limits.target / 10:.1f}: {'; '.join(reasons)}")
+    raise CompileError(f"no kernel fits compute capability {limits.target / 10:.1f}: {'; '.join(reasons)}")
 
 
 def heads_together(problem: Problem, limits: Limits) -> int:
-    """Query heads whose CTAs start together: their keys and values fill at most three quarters of the second-level cache.
+    """Query heads whose CTAs start together: their keys and values fill at most three quarters of the L2 cache.
 
-    At least those that share a key head, and groups of equal size, so that the last one fills the GPU too.
+    Whole groups that share a key head, and as many each time, so that the last ones fill the GPU too.
     """
-    head_bytes = problem.seqlen_k * (problem.headdim + problem.headdim_v) * 2
-    most = max(1, limits.l2_bytes * 3 // 4 // max(head_bytes, 1)) * problem.group_size
-    heads = max(1, problem.nheads * problem.batch_size)
-    num_groups = -(-heads // most)
-    return -(-heads // num_groups)
+    key_head_bytes = problem.seqlen_k * (problem.headdim + problem.headdim_v) * 2
+    most = max(1, limits.l2_bytes * 3 // 4 // max(key_head_bytes, 1))
+    key_heads = max(1, problem.nheads_k * problem.batch_size)
+    num_rounds = -(-key_heads // most)
+    return -(-key_heads // num_rounds) * problem.group_size

@@ -81,7 +81,7 @@ def rate(one: Measurement) -> tuple[float | None, str]:
 
 
 def fraction_of_limit(one: Measurement, limits: Limits) -> float | None:
-    """Rate over what the processor can do at most, measured in the same turns if it was; None where either is unknown."""
+    """Rate over what the processor can do at most, in the same turns if measured; None where either is unknown."""
     limit: float | None = one.limit_rate or getattr(limits, one.workload.limit)
     value, _ = rate(one)
     return None if value is None or limit is None else value / limit

@@ -6,22 +6,34 @@ namespace emulator {
 
 namespace {
 
-// Lanes first ... last - 1, which are served together. A unit is what a lane accesses: it and those at a distance of 128
+// Lanes from `first` on, as many as there are banks for units, which are served together. A unit is what a lane accesses: it and those at a distance of 128
 // bytes are in the same banks.
-int group_wavefronts(const std::uint32_t (&addresses)[32], std::uint32_t active, std::uint32_t size, int first, int last) {
-    const std::uint32_t num_banks = 128 / size;
-    std::uint32_t units[32][32];  // that a bank must serve
-    int served[32], most = 0;
-    std::fill(served, served + num_banks, 0);
-    for (int lane = first; lane < last; ++lane) {
+template <std::uint32_t kSize>
+int group_wavefronts(const std::uint32_t (&addresses)[32], std::uint32_t active, int first) {
+    constexpr std::uint32_t kBanks = 128 / kSize;
+    std::uint32_t units[kBanks][kBanks];  // that a bank must serve
+    int served[kBanks] = {}, most = 0;
+    for (int lane = first; lane < first + static_cast<int>(kBanks); ++lane) {
         if (!(active >> lane & 1)) continue;
-        const std::uint32_t unit = addresses[lane] / size, bank = unit % num_banks;
+        const std::uint32_t unit = addresses[lane] / kSize, bank = unit % kBanks;
         std::uint32_t* end = units[bank] + served[bank];
         if (std::find(units[bank], end, unit) != end) continue;
         *end = unit;
         most = std::max(most, ++served[bank]);
     }
     return most;
+}
+
+template <std::uint32_t kSize>
+Wavefronts count_wavefronts(const std::uint32_t (&addresses)[32], std::uint32_t active) {
+    constexpr int kLanes = 128 / kSize;
+    Wavefronts result{0, 0};
+    for (int first = 0; first < 32; first += kLanes) {
+        const int needed = group_wavefronts<kSize>(addresses, active, first);
+        result.counted += needed;
+        result.ideal += needed > 0;
+    }
+    return result;
 }
 
 std::uint32_t size_of(Access access) {
@@ -36,14 +48,11 @@ std::uint32_t size_of(Access access) {
 }  // namespace
 
 Wavefronts wavefronts_of(const std::uint32_t (&addresses)[32], std::uint32_t active, std::uint32_t size) {
-    const int lanes = static_cast<int>(128 / size);
-    Wavefronts result{0, 0};
-    for (int first = 0; first < 32; first += lanes) {
-        const int needed = group_wavefronts(addresses, active, size, first, first + lanes);
-        result.counted += needed;
-        result.ideal += needed > 0;
+    switch (size) {
+        case 4: return count_wavefronts<4>(addresses, active);
+        case 8: return count_wavefronts<8>(addresses, active);
+        default: return count_wavefronts<16>(addresses, active);
     }
-    return result;
 }
 
 void AccessLog::count(Wavefronts& loads, Wavefronts& stores, Wavefronts& copies) {

@@ -91,6 +91,11 @@ class Kernel:
             raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
 
 
+def current_stream(device_index: int) -> int:
+    """The handle of torch's current stream of a device; the object around it would cost as much as a launch."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
 @functools.cache
 def load_kernel(config: KernelConfig, device_index: int) -> Kernel:
     """The kernel on a device, loaded once; compiled first when it was not built ahead and is not cached."""

@@ -11,7 +11,6 @@ import torch
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
-from fastattention.errors import CompileError
 from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
@@ -55,10 +54,7 @@ def choose_variant(
         softcap=1.0 if modifies_scores else 0.0,
         page_block_size=64 if paged else None,
     )
-    try:
-        return heuristics.choose_config(problem, arch, limits)
-    except ValueError as error:
-        raise CompileError(str(error)) from error
+    return heuristics.choose_config(problem, arch, limits)
 
 
 def choose_feature(arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature) -> KernelConfig:

@@ -1,6 +1,6 @@
 // Volta: m8n8k4, four independent 8 x 8 x 4 products of the four quadpairs of a warp (docs/cuda.md draws them).
 //
-// The quadpairs take neighbouring rows of queries, 32 together, and the same keys. Quadpair p is lanes 4p ... 4p + 3 and the
+// The quadpairs take different rows of queries, 32 together, and the same keys. Quadpair p is lanes 4p ... 4p + 3 and the
 // same plus 16. With h = lane / 16, v = lane / 2 % 2, u = lane % 2, a lane of it holds
 //   operand A       row lane % 4 + 4 h, four columns
 //   accumulator     element i: row u + (i & 2) + 4 h, column (i & 4) + 2 v + (i & 1)
@@ -8,6 +8,9 @@
 // the two rows with it gives each lane all eight probabilities of one row, half of which are operand A of one instruction,
 // half of the next: two shuffles instead of a trip through shared memory. The keys come out in the order 0 1 4 5, 2 3 6 7,
 // and the rows of V are read in that order too.
+//
+// The first four of a quadpair's rows of queries are neighbours, and so are the other four, eight rows further on: lanes
+// 8i ... 8i + 7, which shared memory serves together, read eight neighbouring rows.
 #pragma once
 
 #include "../shared_tile.cuh"
@@ -25,7 +28,7 @@ struct Arch {
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2 % 2; }
     static FA_DEVICE int row(int which) {
         const int lane = lane_index();
-        return lane / 4 % 4 * 8 + lane / 16 * 4 + which * 2 + lane % 2;
+        return lane / 8 % 2 * 16 + lane / 16 * 8 + lane / 4 % 2 * 4 + which * 2 + lane % 2;
     }
     static FA_DEVICE int score_column(int tile, int i) {
         return tile * 8 + i / 4 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
@@ -51,7 +54,8 @@ struct Arch {
     public:
         // q: address of the warp's first row.
         FA_DEVICE void load(uint32_t q) {
-            at_ = q + (lane_index() / 4 % 4 * 8 + operand_row()) * kPitch;
+            const int lane = lane_index();
+            at_ = q + (lane / 8 % 2 * 16 + lane / 16 * 8 + lane % 8) * kPitch;
             if constexpr (kQueriesInRegisters) {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import module
-from fastattention.backends.cuda.params import ForwardParams, make_params
+from fastattention.backends.cuda.params import ForwardParams, make_params, pack_template
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -21,13 +21,19 @@ _CHUNK = 8  # elements of 16 bits that are read at once: 16 bytes
 _MAX_PLANS = 4096
 
 
-class Plan(NamedTuple):
-    """What a problem alone decides, worked out once."""
+# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table.
+_Strides = tuple[object, ...]
+
+
+@dataclass
+class Plan:
+    """What a problem alone decides, worked out once, and the parameters of its calls for every set of strides seen."""
 
     kernel: KernelConfig
     dtype: torch.dtype  # in which the kernel computes
     num_blocks: int
     heads_together: int
+    templates: dict[_Strides, bytes] = field(default_factory=dict)
 
 
 class CudaBackend(Backend):
@@ -73,11 +79,16 @@ class CudaBackend(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """One kernel. bfloat16 is computed in float16 where the GPU has no instructions for it."""
         plan = self._plans.get(problem) or self._make_plan(problem)
-        inputs = _prepared(inputs, plan.dtype)
+        strides = _strides_of(inputs)
+        template = plan.templates.get(strides)
+        # Strides that are known are aligned, but memory may begin anywhere.
+        if template is None or (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % 16:
+            inputs = _prepared(inputs, plan.dtype)
+            template = _add_template(plan, problem, inputs, keep=_strides_of(inputs) == strides)
         out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))
         lse = inputs.q.new_empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
         if plan.num_blocks > 0:
-            self._launch(plan, _params(problem, plan, inputs, out, lse), problem)
+            self._launch(plan, make_params(template, *_pointers(inputs, out, lse)), problem)
         if out.shape[-1] != problem.headdim_v or plan.dtype is not problem.dtype:
             out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
@@ -132,29 +143,38 @@ def _device_index(problem: Problem) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
+def _strides_of(inputs: Inputs) -> _Strides:
+    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
+    return (
+        inputs.q.stride(),
+        inputs.k.stride(),
+        inputs.v.stride(),
+        None if bias is None else (bias.stride(), bias.dtype),
+        None if alibi is None else alibi.stride(),
+        None if table is None else table.stride(),
+    )
+
+
 def _prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """Inputs as the kernels read them: nothing is copied when they have `dtype` and rows at multiples of 16 bytes."""
-    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.attn_bias
+    bias = inputs.attn_bias
     if bias is not None and bias.dtype not in (torch.float32, dtype):
         bias = bias.float()  # not `dtype`: a low bfloat16 would become -infinity in float16
-    elif _is_aligned(q, dtype) and _is_aligned(k, dtype) and _is_aligned(v, dtype):
-        return inputs
-    return inputs._replace(q=_aligned(q, dtype), k=_aligned(k, dtype), v=_aligned(v, dtype), attn_bias=bias)
+    q, k, v = (_aligned(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
+    return inputs._replace(q=q, k=k, v=v, attn_bias=bias)
 
 
-def _is_aligned(tensor: Tensor, dtype: torch.dtype) -> bool:
+def _is_aligned(tensor: Tensor) -> bool:
     """Rows are contiguous, begin at 16 bytes, have a multiple of 8 columns and lie less than 2^31 elements apart."""
     *outer, row, head, column = tensor.stride()
-    misaligned = tensor.data_ptr() // 2 | row | head | tensor.shape[-1]
-    for stride in outer:
-        misaligned |= stride
-    return misaligned % _CHUNK == 0 and column == 1 and row < 2**31 and tensor.dtype is dtype
+    in_chunks = all(size % _CHUNK == 0 for size in (*outer, row, head, tensor.shape[-1]))
+    return in_chunks and tensor.data_ptr() % 16 == 0 and column == 1 and row < 2**31
 
 
 def _aligned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor, or a copy of it that is aligned; columns that it lacks are zeros."""
     tensor = tensor.to(dtype)
-    if _is_aligned(tensor, dtype):
+    if _is_aligned(tensor):
         return tensor
     if missing := -tensor.shape[-1] % _CHUNK:
         return torch.nn.functional.pad(tensor, (0, missing))
@@ -165,10 +185,27 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _pointers(inputs: Inputs, out: Tensor, lse: Tensor | None) -> tuple[int, ...]:
+    """The pointers of params.h in its order."""
+    return (
+        inputs.q.data_ptr(),
+        inputs.k.data_ptr(),
+        inputs.v.data_ptr(),
+        out.data_ptr(),
+        _pointer(lse),
+        _pointer(inputs.cu_seqlens_q),
+        _pointer(inputs.cu_seqlens_k),
+        _pointer(inputs.block_table),
+        _pointer(inputs.alibi_slopes),
+        _pointer(inputs.sinks),
+        _pointer(inputs.attn_bias),
+    )
+
+
 def _strides(tensor: Tensor) -> tuple[int, int, int]:
     """(batch, row, head) strides in elements of (batch, row, head, headdim) or packed (row, head, headdim)."""
-    strides = tensor.stride()
-    return strides[:3] if len(strides) == 4 else (0, strides[0], strides[1])
+    *batch, row, head, _ = tensor.stride()
+    return (batch[0] if batch else 0), row, head
 
 
 def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
@@ -179,32 +216,31 @@ def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
     return (batch[0] if batch else 0), head, row, key
 
 
-def _params(problem: Problem, plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor | None) -> ForwardParams:
-    """The fields of params.h in its order."""
-    q, k, v, bias = inputs.q, inputs.k, inputs.v, inputs.attn_bias
-    alibi, table = inputs.alibi_slopes, inputs.block_table
-    q_batch, q_row, q_head = _strides(q)
-    k_batch, k_row, k_head = _strides(k)
-    v_batch, v_row, v_head = _strides(v)
-    out_batch, out_row, out_head = _strides(out)
+def _add_template(plan: Plan, problem: Problem, inputs: Inputs, keep: bool) -> bytes:
+    """The parameters of a call without its pointers; kept for calls with the same strides when those need no copies."""
+    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
+    (q_batch, q_row, q_head), (k_batch, k_row, k_head) = _strides(inputs.q), _strides(inputs.k)
+    v_batch, v_row, v_head = _strides(inputs.v)
     packed = problem.layout is Layout.PACKED
+    out_row = problem.nheads * inputs.v.shape[-1]
     lse_head = problem.total_q if packed else problem.seqlen_q
     # fmt: off
-    return make_params(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), _pointer(lse),
-        _pointer(inputs.cu_seqlens_q), _pointer(inputs.cu_seqlens_k), _pointer(table),
-        _pointer(alibi), _pointer(inputs.sinks), _pointer(bias),
-        q_batch, q_head, k_batch, k_head, v_batch, v_head, out_batch, out_head,
+    template = pack_template(
+        q_batch, q_head, k_batch, k_head, v_batch, v_head,
+        0 if packed else problem.seqlen_q * out_row, inputs.v.shape[-1],
         0 if packed else problem.nheads * lse_head, lse_head,
         *_bias_strides(bias),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),
         q_row, k_row, v_row, out_row,
         problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.nheads, problem.group_size,
-        q.shape[-1], v.shape[-1], problem.page_block_size or 0,
+        inputs.q.shape[-1], inputs.v.shape[-1], problem.page_block_size or 0,
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
         -(-problem.seqlen_q // plan.kernel.tile_m), plan.heads_together,
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on
+    if keep and plan.dtype is problem.dtype:
+        plan.templates[_strides_of(inputs)] = template
+    return template

@@ -37,11 +37,15 @@ class Plan:
 
 
 class CudaBackend(Backend):
-    """Our kernels for GPUs from Pascal on."""
+    """Our kernels for GPUs from Pascal on.
+
+    arch: the code path, 60, 70, 75 or 80; None takes FASTATTENTION_CUDA_ARCH, or else the newest that a GPU can run.
+    """
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, arch: int | None = None) -> None:
+        self._forced_arch = arch
         self._plans: dict[Problem, Plan] = {}
 
     def why_unavailable(self) -> str | None:
@@ -125,7 +129,7 @@ class CudaBackend(Backend):
         return module.device_limits(_device_index(problem))
 
     def _arch(self, limits: Limits) -> int:
-        return config.cuda_arch() or limits.arch
+        return self._forced_arch or config.cuda_arch() or limits.arch
 
     def _launch(self, plan: Plan, params: ForwardParams, problem: Problem) -> None:
         index = _device_index(problem)

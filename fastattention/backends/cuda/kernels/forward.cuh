@@ -348,8 +348,7 @@ private:
 
     // Divides, adds the sink to the denominator, and writes out and lse.
     FA_DEVICE void finish() {
-        // The memory of the queries becomes that of the output.
-        block_barrier();
+        // The memory of the queries becomes that of the output: since the last of them was read, all met at a barrier.
         const uint32_t warp_out = q_shared_ + warp_index() * kWarpRows * kOutPitch;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)

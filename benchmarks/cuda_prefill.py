@@ -1,0 +1,176 @@
+"""How fast is prefill on a GPU, on each code path it can run, beside torch's three kernels?
+
+    python benchmarks/cuda_prefill.py
+
+16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length and of uneven ones,
+packed. Useful TFLOPS: 4 seqlen^2 headdim a head, half of that when causal. Medians of interleaved rounds, timed by the
+GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastattention import fast_attn_func
+from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.chips import ARCHS, arch_of
+from fastattention.cli.machine import describe_machine
+from fastattention.validation import Options, prepare_dense, prepare_packed
+
+RESULTS = Path(__file__).parent / "results"
+TOKENS, HIDDEN = 16384, 2048
+CALLS_A_TURN = 5
+PEERS = {
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
+    "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
+    "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# Lengths of packed sequences as parts of TOKENS, and the dense problem whose rate they stand beside.
+UNEVEN = (0.25, 0.19, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
+Call = Callable[[], object]
+
+
+def main(seqlens: str = "1024,2048,4096,8192,16384", rounds: int = 9, output: Path = RESULTS) -> None:
+    """Measure the current GPU; write cuda_prefill.json into `output`."""
+    major, minor = torch.cuda.get_device_capability()
+    newest = arch_of(10 * major + minor)
+    # Newer GPUs emulate Volta's m8n8k4, and Pascal's path has no matrix instructions: checked there, not timed.
+    paths = [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
+    backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths}
+    records = []
+    for headdim, causal in itertools.product((64, 128), (False, True)):
+        for seqlen in map(int, seqlens.split(",")):
+            calls, flops = dense_calls(backends, headdim, causal, seqlen)
+            records.append(record(f"{seqlen}", headdim, causal, flops, calls, rounds))
+        calls, flops = packed_calls(backends, headdim, causal)
+        records.append(record("packed", headdim, causal, flops, calls, rounds))
+    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
+    report = {"machine": machine, "call_us": call_microseconds(), "measurements": records}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "cuda_prefill.json").write_text(json.dumps(report, indent=1) + "\n")
+    show(report)
+
+
+def tensors(*tokens: int, headdim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, (*tokens, heads, headdim)."""
+    q, k, v = (torch.randn(*tokens, HIDDEN // headdim, headdim, device="cuda").half() for _ in range(3))
+    return q, k, v
+
+
+def dense_calls(
+    backends: dict[str, CudaBackend], headdim: int, causal: bool, seqlen: int
+) -> tuple[dict[str, Call], float]:
+    """Every path and peer on sequences of one length, and the floating-point operations of a call."""
+    q, k, v = tensors(TOKENS // seqlen, seqlen, headdim=headdim)
+    problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
+    calls: dict[str, Call] = {name: partial(backend.forward, problem, inputs) for name, backend in backends.items()}
+    q, k, v = heads_first(q), heads_first(k), heads_first(v)
+    for name, peer in PEERS.items():
+        calls[name] = partial(sdpa, peer, q, k, v, causal)
+    return calls, 4.0 * TOKENS * seqlen * HIDDEN * (0.5 if causal else 1.0)
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """(batch_size, seqlen, heads, headdim) -> contiguous (batch_size, heads, seqlen, headdim), as torch likes it."""
+    return tensor.transpose(1, 2).contiguous()
+
+
+def sdpa(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Torch's attention by one of its kernels."""
+    with sdpa_kernel(peer):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def packed_calls(backends: dict[str, CudaBackend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
+    """Every path on packed sequences of uneven length."""
+    lengths = [round(TOKENS * part) for part in UNEVEN]
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    q, k, v = tensors(sum(lengths), headdim=headdim)
+    options = Options(causal=causal, window_right=0 if causal else -1)
+    problem, inputs = prepare_packed(q, k, v, offsets, offsets, max(lengths), max(lengths), options)
+    calls: dict[str, Call] = {name: partial(backend.forward, problem, inputs) for name, backend in backends.items()}
+    return calls, sum(4.0 * length**2 * HIDDEN for length in lengths) * (0.5 if causal else 1.0)
+
+
+def record(
+    tokens: str, headdim: int, causal: bool, flops: float, calls: dict[str, Call], rounds: int
+) -> dict[str, Any]:
+    """Times the calls in turns."""
+    tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(calls, rounds).items()}
+    return {"headdim": headdim, "causal": causal, "tokens": tokens, "tflops": tflops}
+
+
+def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median seconds of a call."""
+    for call in calls.values():
+        call()
+        call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(CALLS_A_TURN):
+                call()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end) / 1e3 / CALLS_A_TURN)
+    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def call_microseconds() -> dict[str, float]:
+    """What a call on a single token takes of the processor: in all, and from validated call to enqueued kernel."""
+    q, k, v = tensors(1, 1, headdim=64)
+    problem, inputs = prepare_dense(q, k, v, Options())
+    backend = CudaBackend()
+    first = heads_first(q), heads_first(k), heads_first(v)
+    return {
+        "fast_attn_func": processor_microseconds(lambda: fast_attn_func(q, k, v)),
+        "backend": processor_microseconds(lambda: backend.forward(problem, inputs)),
+        "SDPA": processor_microseconds(lambda: scaled_dot_product_attention(first[0], first[1], first[2])),
+    }
+
+
+def processor_microseconds(call: Call, count: int = 3000) -> float:
+    """Median over rounds of the time until a call returns."""
+    samples = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        samples.append((time.perf_counter() - start) / count * 1e6)
+    return statistics.median(samples)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table."""
+    machine = report["machine"]
+    names = list(dict.fromkeys(name for one in report["measurements"] for name in one["tflops"]))
+    title = f"useful TFLOPS, {machine['gpus'][0]}, torch {machine['versions']['torch']}"
+    table = Table("headdim", "causal", "tokens", *names, title=title)
+    for one in report["measurements"]:
+        rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
+        table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
+    console = Console(width=140)
+    console.print(table)
+    console.print(", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items()))
+
+
+if __name__ == "__main__":
+    typer.run(main)

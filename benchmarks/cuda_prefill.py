@@ -123,7 +123,7 @@ def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             for _ in range(CALLS_A_TURN):
                 call()

@@ -40,7 +40,7 @@ PEERS = {
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Lengths of packed sequences as parts of TOKENS, and the dense problem whose rate they stand beside.
+# Lengths of packed sequences as parts of TOKENS.
 UNEVEN = (0.25, 0.19, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
 Call = Callable[[], object]
 
@@ -58,7 +58,8 @@ def main(seqlens: str = "1024,2048,4096,8192,16384", rounds: int = 9, output: Pa
             calls, flops = dense_calls(backends, headdim, causal, seqlen)
             records.append(record(f"{seqlen}", headdim, causal, flops, calls, rounds))
         calls, flops = packed_calls(backends, headdim, causal)
-        records.append(record("packed", headdim, causal, flops, calls, rounds))
+        packed = record("packed", headdim, causal, flops, calls, rounds)
+        records.append({**packed, "dense_tflops": dense_equivalent(backends, headdim, causal, rounds)})
     machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
     report = {"machine": machine, "call_us": call_microseconds(), "measurements": records}
     output.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ def dense_calls(
     q, k, v = heads_first(q), heads_first(k), heads_first(v)
     for name, peer in PEERS.items():
         calls[name] = partial(sdpa, peer, q, k, v, causal)
-    return calls, 4.0 * TOKENS * seqlen * HIDDEN * (0.5 if causal else 1.0)
+    return calls, 4.0 * (TOKENS // seqlen) * seqlen**2 * HIDDEN * (0.5 if causal else 1.0)
 
 
 def heads_first(tensor: Tensor) -> Tensor:
@@ -105,6 +106,20 @@ def packed_calls(backends: dict[str, CudaBackend], headdim: int, causal: bool) -
     problem, inputs = prepare_packed(q, k, v, offsets, offsets, max(lengths), max(lengths), options)
     calls: dict[str, Call] = {name: partial(backend.forward, problem, inputs) for name, backend in backends.items()}
     return calls, sum(4.0 * length**2 * HIDDEN for length in lengths) * (0.5 if causal else 1.0)
+
+
+def dense_equivalent(backends: dict[str, CudaBackend], headdim: int, causal: bool, rounds: int) -> dict[str, float]:
+    """The rate of every path on dense batches of the packed lengths, together: what packing is measured against."""
+    work, seconds = 0.0, dict.fromkeys(backends, 0.0)
+    for part in UNEVEN:
+        seqlen = round(TOKENS * part)
+        calls, flops = dense_calls(backends, headdim, causal, seqlen)
+        batch_size = TOKENS // seqlen
+        times = interleaved({name: calls[name] for name in backends}, rounds)
+        work += flops / batch_size
+        for name in backends:
+            seconds[name] += times[name] / batch_size
+    return {name: work / taken / 1e12 for name, taken in seconds.items()}
 
 
 def record(
@@ -169,6 +184,10 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
     console = Console(width=140)
     console.print(table)
+    for one in report["measurements"]:
+        for name, dense in one.get("dense_tflops", {}).items():
+            what = f"packed, headdim {one['headdim']}, {'causal' if one['causal'] else 'full'}, {name}"
+            console.print(f"{what}: {one['tflops'][name] / dense:.2f} of dense batches of the same lengths")
     console.print(", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items()))
 
 

@@ -35,6 +35,14 @@ def cuda_arch() -> int | None:
         raise ArgumentError(f"FASTATTENTION_CUDA_ARCH={chosen!r} must be one of 60, 70, 75 and 80") from error
 
 
+def check_float16_range() -> bool:
+    """FASTATTENTION_CHECK_RANGE: 1 refuses bfloat16 numbers beyond float16, where the GPU computes in float16.
+
+    Every call then waits for the GPU. Unset or empty: such numbers become infinite.
+    """
+    return os.environ.get("FASTATTENTION_CHECK_RANGE") == "1"
+
+
 def kernel_cache() -> Path:
     """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine.
 

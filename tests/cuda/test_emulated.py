@@ -20,7 +20,9 @@ from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
 from fastattention.backends.cuda.heuristics import choose_config
+from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
+from fastattention.validation import Options, prepare_dense
 
 
 class EmulatedEngine(Engine):
@@ -133,3 +135,14 @@ def test_emulated_backends_are_not_registered() -> None:
     with EmulatedEngine("cuda-sm80").active():
         assert "cuda-sm80" in registry.ORDER
     assert not {backend.name for backend in emulator.EMULATED} & set(registry.ORDER)
+
+
+def test_bfloat16_beyond_float16_is_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.ones(1, 3, 1, 32, dtype=torch.bfloat16) for _ in range(3))
+    v[0, 1] = 1e5
+    backend = emulator.EmulatedSm70()
+    problem, inputs = prepare_dense(q, k, v, Options())
+    assert backend.forward(problem, inputs).out.isinf().all()
+    monkeypatch.setenv("FASTATTENTION_CHECK_RANGE", "1")
+    with pytest.raises(ArgumentError, match=r"v holds 9\.\d+e\+04.*float16, which ends at 65504"):
+        backend.forward(problem, inputs)

@@ -14,6 +14,7 @@ from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.params import ForwardParams, make_params, pack_template
+from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -164,8 +165,21 @@ def _prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     bias = inputs.attn_bias
     if bias is not None and bias.dtype not in (torch.float32, dtype):
         bias = bias.float()  # not `dtype`: a low bfloat16 would become -infinity in float16
+    if dtype is torch.float16 and inputs.q.dtype is torch.bfloat16 and config.check_float16_range():
+        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+            _check_float16_range(name, tensor)
     q, k, v = (_aligned(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
     return inputs._replace(q=q, k=k, v=v, attn_bias=bias)
+
+
+def _check_float16_range(name: str, tensor: Tensor) -> None:
+    largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
+    limit = torch.finfo(torch.float16).max
+    if largest > limit:
+        raise ArgumentError(
+            f"{name} holds {largest:.4g}, and this GPU computes bfloat16 in float16, which ends at {limit:.0f}; "
+            "scale it down or use backend='sdpa'"
+        )
 
 
 def _is_aligned(tensor: Tensor) -> bool:

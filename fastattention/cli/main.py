@@ -41,7 +41,8 @@ def info() -> None:
 @app.command()
 def bench(
     questions: Annotated[
-        list[str] | None, typer.Argument(help="Any of prefill, decode, packed, overhead. All when none is named.")
+        list[str] | None,
+        typer.Argument(help="prefill, decode, packed, overhead: the processor; gpu. All without any."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")
@@ -53,7 +54,7 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of everyone. Default: as torch decides.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
-    """Measure this machine's CPU against every peer that is installed, with errors against float64."""
+    """Measure this machine against every peer that is installed: its GPU if it has one, and its processor."""
     from fastattention.cli.bench import command
 
     with errors_as_messages():

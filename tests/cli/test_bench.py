@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.measure import Measurement
@@ -110,3 +111,11 @@ def test_quick_suite_is_a_smaller_full_suite() -> None:
     for question, workloads in quick.items():
         assert len(workloads) <= len(full[question])
         assert sum(one.flops for one in workloads) <= sum(one.flops for one in full[question])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_question_of_the_gpu_needs_one(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+    finished = run_command("bench", "gpu", "--output", str(tmp_path))
+    assert finished.exit_code != 0
+    assert "question 'gpu' needs a CUDA device, and torch sees none" in finished.output
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""`fastattention bench`: this machine, against every peer that is installed."""
+"""`fastattention bench`: this machine, its processor and its GPU, against every peer that is installed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 
 import fastattention
+from fastattention.cli.bench import gpu
 from fastattention.cli.bench.session import answer, publish, show_header, start_session
 from fastattention.cli.bench.suite import full_suite, quick_suite
+from fastattention.cli.bench.workload import Workload
 from fastattention.errors import ArgumentError
 
+GPU, GPU_ROUNDS = "gpu", 9
 FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # a workload: 3 to 5 minutes and less than one in all on two cores
 
 
@@ -27,16 +30,27 @@ def bench(
     seqlen: length of the longest prefill of the quick suite, which it selects. seconds: for each workload.
     num_threads: None follows torch.
     """
-    suite = full_suite() if seqlen is None and not quick else quick_suite(seqlen or 2048)
+    short = quick or seqlen is not None
+    suite = quick_suite(seqlen or 2048) if short else full_suite()
     for question in questions:
-        if question not in suite:
-            raise ArgumentError(f"question {question!r} is not known; choose from {', '.join(suite)}")
+        if question not in (*suite, GPU):
+            raise ArgumentError(f"question {question!r} is not known; choose from {', '.join([*suite, GPU])}")
+    if GPU in questions or (not questions and torch.cuda.is_available()):
+        gpu.answer(gpu.QUICK_SEQLENS if short else gpu.FULL_SEQLENS, GPU_ROUNDS, output)
+    of_processor = [question for question in questions or suite if question != GPU]
+    if of_processor:
+        _bench_processor(
+            of_processor, suite, seconds or (QUICK_SECONDS if short else FULL_SECONDS), num_threads, output
+        )
+
+
+def _bench_processor(
+    questions: list[str], suite: dict[str, list[Workload]], seconds: float, num_threads: int | None, output: Path
+) -> None:
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     fastattention.set_num_threads(num_threads)
-    default_seconds = QUICK_SECONDS if quick or seqlen is not None else FULL_SECONDS
     session = start_session()
     show_header(session)
-    for question in questions or suite:
-        report = answer(session, question, suite[question], default_seconds if seconds is None else seconds)
-        publish(report, output)
+    for question in questions:
+        publish(answer(session, question, suite[question], seconds), output)

@@ -1,6 +1,4 @@
-"""How fast is prefill on a GPU, on each code path it can run, beside torch's three kernels?
-
-    python benchmarks/cuda_prefill.py
+"""The question "gpu": how fast is prefill on each code path that the GPU can run, beside torch's three kernels?
 
 16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length and of uneven ones,
 packed. Useful TFLOPS: 4 seqlen^2 headdim a head, half of that when causal. Medians of interleaved rounds, timed by the
@@ -13,14 +11,13 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,10 +26,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattention import fast_attn_func
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import ARCHS, arch_of
+from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
+from fastattention.errors import ArgumentError
 from fastattention.validation import Options, prepare_dense, prepare_packed
 
-RESULTS = Path(__file__).parent / "results"
+FULL_SEQLENS, QUICK_SEQLENS = (1024, 2048, 4096, 8192, 16384), (1024, 4096)
 TOKENS, HIDDEN = 16384, 2048
 CALLS_A_TURN = 5
 PEERS = {
@@ -45,26 +44,39 @@ UNEVEN = (0.25, 0.19, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
 Call = Callable[[], object]
 
 
-def main(seqlens: str = "1024,2048,4096,8192,16384", rounds: int = 9, output: Path = RESULTS) -> None:
-    """Measure the current GPU; write cuda_prefill.json into `output`."""
+def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
+    """Measure the current GPU, print a table, write gpu.json into `output`. Raises ArgumentError without one."""
+    if not torch.cuda.is_available():
+        raise ArgumentError("question 'gpu' needs a CUDA device, and torch sees none")
     major, minor = torch.cuda.get_device_capability()
-    newest = arch_of(10 * major + minor)
+    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
     # Newer GPUs emulate Volta's m8n8k4, and Pascal's path has no matrix instructions: checked there, not timed.
+    newest = arch_of(10 * major + minor)
     paths = [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
     backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths}
-    records = []
-    for headdim, causal in itertools.product((64, 128), (False, True)):
-        for seqlen in map(int, seqlens.split(",")):
-            calls, flops = dense_calls(backends, headdim, causal, seqlen)
-            records.append(record(f"{seqlen}", headdim, causal, flops, calls, rounds))
-        calls, flops = packed_calls(backends, headdim, causal)
-        packed = record("packed", headdim, causal, flops, calls, rounds)
-        records.append({**packed, "dense_tflops": dense_equivalent(backends, headdim, causal, rounds)})
-    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
-    report = {"machine": machine, "call_us": call_microseconds(), "measurements": records}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "cuda_prefill.json").write_text(json.dumps(report, indent=1) + "\n")
+    report = {"machine": machine, "call_us": call_microseconds(), "measurements": measure(backends, seqlens, rounds)}
     show(report)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "gpu.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
+
+
+def measure(backends: dict[str, CudaBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """A record for every head dimension, mask and length, and one for packed sequences."""
+    records = []
+    problems = list(itertools.product((64, 128), (False, True)))
+    with progress_bar() as bar:
+        task = bar.add_task("prefill", total=len(problems))
+        for headdim, causal in problems:
+            for seqlen in seqlens:
+                calls, flops = dense_calls(backends, headdim, causal, seqlen)
+                records.append(record(f"{seqlen}", headdim, causal, flops, calls, rounds))
+            calls, flops = packed_calls(backends, headdim, causal)
+            packed = record("packed", headdim, causal, flops, calls, rounds)
+            records.append({**packed, "dense_tflops": dense_equivalent(backends, headdim, causal, rounds)})
+            bar.advance(task)
+    return records
 
 
 def tensors(*tokens: int, headdim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,9 +137,16 @@ def dense_equivalent(backends: dict[str, CudaBackend], headdim: int, causal: boo
 def record(
     tokens: str, headdim: int, causal: bool, flops: float, calls: dict[str, Call], rounds: int
 ) -> dict[str, Any]:
-    """Times the calls in turns."""
-    tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(calls, rounds).items()}
-    return {"headdim": headdim, "causal": causal, "tokens": tokens, "tflops": tflops}
+    """Times the calls in turns; a peer that does not serve this GPU or problem is left out, with its reason."""
+    reasons: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            reasons[name] = next(iter(str(error).splitlines()), type(error).__name__)
+    served = {name: call for name, call in calls.items() if name not in reasons}
+    tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(served, rounds).items()}
+    return {"headdim": headdim, "causal": causal, "tokens": tokens, "tflops": tflops, "reasons": reasons}
 
 
 def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, float]:
@@ -182,14 +201,13 @@ def show(report: dict[str, Any]) -> None:
     for one in report["measurements"]:
         rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
         table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
-    console = Console(width=140)
-    console.print(table)
+    OUTPUT.print(table)
+    reasons = {name: reason for one in report["measurements"] for name, reason in one["reasons"].items()}
+    for name, reason in reasons.items():
+        OUTPUT.print(escape(f"{name}: {reason}"))
     for one in report["measurements"]:
         for name, dense in one.get("dense_tflops", {}).items():
             what = f"packed, headdim {one['headdim']}, {'causal' if one['causal'] else 'full'}, {name}"
-            console.print(f"{what}: {one['tflops'][name] / dense:.2f} of dense batches of the same lengths")
-    console.print(", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items()))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+            OUTPUT.print(f"{what}: {one['tflops'][name] / dense:.2f} of dense batches of the same lengths")
+    calls = ", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items())
+    OUTPUT.print(f"processor time of a call: {calls}")

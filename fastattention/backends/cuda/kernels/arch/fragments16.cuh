@@ -15,7 +15,6 @@ struct Fragments16 {
     static constexpr int kKeyStep = 16;    // keys come in multiples of this
     static constexpr int kStepRows = 16;    // query rows that one instruction takes
     static constexpr int kElements = 4;     // of an accumulator, in one lane
-    static constexpr int kRowLanes = 4;     // lanes that share a row
 
     // Which of a lane's two rows of a step an element is in; that row; the column of an element of accumulator `tile`.
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }

@@ -15,7 +15,6 @@ struct Arch {
     static constexpr int kKeyStep = 8;    // keys come in multiples of this
     static constexpr int kStepRows = 16;
     static constexpr int kElements = 4;
-    static constexpr int kRowLanes = 4;
 
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }
     static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }

@@ -23,7 +23,6 @@ struct Arch {
     static constexpr int kKeyStep = 8;    // keys come in multiples of this
     static constexpr int kStepRows = 32;
     static constexpr int kElements = 8;
-    static constexpr int kRowLanes = 2;
 
     static FA_DEVICE constexpr int row_of_element(int i) { return i / 2 % 2; }
     static FA_DEVICE int row(int which) {

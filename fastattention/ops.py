@@ -2,14 +2,13 @@
 
 `fastattention::attention` serves dense and packed calls and has a backward, which computes the forward again on the
 sdpa backend and differentiates that. `fastattention::attention_kvcache` writes its caches in place and has none.
-An operator's scalars are those of `Options`, in order.
+An operator's scalars are those of `Options`, in order. Annotations are types, not strings: torch 2.4 reads schemas from
+them.
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, List  # noqa: UP035  list[...] is no schema to torch 2.4
 
 import torch
 from torch import Tensor
@@ -17,6 +16,10 @@ from torch import Tensor
 from fastattention.dispatch import run
 from fastattention.problem import AttentionOutput
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+
+
+# The field that may be a number, where the operator takes a tensor.
+_CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")
 
 
 def call_attention(
@@ -47,12 +50,12 @@ def call_attention_kvcache(
     arguments: KvCacheArguments, options: Options, rotary_interleaved: bool, num_splits: int, backend: str
 ) -> AttentionOutput:
     """The operator `fastattention::attention_kvcache`."""
-    a = arguments
-    if isinstance(a.cache_seqlens, int):
-        lengths = torch.full((a.q.shape[0],), a.cache_seqlens, dtype=torch.int32, device=a.q.device)
-        a = a._replace(cache_seqlens=lengths)
+    values = list(arguments)
+    if isinstance(arguments.cache_seqlens, int):
+        q = arguments.q
+        values[_CACHE_SEQLENS] = torch.full((q.shape[0],), arguments.cache_seqlens, dtype=torch.int32, device=q.device)
     out, lse = torch.ops.fastattention.attention_kvcache(
-        *a, options.softmax_scale, options.causal, options.window_left, options.window_right, options.softcap,
+        *values, options.softmax_scale, options.causal, options.window_left, options.window_right, options.softcap,
         options.return_lse, rotary_interleaved, num_splits, backend,
     )  # fmt: skip
     return AttentionOutput(out, lse if options.return_lse else None)
@@ -180,7 +183,7 @@ def attention_backward(
     attn_bias: Tensor | None,
     sinks: Tensor | None,
     dropout_seed: Tensor | None,
-    wanted: list[bool],
+    wanted: List[bool],  # noqa: UP006
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     softmax_scale: float | None,
@@ -190,7 +193,7 @@ def attention_backward(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
-) -> list[Tensor]:
+) -> List[Tensor]:  # noqa: UP006
     """Gradients of those of q to dropout_seed that `wanted` marks, by computing the forward again on sdpa."""
     with_lse = grad_lse is not None
     options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, with_lse)

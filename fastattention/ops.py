@@ -17,7 +17,6 @@ from fastattention.dispatch import run
 from fastattention.problem import AttentionOutput
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
 
-
 # The field that may be a number, where the operator takes a tensor.
 _CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from fastattention.backends import registry
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.jit import cache, compiler, module
 from fastattention.errors import CompileError
 from fastattention.problem import Layout, Problem
 
@@ -102,3 +103,14 @@ def test_the_backend_is_unavailable_without_bindings(monkeypatch: pytest.MonkeyP
 def test_gpus_are_asked_before_processors() -> None:
     order = list(registry.ORDER)
     assert "cuda" not in order or order.index("cuda") < order.index("cpu")
+
+
+def test_without_compiler_and_built_kernels_the_backend_is_not_available(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_driver", lambda: None)
+    monkeypatch.setattr(compiler, "why_unavailable", lambda: "no NVRTC")
+    monkeypatch.setattr(cache, "BUILT_AHEAD", tmp_path / "absent")
+    assert module.why_unavailable() == "no NVRTC"
+    monkeypatch.setattr(cache, "BUILT_AHEAD", tmp_path)
+    assert module.why_unavailable() is None

@@ -34,7 +34,7 @@ def why_unavailable() -> str | None:
         _driver()
     except CompileError as error:
         return str(error)
-    return None
+    return None if cache.BUILT_AHEAD.is_dir() else compiler.why_unavailable()
 
 
 def _checked(result: tuple[Any, ...], doing: str) -> Any:

@@ -16,6 +16,7 @@ from typing import ClassVar
 from fastattention.backends.cuda.backend import CudaBackend, Plan
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
 from fastattention.backends.cuda.params import ForwardParams
 from fastattention.problem import Layout, Problem
@@ -58,12 +59,7 @@ class Report(ctypes.Structure):
 @functools.cache
 def _hash(folders: tuple[Path, ...]) -> str:
     """Of all sources in some folders."""
-    digest = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".hpp", ".cuh", ".cpp")):
-            digest.update(path.relative_to(folder).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return hash_sources(folders, (*HEADERS, ".cpp"))
 
 
 def _compiled(name: str, arguments: Sequence[str], folders: tuple[Path, ...]) -> Path:

@@ -14,12 +14,12 @@ from conformance.calls import Call
 from conformance.case import Case, KvCacheCase
 from conformance.cases import CASES
 from conformance.check import check
-from conformance.engines import Engine
+from conformance.engines import Engine, forget_backends
 from torch import Tensor
 
 from fastattention import fast_attn_func
 from fastattention.backends.cuda.chips import ARCHS
-from fastattention.backends.registry import get_backend, select_backend, verdict
+from fastattention.backends.registry import get_backend, verdict
 from fastattention.problem import Problem
 
 pytestmark = pytest.mark.skipif(get_backend("cuda").why_unavailable() is not None, reason="needs a GPU")
@@ -32,9 +32,9 @@ class DeviceEngine(Engine):
     def active(self) -> Iterator[None]:
         assert self.isa is not None
         with mock.patch.dict(os.environ, FASTATTENTION_CUDA_ARCH=self.isa):
-            _forget_backends()
+            forget_backends()
             yield
-        _forget_backends()
+        forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
         return verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason
@@ -45,12 +45,6 @@ class DeviceEngine(Engine):
 
     def run_without_lse(self, call: Call) -> Tensor:
         return _moved(call).run_without_lse(self.backend).cpu()
-
-
-def _forget_backends() -> None:
-    """A backend reads the variable once for each problem."""
-    get_backend.cache_clear()
-    select_backend.cache_clear()
 
 
 def _moved(call: Call) -> Call:

@@ -15,7 +15,7 @@ from conformance.calls import build_call
 from conformance.case import Case, KvCacheCase
 from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
-from conformance.engines import Engine
+from conformance.engines import Engine, forget_backends
 from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
@@ -32,18 +32,13 @@ class EmulatedEngine(Engine):
     def active(self) -> Iterator[None]:
         backends = {backend.name: f"emulator:{backend.__name__}" for backend in emulator.EMULATED}
         with mock.patch.dict(registry.ORDER, backends):
-            _forget_backends()
+            forget_backends()
             yield
-        _forget_backends()
+        forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
         with self.active():
             return super().refusal(problem)
-
-
-def _forget_backends() -> None:
-    registry.get_backend.cache_clear()
-    registry.select_backend.cache_clear()
 
 
 class Run(NamedTuple):

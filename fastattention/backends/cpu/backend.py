@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.base import Backend
+from fastattention.backends.common.layout import bias_strides, pointer, token_strides
 from fastattention.backends.cpu.library import AttentionParams, load_library
 from fastattention.errors import LibraryError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
@@ -50,46 +51,30 @@ class CpuBackend(Backend):
         return AttentionOutput(out, lse)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
-    """(batch, row, head) strides in elements of (batch, row, head, headdim) or packed (row, head, headdim)."""
-    if tensor is None:
-        return 0, 0, 0
-    strides = tensor.stride()
-    return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
-
-
 def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -> AttentionParams:
     """The fields of params.h in its order."""
     packed = problem.layout is Layout.PACKED
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
-    bias_strides = (0, 0, 0, 0)
-    if bias is not None:
-        b = bias.stride()
-        bias_strides = (0, b[0], b[1], b[2]) if packed else (b[0], b[1], b[2], b[3])
     lse_stride_head = problem.total_q if packed else problem.seqlen_q
     return AttentionParams(
         inputs.q.data_ptr(),
         inputs.k.data_ptr(),
         inputs.v.data_ptr(),
         out.data_ptr(),
-        _pointer(lse),
-        _pointer(inputs.k_new),
-        _pointer(inputs.v_new),
-        _pointer(inputs.rotary_cos),
-        _pointer(inputs.rotary_sin),
-        _pointer(inputs.cu_seqlens_q),
-        _pointer(inputs.cu_seqlens_k),
-        _pointer(inputs.cache_seqlens),
-        _pointer(inputs.cache_batch_idx),
-        _pointer(inputs.cache_leftpad),
-        _pointer(table),
-        _pointer(alibi),
-        _pointer(inputs.sinks),
-        _pointer(bias),
+        pointer(lse),
+        pointer(inputs.k_new),
+        pointer(inputs.v_new),
+        pointer(inputs.rotary_cos),
+        pointer(inputs.rotary_sin),
+        pointer(inputs.cu_seqlens_q),
+        pointer(inputs.cu_seqlens_k),
+        pointer(inputs.cache_seqlens),
+        pointer(inputs.cache_batch_idx),
+        pointer(inputs.cache_leftpad),
+        pointer(table),
+        pointer(alibi),
+        pointer(inputs.sinks),
+        pointer(bias),
         _DTYPE_CODES[problem.dtype],
         0 if bias is None else _DTYPE_CODES[bias.dtype],
         problem.batch_size,
@@ -101,17 +86,17 @@ def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -
         problem.headdim,
         problem.headdim_v,
         problem.page_block_size or 0,
-        *_strides(inputs.q),
-        *_strides(inputs.k),
-        *_strides(inputs.v),
-        *_strides(out),
+        *token_strides(inputs.q),
+        *token_strides(inputs.k),
+        *token_strides(inputs.v),
+        *token_strides(out),
         0 if packed else problem.nheads * lse_stride_head,
         lse_stride_head,
-        *_strides(inputs.k_new),
-        *_strides(inputs.v_new),
+        *token_strides(inputs.k_new),
+        *token_strides(inputs.v_new),
         0 if table is None else table.stride(0),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
-        *bias_strides,
+        *bias_strides(bias),
         problem.window_left,
         problem.window_right,
         problem.rotary_dim,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattention import config
 from fastattention.backends.base import Backend
+from fastattention.backends.common.layout import bias_strides, pointer, token_strides
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
@@ -199,10 +200,6 @@ def _aligned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _pointers(inputs: Inputs, out: Tensor, lse: Tensor | None) -> tuple[int, ...]:
     """The pointers of params.h in its order."""
     return (
@@ -210,35 +207,21 @@ def _pointers(inputs: Inputs, out: Tensor, lse: Tensor | None) -> tuple[int, ...
         inputs.k.data_ptr(),
         inputs.v.data_ptr(),
         out.data_ptr(),
-        _pointer(lse),
-        _pointer(inputs.cu_seqlens_q),
-        _pointer(inputs.cu_seqlens_k),
-        _pointer(inputs.block_table),
-        _pointer(inputs.alibi_slopes),
-        _pointer(inputs.sinks),
-        _pointer(inputs.attn_bias),
+        pointer(lse),
+        pointer(inputs.cu_seqlens_q),
+        pointer(inputs.cu_seqlens_k),
+        pointer(inputs.block_table),
+        pointer(inputs.alibi_slopes),
+        pointer(inputs.sinks),
+        pointer(inputs.attn_bias),
     )
-
-
-def _strides(tensor: Tensor) -> tuple[int, int, int]:
-    """(batch, row, head) strides in elements of (batch, row, head, headdim) or packed (row, head, headdim)."""
-    *batch, row, head, _ = tensor.stride()
-    return (batch[0] if batch else 0), row, head
-
-
-def _bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
-    """(batch, head, row, key) strides of (batch, head, row, key) or packed (head, row, key)."""
-    if bias is None:
-        return 0, 0, 0, 0
-    *batch, head, row, key = bias.stride()
-    return (batch[0] if batch else 0), head, row, key
 
 
 def _add_template(plan: Plan, problem: Problem, inputs: Inputs, keep: bool) -> bytes:
     """The parameters of a call without its pointers; kept for calls with the same strides when those need no copies."""
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
-    (q_batch, q_row, q_head), (k_batch, k_row, k_head) = _strides(inputs.q), _strides(inputs.k)
-    v_batch, v_row, v_head = _strides(inputs.v)
+    (q_batch, q_row, q_head), (k_batch, k_row, k_head) = token_strides(inputs.q), token_strides(inputs.k)
+    v_batch, v_row, v_head = token_strides(inputs.v)
     packed = problem.layout is Layout.PACKED
     out_row = problem.nheads * inputs.v.shape[-1]
     lse_head = problem.total_q if packed else problem.seqlen_q
@@ -247,7 +230,7 @@ def _add_template(plan: Plan, problem: Problem, inputs: Inputs, keep: bool) -> b
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
         0 if packed else problem.seqlen_q * out_row, inputs.v.shape[-1],
         0 if packed else problem.nheads * lse_head, lse_head,
-        *_bias_strides(bias),
+        *bias_strides(bias),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),
         q_row, k_row, v_row, out_row,

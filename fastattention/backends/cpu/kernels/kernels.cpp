@@ -21,6 +21,7 @@ using namespace fastattention;
 #include "gemm_amx.hpp"
 #endif
 #include "prefill.hpp"
+#include "decode_block.hpp"
 #include "decode.hpp"
 #include "peaks.hpp"
 

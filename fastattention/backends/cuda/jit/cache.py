@@ -37,11 +37,14 @@ class Obtained(NamedTuple):
     origin: Origin
 
 
-def hash_sources(folders: tuple[Path, ...]) -> str:
-    """Hash of every header in `folders` with its name below them: the same wherever the package is installed."""
+HEADERS = (".h", ".hpp", ".cuh")
+
+
+def hash_sources(folders: tuple[Path, ...], suffixes: tuple[str, ...] = HEADERS) -> str:
+    """Hash of every source in `folders` with its name below them: the same wherever the package is installed."""
     digest = hashlib.sha256(compiler.SOURCE.encode())
     for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in (".h", ".hpp", ".cuh")):
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes):
             content = path.read_bytes()
             digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
             digest.update(content)

@@ -46,21 +46,19 @@ public:
     }
 
     FA_DEVICE void begin(int first_row, uint32_t to) {
-        const int thread = computed_here(thread_index());
-        const int thread_row = thread / kLanesOfRow, thread_column = thread % kLanesOfRow * 8;
-        to += thread_row * kPitch + thread_column * Arch::kSharedBytes;
+        const Share share;
+        to += share.offset();
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
-            if (kRows % kRowStep != 0 && thread_row + i * kRowStep >= kRows) break;
-            const int row = first_row + thread_row + i * kRowStep;
+            if (!share.has_row(i)) break;
+            const int row = first_row + share.row(i);
             const bool row_valid = row < from_.num_rows;
             // A block table ends with the sequence.
             const uint16_t* source = from_.row(kPaged && !row_valid ? 0 : row);
 #pragma unroll
             for (int j = 0; j < kChunksOfThread; ++j) {
-                const int column = thread_column + j * kChunkStep;
-                if (kColumns % kChunkStep != 0 && column >= kColumns) break;
-                const bool valid = row_valid && column < from_.num_columns;
+                if (!share.has_column(j)) break;
+                const bool valid = row_valid && share.column(j) < from_.num_columns;
                 if constexpr (Arch::kAsyncCopy) {
                     copy_async_128(to + i * kRowStep * kPitch + j * kChunkStep * 2, source + j * kChunkStep, valid);
                 } else {
@@ -73,15 +71,14 @@ public:
     // Where copies are not asynchronous: writes what `begin` read.
     FA_DEVICE void finish(uint32_t to) const {
         if constexpr (!Arch::kAsyncCopy) {
-            const int thread = computed_here(thread_index());
-            const int thread_row = thread / kLanesOfRow, thread_column = thread % kLanesOfRow * 8;
-            to += thread_row * kPitch + thread_column * Arch::kSharedBytes;
+            const Share share;
+            to += share.offset();
 #pragma unroll
             for (int i = 0; i < kRowsOfThread; ++i) {
-                if (kRows % kRowStep != 0 && thread_row + i * kRowStep >= kRows) break;
+                if (!share.has_row(i)) break;
 #pragma unroll
                 for (int j = 0; j < kChunksOfThread; ++j) {
-                    if (kColumns % kChunkStep != 0 && thread_column + j * kChunkStep >= kColumns) break;
+                    if (!share.has_column(j)) break;
                     Arch::store_chunk(to + i * kRowStep * kPitch + j * kChunkStep * Arch::kSharedBytes, staged_[i][j]);
                 }
             }
@@ -94,6 +91,25 @@ private:
     static constexpr int kChunkStep = kLanesOfRow * 8;  // columns
     static constexpr int kRowsOfThread = (kRows + kRowStep - 1) / kRowStep;
     static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
+
+    // The rows and columns of a tile that this thread copies.
+    class Share {
+    public:
+        FA_DEVICE Share() {
+            const int thread = computed_here(thread_index());
+            row_ = thread / kLanesOfRow;
+            column_ = thread % kLanesOfRow * 8;
+        }
+        FA_DEVICE int row(int i) const { return row_ + i * kRowStep; }
+        FA_DEVICE int column(int j) const { return column_ + j * kChunkStep; }
+        FA_DEVICE bool has_row(int i) const { return kRows % kRowStep == 0 || row(i) < kRows; }
+        FA_DEVICE bool has_column(int j) const { return kColumns % kChunkStep == 0 || column(j) < kColumns; }
+        // Of its first chunk in shared memory.
+        FA_DEVICE uint32_t offset() const { return row_ * kPitch + column_ * Arch::kSharedBytes; }
+
+    private:
+        int row_, column_;
+    };
 
     SourceRows from_;  // from the thread's first column on
     Words4 staged_[Arch::kAsyncCopy ? 1 : kRowsOfThread][Arch::kAsyncCopy ? 1 : kChunksOfThread];

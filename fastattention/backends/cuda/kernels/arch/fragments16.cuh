@@ -1,32 +1,17 @@
 // What Turing and everything after it share: matrix instructions over 16 query rows, whose operands ldmatrix loads.
 //
-// An accumulator of 16 x 8 floats: lane l holds columns 2 (l % 4) and the next, of row l / 4 (elements 0, 1) and of row
-// l / 4 + 8 (elements 2, 3). Two neighbouring accumulators, rounded to 16 bits, are operand A of 16 x 16: probabilities go
-// from the first product to the second without leaving their registers.
+// Two neighbouring accumulators, rounded to 16 bits, are operand A of 16 x 16: probabilities go from the first product to
+// the second without leaving their registers.
 #pragma once
 
-#include "../shared_tile.cuh"
+#include "layout16.cuh"
 
 namespace fastattention {
 
 template <class Mma>
-struct Fragments16 {
+struct Fragments16 : Layout16 {
     static constexpr int kSharedBytes = 2;  // of an element in shared memory
-    static constexpr int kKeyStep = 16;    // keys come in multiples of this
-    static constexpr int kStepRows = 16;    // query rows that one instruction takes
-    static constexpr int kElements = 4;     // of an accumulator, in one lane
-
-    // Which of a lane's two rows of a step an element is in; that row; the column of an element of accumulator `tile`.
-    static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }
-    static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
-    static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
-    static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
-
-    template <class Combine>
-    static FA_DEVICE float reduce_row(float x, Combine combine) {
-        x = combine(x, shuffle_xor(x, 1));
-        return combine(x, shuffle_xor(x, 2));
-    }
+    static constexpr int kKeyStep = 16;     // keys come in multiples of this
 
     template <int kSteps>
     class Queries {

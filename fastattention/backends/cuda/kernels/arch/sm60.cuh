@@ -1,31 +1,17 @@
 // Pascal: no matrix instructions. Tiles are float in shared memory, products are ordinary multiply-adds in float.
 //
-// Rows and columns are divided among lanes as on Turing (fragments16.cuh): of 16 rows by 8 columns a lane computes columns
-// 2 (l % 4) and the next of rows l / 4 and l / 4 + 8. For the second product the lane that has a key's probability hands it
-// to the three others of the row.
+// Rows and columns are divided among lanes as on Turing (layout16.cuh). For the second product the lane that has a key's
+// probability hands it to the three others of the row.
 #pragma once
 
-#include "../shared_tile.cuh"
+#include "layout16.cuh"
 
 namespace fastattention {
 
-struct Arch {
+struct Arch : Layout16 {
     static constexpr bool kAsyncCopy = false;
     static constexpr int kSharedBytes = 4;
-    static constexpr int kKeyStep = 8;    // keys come in multiples of this
-    static constexpr int kStepRows = 16;
-    static constexpr int kElements = 4;
-
-    static FA_DEVICE constexpr int row_of_element(int i) { return i / 2; }
-    static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
-    static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
-    static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
-
-    template <class Combine>
-    static FA_DEVICE float reduce_row(float x, Combine combine) {
-        x = combine(x, shuffle_xor(x, 1));
-        return combine(x, shuffle_xor(x, 2));
-    }
+    static constexpr int kKeyStep = 8;  // keys come in multiples of this
 
     static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
 #pragma unroll

@@ -1,0 +1,73 @@
+// A block of keys and values of decode where they lie, of one head or of several that take turns, and the order in which the
+// rows ahead of it are prefetched.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+static constexpr int64_t kBlockKeys = 128;
+// Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a first-level cache and enough to cover
+// the latency of memory.
+static constexpr int64_t kAhead = 64;
+// Heads that take turns need short blocks: each is fetched whole before it begins.
+static constexpr int64_t kTurnKeys = 16;
+
+// Where the rows of one block lie, and those to prefetch; past the last key they repeat it.
+template <class Element>
+struct BlockRows {
+    const Element* rows[kBlockKeys + kAhead];
+    int64_t head_stride;  // in elements
+
+    void locate(const Rows& from, int64_t begin, int64_t end, int64_t count) {
+        char* addresses[kBlockKeys + kAhead];
+        const int64_t known = smaller(count, end - begin);
+        from.addresses(begin, known, addresses);
+        for (int64_t j = 0; j < count; ++j) rows[j] = reinterpret_cast<const Element*>(addresses[smaller(j, known - 1)]);
+    }
+};
+
+// The keys and values of `heads` neighbouring heads.
+template <class Element>
+struct Block {
+    BlockRows<Element> keys, values;
+    int64_t first;  // key
+    int64_t n;      // keys
+    int64_t heads;
+
+    int64_t size() const { return heads > 1 ? kTurnKeys : kBlockKeys; }
+    int64_t ahead() const { return heads > 1 ? kTurnKeys : kAhead; }
+
+    // From key `begin` on, of a range that ends at `end`.
+    void locate(const Rows& k, const Rows& v, int64_t begin, int64_t end) {
+        first = begin;
+        n = smaller(size(), end - begin);
+        keys.locate(k, begin, end, size() + ahead());
+        values.locate(v, begin, end, size() + ahead());
+    }
+};
+
+// Runs through the rows to prefetch while one head of a block is processed: token by token and in each through the heads.
+template <class Element>
+class PrefetchCursor {
+public:
+    PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head)
+        : row_(rows.rows + block.ahead() + head * block.n / block.heads),
+          head_(head * block.n % block.heads),
+          heads_(block.heads),
+          head_stride_(rows.head_stride) {}
+
+    // n elements of the next row, from `column` on.
+    __attribute__((always_inline)) void prefetch_next(int64_t column, int64_t n) {
+        prefetch_bytes(*row_ + head_ * head_stride_ + column, n * static_cast<int64_t>(sizeof(Element)));
+        if (++head_ == heads_) {
+            head_ = 0;
+            ++row_;
+        }
+    }
+
+private:
+    const Element* const* row_;
+    int64_t head_;
+    const int64_t heads_, head_stride_;
+};
+
+}  // namespace FA_NAMESPACE

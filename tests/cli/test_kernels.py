@@ -152,9 +152,14 @@ def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
 ) -> None:
     assert run_command("warmup", "--device", "cuda").exit_code == 0
     assert {index for _, index in loaded} == {1}  # the current device
-    assert {kernel.headdim for kernel, _ in loaded} == {64, 96, 128, 256}
-    assert {kernel.dtype for kernel, _ in loaded} == {"float16", "bfloat16"}
-    assert len(loaded) == 4 * 2 * 3
+    assert {(kernel.headdim, kernel.dtype, kernel.modifies_scores, kernel.paged) for kernel, _ in loaded} == {
+        (headdim, dtype, *features)
+        for headdim in (64, 96, 128, 256)
+        for dtype in ("float16", "bfloat16")
+        for features in ((False, False), (True, False), (False, True))
+    }
+    # Both for short sequences and for long ones.
+    assert {kernel.tile_m for kernel, _ in loaded if kernel.headdim == 64} == {128, 192}
 
 
 def test_warmup_follows_the_chosen_code_path(

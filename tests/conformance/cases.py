@@ -47,6 +47,16 @@ LONG = [
     DenseCase(name="long-window", seqlen_q=999, seqlen_k=1003, nheads=1, nheads_k=1, batch_size=1, window=(130, 17)),
 ]  # fmt: skip
 
+# So many queries that kernels take tiles for long sequences. Few keys keep the list quick.
+MANY_QUERIES = [
+    DenseCase(name="many-queries", seqlen_q=8200, seqlen_k=70, nheads=1, nheads_k=1, batch_size=1, headdim=64,
+              window=(20, 8150)),
+    PackedCase(name="packed-many-queries", seqlens_q=(3, 8200, 193), seqlens_k=(50, 70, 97), nheads=1, nheads_k=1,
+               headdim=59),
+    PackedCase(name="packed-pages-many-queries", seqlens_q=(8200, 193), seqlens_k=(70, 97), nheads=1, nheads_k=1,
+               page_block_size=16, window=(-1, 8150)),
+]  # fmt: skip
+
 HEADS = [
     DenseCase(name=f"heads-{h}-of-{hk}", seqlen_q=21, seqlen_k=45, nheads=h, nheads_k=hk, headdim=20, causal=True)
     for h, hk in ((1, 1), (3, 3), (4, 2), (6, 2), (3, 1), (8, 2), (7, 1), (14, 2), (8, 1), (16, 2), (5, 1))
@@ -324,7 +334,7 @@ SPLITS = [
 ]  # fmt: skip
 
 CASES: list[Case] = [
-    *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *HEADS, *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY,
-    *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS,
+    *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *MANY_QUERIES, *HEADS, *WINDOWS, *SCORES, *BIASES,
+    *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS,
 ]  # fmt: skip
 assert len({case.name for case in CASES}) == len(CASES), "the names of cases are their ids and must differ"

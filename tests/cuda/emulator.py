@@ -185,7 +185,7 @@ class EmulatedCudaBackend(CudaBackend):
         return self.limits
 
     def _launch(self, plan: Plan, params: ForwardParams, problem: Problem) -> None:
-        self.report = launch(plan.kernel, params, plan.num_blocks, ranges_of(params, problem))
+        self.report = launch(plan.config, params, plan.num_blocks, ranges_of(params, problem))
 
 
 class EmulatedSm60(EmulatedCudaBackend):

@@ -197,7 +197,7 @@ def test_the_reason_says_what_is_needed_and_what_there_is(
 
 def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
     tiny = CHIPS["A100"]._replace(shared_per_block=1000)
-    candidates = heuristics.configs_for(80, "float16", 128, 128, False, False)
+    candidates = heuristics.configs_for(80, "float16", 128, 128, 128, False, False)
     with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0") as raised:
         choose_config(problem_of(headdim=128), 80, tiny)
     assert len(candidates) > 1
@@ -246,22 +246,33 @@ def test_heads_together_fit_the_cache_and_are_as_many_as_can(
     assert num_groups == 1 or not fits(-(-heads // (num_groups - 1)))  # one group fewer would be too much
 
 
-# Changing a choice on purpose changes this list with it. (chip, headdim) -> (tile_m, tile_n, num_warps, num_stages)
+# Changing a choice on purpose changes this list with it.
+# (chip, headdim, seqlen) -> (tile_m, tile_n, num_warps, num_stages, min_blocks)
 GOLDEN = {
-    ("P100", 64): (64, 32, 4, 1),
-    ("V100", 64): (128, 64, 4, 1),
-    ("V100", 128): (128, 32, 4, 1),
-    ("T4", 64): (128, 32, 4, 1),
-    ("T4", 128): (128, 32, 8, 1),
-    ("A100", 64): (128, 64, 4, 2),
-    ("A100", 128): (128, 64, 4, 1),
-    ("RTX 3090", 128): (128, 64, 8, 1),
-    ("H100", 128): (128, 64, 4, 1),
+    ("P100", 64, 4096): (64, 32, 4, 1, 1),
+    ("V100", 64, 4096): (128, 64, 4, 1, 2),
+    ("V100", 128, 4096): (128, 32, 4, 1, 1),
+    ("T4", 64, 4096): (128, 32, 4, 1, 2),
+    ("T4", 128, 4096): (128, 32, 8, 1, 1),
+    ("A100", 64, 4096): (128, 32, 4, 2, 3),
+    ("A100", 64, 8191): (128, 32, 4, 2, 3),
+    ("A100", 64, 8192): (192, 48, 4, 2, 2),
+    ("A100", 128, 4096): (128, 64, 4, 1, 2),
+    ("RTX 3090", 64, 4096): (128, 64, 4, 1, 2),
+    ("RTX 3090", 128, 4096): (128, 64, 8, 1, 1),
+    ("H100", 64, 16384): (192, 48, 4, 2, 2),
+    ("H100", 128, 16384): (128, 64, 4, 1, 2),
 }
 
 
-@pytest.mark.parametrize(("chip", "headdim"), GOLDEN, ids=[f"{chip}-{headdim}" for chip, headdim in GOLDEN])
-def test_choices_are_the_known_ones(chip: str, headdim: int) -> None:
+@pytest.mark.parametrize(("chip", "headdim", "seqlen"), GOLDEN, ids=["-".join(map(str, key)) for key in GOLDEN])
+def test_choices_are_the_known_ones(chip: str, headdim: int, seqlen: int) -> None:
     limits = CHIPS[chip]
-    config = choose_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN)
-    assert (config.tile_m, config.tile_n, config.num_warps, config.num_stages) == GOLDEN[chip, headdim]
+    config = choose_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, seqlen)
+    found = config.tile_m, config.tile_n, config.num_warps, config.num_stages, config.min_blocks
+    assert found == GOLDEN[chip, headdim, seqlen]
+
+
+def test_modified_scores_get_tiles_with_registers_to_spare() -> None:
+    config = choose_feature(80, CHIPS["A100"], torch.float16, 64, Feature.SCORES, 16384)
+    assert (config.tile_m, config.tile_n, config.modifies_scores) == (128, 64, True)

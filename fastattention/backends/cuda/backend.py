@@ -31,11 +31,12 @@ _Strides = tuple[object, ...]
 class Plan:
     """What a problem alone decides, worked out once, and the parameters of its calls for every set of strides seen."""
 
-    kernel: KernelConfig
+    config: KernelConfig
     dtype: torch.dtype  # in which the kernel computes
     num_blocks: int
     heads_together: int
     templates: dict[_Strides, bytes] = field(default_factory=dict)
+    kernels: dict[int, module.Kernel] = field(default_factory=dict)  # by device
 
 
 class CudaBackend(Backend):
@@ -101,12 +102,12 @@ class CudaBackend(Backend):
 
     def _make_plan(self, problem: Problem) -> Plan:
         limits = self._limits(problem)
-        kernel = heuristics.choose_config(problem, self._arch(limits), limits)
-        num_m_tiles = -(-problem.seqlen_q // kernel.tile_m)
-        num_blocks = num_m_tiles * problem.nheads * problem.batch_size * kernel.num_value_parts
+        chosen = heuristics.choose_config(problem, self._arch(limits), limits)
+        num_m_tiles = -(-problem.seqlen_q // chosen.tile_m)
+        num_blocks = num_m_tiles * problem.nheads * problem.batch_size * chosen.num_value_parts
         if problem.total_q == 0 or problem.headdim_v == 0:
             num_blocks = 0
-        plan = Plan(kernel, _DTYPES[kernel.dtype], num_blocks, heuristics.heads_together(problem, limits))
+        plan = Plan(chosen, _DTYPES[chosen.dtype], num_blocks, heuristics.heads_together(problem, limits))
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         self._plans[problem] = plan
@@ -135,7 +136,9 @@ class CudaBackend(Backend):
 
     def _launch(self, plan: Plan, params: ForwardParams, problem: Problem) -> None:
         index = _device_index(problem)
-        kernel = module.load_kernel(plan.kernel, index)
+        kernel = plan.kernels.get(index)
+        if kernel is None:
+            kernel = plan.kernels[index] = module.load_kernel(plan.config, index)
         stream = module.current_stream(index)
         if index == torch.cuda.current_device():
             kernel.launch(params, plan.num_blocks, stream)
@@ -238,7 +241,7 @@ def _add_template(plan: Plan, problem: Problem, inputs: Inputs, keep: bool) -> b
         inputs.q.shape[-1], inputs.v.shape[-1], problem.page_block_size or 0,
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
-        -(-problem.seqlen_q // plan.kernel.tile_m), plan.heads_together,
+        -(-problem.seqlen_q // plan.config.tile_m), plan.heads_together,
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on

@@ -117,15 +117,27 @@ class _Tiles(NamedTuple):
     min_blocks: int
     queries_in_registers: bool
     num_value_parts: int = 1
+    min_seqlen_q: int = 0  # shorter calls take another
+    serves_scores: bool = True  # has registers to spare for modified scores
 
 
-# For head dimensions up to the key, the candidates, best first: the first that fits the GPU is taken. The first of 80
-# and 75 were chosen on an H200, the others by counting: two warps for each of the four schedulers of a multiprocessor,
-# and as few reads of shared memory as then fit (docs/experiments.md).
+# For head dimensions up to the key, the candidates, best first: the first that serves the call and fits the GPU is
+# taken. The first of 80 and 75 were chosen on an H200, the others by counting: two warps for each of the four schedulers
+# of a multiprocessor, and as few reads of shared memory as then fit (docs/experiments.md).
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
-        64: (_Tiles(128, 64, 4, 2, 2, False), _Tiles(128, 64, 4, 1, 2, False)),
-        128: (_Tiles(128, 64, 4, 1, 2, False), _Tiles(128, 64, 8, 1, 1, True)),
+        64: (
+            _Tiles(192, 48, 4, 2, 2, False, min_seqlen_q=8192, serves_scores=False),
+            _Tiles(128, 32, 4, 2, 3, False, serves_scores=False),
+            _Tiles(128, 64, 4, 2, 2, False),
+            _Tiles(128, 64, 4, 1, 2, False),
+        ),
+        128: (
+            _Tiles(128, 64, 4, 1, 2, False, serves_scores=False),
+            _Tiles(128, 64, 8, 1, 1, True, serves_scores=False),
+            _Tiles(128, 32, 4, 1, 2, False),
+            _Tiles(128, 32, 8, 1, 1, True),
+        ),
         192: (_Tiles(128, 64, 8, 2, 1, True), _Tiles(64, 32, 4, 1, 1, True)),
         256: (_Tiles(128, 32, 8, 2, 1, True), _Tiles(64, 32, 4, 1, 1, False)),
     },
@@ -137,8 +149,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     },
     70: {
         64: (_Tiles(128, 64, 4, 1, 2, False),),
-        128: (_Tiles(128, 32, 4, 1, 1, False),),
-        256: (_Tiles(128, 32, 4, 1, 1, False, 2),),
+        128: (_Tiles(128, 32, 4, 1, 1, False, serves_scores=False), _Tiles(128, 16, 4, 1, 1, False)),
+        256: (_Tiles(128, 32, 4, 1, 1, False, 2, serves_scores=False), _Tiles(128, 16, 4, 1, 1, False, 2)),
     },
     60: {
         64: (_Tiles(64, 32, 4, 1, 1, False),),
@@ -146,10 +158,6 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         256: (_Tiles(16, 8, 1, 1, 1, False),),
     },
 }
-
-# Modified scores need registers of their own: (code path, limit of the head dimension) -> keys of a tile that leave
-# them.
-_TILE_N_FOR_SCORES = {(70, 128): 16, (70, 256): 16, (80, 128): 32}
 
 
 def padded_headdim(headdim: int) -> int:
@@ -170,17 +178,29 @@ def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:
 
 
 def configs_for(
-    arch: int, dtype: str, headdim: int, headdim_v: int, modifies_scores: bool, paged: bool
+    arch: int, dtype: str, headdim: int, headdim_v: int, seqlen_q: int, modifies_scores: bool, paged: bool
 ) -> list[KernelConfig]:
     """The candidates for a call, best first."""
     columns = padded_headdim(headdim), padded_headdim(headdim_v)
-    limit = next(limit for limit in _TILES[arch] if max(columns) <= limit)
-    tiles = _TILES[arch][limit]
-    if modifies_scores and (arch, limit) in _TILE_N_FOR_SCORES:
-        tiles = tuple(sizes._replace(tile_n=_TILE_N_FOR_SCORES[arch, limit]) for sizes in tiles)
+    tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
     return [
-        KernelConfig(arch, dtype, columns[0], columns[1] // sizes.num_value_parts, *sizes, modifies_scores, paged)
+        KernelConfig(
+            arch=arch,
+            dtype=dtype,
+            headdim=columns[0],
+            headdim_v=columns[1] // sizes.num_value_parts,
+            tile_m=sizes.tile_m,
+            tile_n=sizes.tile_n,
+            num_warps=sizes.num_warps,
+            num_stages=sizes.num_stages,
+            min_blocks=sizes.min_blocks,
+            queries_in_registers=sizes.queries_in_registers,
+            num_value_parts=sizes.num_value_parts,
+            modifies_scores=modifies_scores,
+            paged=paged,
+        )
         for sizes in tiles
+        if seqlen_q >= sizes.min_seqlen_q and (sizes.serves_scores or not modifies_scores)
     ]
 
 
@@ -188,7 +208,9 @@ def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
     """The configuration for a problem on a GPU. Raises CompileError when none fits."""
     dtype = "bfloat16" if problem.dtype is torch.bfloat16 and arch >= 80 else "float16"
     modifies = problem.softcap != 0.0 or problem.has_alibi or problem.has_bias or problem.softmax_scale <= 0.0
-    candidates = configs_for(arch, dtype, problem.headdim, problem.headdim_v, modifies, problem.is_paged)
+    candidates = configs_for(
+        arch, dtype, problem.headdim, problem.headdim_v, problem.seqlen_q, modifies, problem.is_paged
+    )
     reasons = []
     for config in candidates:
         reason = why_not_fitting(config, limits)

@@ -15,6 +15,7 @@ from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
 DTYPES = (torch.float16, torch.bfloat16)
+SEQLENS = (4096, 16384)  # one for every choice that depends on the number of queries
 
 
 class Feature(enum.Enum):
@@ -34,6 +35,7 @@ def choose_variant(
     *,
     modifies_scores: bool = False,
     paged: bool = False,
+    seqlen: int = SEQLENS[0],
 ) -> KernelConfig:
     """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
     problem = Problem(
@@ -41,9 +43,9 @@ def choose_variant(
         device=torch.device("cuda"),
         dtype=dtype,
         batch_size=1,
-        seqlen_q=4096,
-        seqlen_k=4096,
-        total_q=4096,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        total_q=seqlen,
         nheads=16,
         nheads_k=16,
         headdim=headdim,
@@ -57,10 +59,12 @@ def choose_variant(
     return heuristics.choose_config(problem, arch, limits)
 
 
-def choose_feature(arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature) -> KernelConfig:
+def choose_feature(
+    arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, seqlen: int = SEQLENS[0]
+) -> KernelConfig:
     """`choose_variant` for equally wide keys and values and one feature."""
     scores, paged = feature is Feature.SCORES, feature is Feature.PAGED
-    return choose_variant(arch, limits, dtype, headdim, headdim, modifies_scores=scores, paged=paged)
+    return choose_variant(arch, limits, dtype, headdim, headdim, modifies_scores=scores, paged=paged, seqlen=seqlen)
 
 
 def variants_of(
@@ -73,7 +77,7 @@ def variants_of(
 
     arch: the code path; None is the GPU's own.
     """
-    calls = itertools.product(dtypes, headdims, Feature)
+    calls = itertools.product(dtypes, headdims, Feature, SEQLENS)
     return list(dict.fromkeys(choose_feature(arch or limits.arch, limits, *call) for call in calls))
 
 

@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
-.PHONY: demo test check sanitize clean
+.PHONY: demo test check sanitize wheel clean
 
 VENV := .venv
 KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
@@ -17,9 +17,13 @@ check: $(VENV)/.installed  ## formatting, lint and types
 sanitize: $(VENV)/.installed  ## the native library under address, undefined-behaviour and thread sanitizers
 	scripts/sanitize
 
+wheel: $(VENV)/.installed  ## dist/*.whl with the kernels of every GPU in it; needs NVRTC 12
+	$(VENV)/bin/python scripts/build_cubins.py
+	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 $(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
 	scripts/install
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build dist fastattention/backends/cuda/cubins

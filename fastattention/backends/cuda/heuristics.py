@@ -122,8 +122,8 @@ class _Tiles(NamedTuple):
 
 
 # For head dimensions up to the key, the candidates, best first: the first that serves the call and fits the GPU is
-# taken. The first of 80 and 75 were chosen on an H200, the others by counting: two warps for each of the four schedulers
-# of a multiprocessor, and as few reads of shared memory as then fit (docs/experiments.md).
+# taken. The first of 80 and 75 were chosen on an H200, the others by counting: two warps for each of the four
+# schedulers of a multiprocessor, and as few reads of shared memory as then fit (docs/experiments.md).
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (

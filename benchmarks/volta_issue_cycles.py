@@ -1,0 +1,256 @@
+"""How much does a warp have to issue on a V100 while its tensor cores work, in our kernels and in PyTorch's?
+
+    python benchmarks/volta_issue_cycles.py                          # the table below, for headdim 64, 128 and 256
+    python benchmarks/volta_issue_cycles.py --cubin FILE             # any kernel for sm_70 that has one main loop
+    python benchmarks/volta_issue_cycles.py --headdim 64 --set tile_n=32 --set num_warps=8      # a variation of ours
+
+Needs no GPU: the machine code is disassembled and the instructions of one tile of keys are counted along the steady
+path, that of a tile with nothing masked which raises no row's maximum. The first run fetches a disassembler and
+PyTorch's wheel (820 MB) with pip and keeps the few megabytes it needs of them. Ours needs NVRTC 12.
+
+Figures are for 512 tensor cycles of a sub-core, which is what a warp's 256 HMMA instructions take at the peak rate, so
+that kernels with tiles of different sizes can be compared. They are counts, not times:
+
+- "issue cycles" add up the stalls in the control codes: the compiler's own schedule of one warp that never waits for
+  memory, a barrier or another warp. Alone on its scheduler, the warp cannot be faster. Two warps fill each other's
+  gaps, so the sum is no bound for a multiprocessor.
+- "instructions" are such a bound: a scheduler issues one a cycle, so above 512 the tensor cores must idle, however many
+  warps there are.
+
+What is compared with what: PyTorch's kernel runs its products in loops of their own with a barrier in each round, and
+the softmax between them. "Q K^T" and "P V" are these loops. Ours is one piece of straight code, in which a product
+reaches from its first HMMA to its last, with all that the compiler put between: much of the softmax is inside "P V".
+"Both products" therefore flatters PyTorch. The whole tile is the same work in both: everything from one tile of keys to
+the next, with the softmax, the rescaling of results (PyTorch always does, ours only when a maximum rose), loads of the
+next tile, and barriers.
+
+A causal call runs the same kernel as one that is not, ours and PyTorch's alike, and the same path for tiles below the
+diagonal; "whole tile, masked" is that of a tile which the diagonal crosses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+from volta_model import peer, tools
+from volta_model.counts import UNIT, Tile, count, split
+from volta_model.flow import main_loop
+from volta_model.launch import TileKind
+from volta_model.paths import find_paths
+from volta_model.sass import Function
+
+from fastattention.backends.cuda.chips import CHIPS
+from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.jit import compiler
+from fastattention.backends.cuda.jit.variants import choose_variant
+from fastattention.cli.console import OUTPUT, errors_as_messages, fail
+from fastattention.cli.machine import source_commit
+
+RESULTS = Path(__file__).parent / "results"
+HEADDIMS = (64, 128, 256)
+TARGET = 70
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's counts, and what it takes of a multiprocessor."""
+
+    title: str
+    name: str
+    tile: str  # query rows x keys, warps
+    function: Function
+    full: Tile
+    masked: Tile
+    useful: float = 1.0  # share of its tensor cycles that another cut of the work would need too
+
+
+def main(
+    cubin: Annotated[Path | None, typer.Option(help="Count this kernel instead, and write nothing.")] = None,
+    headdim: Annotated[int | None, typer.Option(help="Count our kernel for it, and write nothing.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="tile_n=32: change its configuration.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for volta_issue_cycles.json and .md.")] = RESULTS,
+) -> None:
+    """Print the table, and write it into `output`."""
+    with errors_as_messages():
+        if cubin is not None:
+            OUTPUT.print(rich_table([of_function(cubin.name, tools.disassemble(cubin)[0])]))
+            return
+        if headdim is not None:
+            OUTPUT.print(rich_table([ours(varied(configuration(headdim), set_ or []))]))
+            return
+        kernels = [kernel for d in HEADDIMS for kernel in (ours(configuration(d)), theirs(d))]
+        OUTPUT.print(rich_table(kernels))
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "volta_issue_cycles.json").write_text(json.dumps(record(kernels), indent=1) + "\n")
+        (output / "volta_issue_cycles.md").write_text(page(kernels))
+
+
+def configuration(headdim: int) -> KernelConfig:
+    """What a V100 runs for a plain float16 call."""
+    return choose_variant(TARGET, CHIPS["V100"], torch.float16, headdim, headdim)
+
+
+def varied(config: KernelConfig, changes: list[str]) -> KernelConfig:
+    """A configuration with some fields changed: "tile_n=32", "queries_in_registers=1"."""
+    kinds = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    values = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        if kinds.get(name) not in (int, bool) or not value.isdigit():
+            numbers = ", ".join(name for name, kind in kinds.items() if kind in (int, bool))
+            raise fail(f"--set {change}: give NAME=NUMBER, where NAME is one of {numbers}")
+        values[name] = kinds[name](int(value))
+    return dataclasses.replace(config, **values)
+
+
+def of_function(title: str, function: Function) -> Kernel:
+    """A kernel whose branches explain themselves, as ours do."""
+    masked = split(main_loop(function), find_paths(function).tiles[TileKind.MASKED])
+    return Kernel(title, function.name, "", function, count(function), masked)
+
+
+def ours(config: KernelConfig) -> Kernel:
+    """Our kernel of a configuration, compiled. Raises CompileError."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiler.compile_kernel(config, TARGET).code)
+        file.flush()
+        (function,) = tools.disassemble(Path(file.name))
+    kernel = of_function(f"d {config.headdim}, ours", function)
+    tile = f"{config.tile_m}x{config.tile_n}, {config.num_warps} warps"
+    # CTAs that share the columns of values each compute all products with keys.
+    values = config.headdim_v * config.num_value_parts
+    useful = (config.headdim + values) / (config.headdim * config.num_value_parts + values)
+    return dataclasses.replace(kernel, name=config.name, tile=tile, useful=useful)
+
+
+def theirs(headdim: int) -> Kernel:
+    """The kernel that PyTorch runs. Raises CompileError when it cannot be had."""
+    kernel = peer.serving(headdim)
+    function = peer.cutlass_kernels()[kernel.name]
+    loop = main_loop(function)
+    full, masked = (split(loop, kernel.path(function, headdim, masked=masked)) for masked in (False, True))
+    tile = f"{kernel.tile_m}x{kernel.tile_n}, {kernel.num_warps} warps"
+    return Kernel(f"d {headdim}, PyTorch", kernel.name, tile, function, full, masked)
+
+
+def _scaled(part: str, what: str) -> Callable[[Kernel], float]:
+    """A count of a part of a full tile, for UNIT tensor cycles."""
+    return lambda kernel: kernel.full.scaled(getattr(getattr(kernel.full, part), what))
+
+
+def _products(what: str) -> Callable[[Kernel], float]:
+    return lambda kernel: _scaled("qk", what)(kernel) + _scaled("pv", what)(kernel)
+
+
+def _accesses(kind: str) -> Callable[[Kernel], float]:
+    return lambda kernel: kernel.full.scaled(kernel.full.whole.accesses.get(kind, 0))
+
+
+def _stack_accesses(kernel: Kernel) -> float:
+    return sum(instruction.name in ("LDL", "STL") for instruction in kernel.function.instructions)
+
+
+# What is said of each kernel. From the fourth on, for UNIT tensor cycles.
+ROWS: list[tuple[str, Callable[[Kernel], float | str | None]]] = [
+    ("tile: query rows x keys", lambda kernel: kernel.tile or None),
+    ("registers", lambda kernel: kernel.function.registers),
+    ("stack: bytes of a thread", lambda kernel: kernel.function.stack_bytes),
+    ("stack: loads and stores in all the code", _stack_accesses),
+    ("issue cycles: Q K^T", _scaled("qk", "issue_cycles")),
+    ("issue cycles: P V", _scaled("pv", "issue_cycles")),
+    ("issue cycles: both products", _products("issue_cycles")),
+    ("issue cycles: rest", _scaled("rest", "issue_cycles")),
+    ("issue cycles: whole tile", _scaled("whole", "issue_cycles")),
+    ("issue cycles: whole tile, masked", lambda kernel: kernel.masked.scaled(kernel.masked.whole.issue_cycles)),
+    ("issue cycles: whole tile, by useful tensor cycles", lambda k: _scaled("whole", "issue_cycles")(k) / k.useful),
+    ("instructions: Q K^T", _scaled("qk", "instructions")),
+    ("instructions: P V", _scaled("pv", "instructions")),
+    ("instructions: both products", _products("instructions")),
+    ("instructions: rest", _scaled("rest", "instructions")),
+    ("instructions: whole tile", _scaled("whole", "instructions")),
+    ("HMMA", _scaled("whole", "hmma")),
+    ("shuffles", _scaled("whole", "shuffles")),
+    ("MUFU: exponentials", _scaled("whole", "exponentials")),
+    *(
+        (f"{name} of {width} bytes a thread", _accesses(f"{name} {width}"))
+        for name in ("LDS", "STS")
+        for width in (16, 8, 4)
+    ),
+    ("atomics in shared memory", _scaled("whole", "shared_atomics")),
+    ("LDG of 16 bytes a thread", _accesses("LDG 16")),
+    ("STG of 16 bytes a thread", _accesses("STG 16")),
+    ("barriers", _scaled("whole", "barriers")),
+]
+
+
+def cells(value: float | str | None) -> str:
+    """A value as the table has it."""
+    if value is None:
+        return "unknown"
+    return value if isinstance(value, str) else f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def rich_table(kernels: list[Kernel]) -> Table:
+    """For the terminal."""
+    table = Table(f"for {UNIT} tensor cycles", box=box.SIMPLE_HEAD)
+    for kernel in kernels:
+        table.add_column(kernel.title, justify="right")
+    for title, value in ROWS:
+        table.add_row(title, *(cells(value(kernel)) for kernel in kernels))
+    return table
+
+
+def versions() -> dict[str, str]:
+    """Of everything that the figures depend on."""
+    return {
+        "NVRTC": ".".join(map(str, compiler.version())),
+        "cuobjdump": tools.version(tools.cuobjdump()),
+        "PyTorch": peer.TORCH.partition("==")[2],
+        "commit": source_commit() or "an installed package",
+    }
+
+
+def page(kernels: list[Kernel]) -> str:
+    """The table in Markdown."""
+    used = versions()
+    lines = [
+        "# Issue cycles on a V100",
+        "",
+        f"Counted in machine code for sm_70: ours by NVRTC {used['NVRTC']}, PyTorch's out of its wheel",
+        f"{used['PyTorch']}, both as cuobjdump {used['cuobjdump']} shows it. From the issue cycles on, all figures are",
+        f"for {UNIT} tensor cycles of a warp. They are counts, not times, and nothing ran on a V100:",
+        "benchmarks/volta_issue_cycles.py says what they mean. Causal or not, it is the same kernel and the same path;",
+        "a tile that the diagonal crosses takes the masked one.",
+        "",
+        f"| | {' | '.join(kernel.title for kernel in kernels)} |",
+        f"|---|{'--:|' * len(kernels)}",
+        *(f"| {title} | {' | '.join(cells(value(kernel)) for kernel in kernels)} |" for title, value in ROWS),
+        "",
+        *(f"- {kernel.title}: `{kernel.name}`" for kernel in kernels),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def record(kernels: list[Kernel]) -> dict[str, object]:
+    """All counts as they are, of one tile of keys and one warp."""
+
+    def described(kernel: Kernel) -> dict[str, object]:
+        tiles = {"tile": asdict(kernel.full), "masked_tile": asdict(kernel.masked)}
+        table = {title: value(kernel) for title, value in ROWS}
+        return {"title": kernel.title, "name": kernel.name, "table": table, **tiles}
+
+    return {"versions": versions(), "tensor_cycles": UNIT, "kernels": [described(kernel) for kernel in kernels]}
+
+
+if __name__ == "__main__":
+    typer.run(main)

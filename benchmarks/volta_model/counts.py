@@ -1,0 +1,123 @@
+"""How much a warp has to issue for a tile of keys, beside what the tensor cores then have to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from .flow import Loop, main_loop, steady_path
+from .sass import Function, Instruction
+
+CYCLES_PER_HMMA = 2  # of a sub-core's tensor cores: an instruction is one of four steps of an 8x8x4 product
+UNIT = 512  # tensor cycles that figures are scaled to
+_MEMORY = {"LDS", "STS", "LDG", "STG", "LDL", "STL"}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a stretch of instructions, as one warp executes it."""
+
+    instructions: int
+    issue_cycles: int  # sum of the stalls in the control codes
+    hmma: int
+    shuffles: int
+    exponentials: int  # and other results of the special function unit
+    barriers: int
+    shared_atomics: int
+    accesses: Mapping[str, int]  # "LDS 16": loads from shared memory, 16 bytes a thread; LDL and STL are of the stack
+
+    @classmethod
+    def of(cls, instructions: Iterable[Instruction]) -> Counts:
+        """Counts a stretch."""
+        path = list(instructions)
+        names = Counter(instruction.name for instruction in path)
+        accesses = Counter(f"{i.name} {i.width}" for i in path if i.name in _MEMORY)
+        return cls(
+            instructions=len(path),
+            issue_cycles=sum(instruction.stall for instruction in path),
+            hmma=names["HMMA"],
+            shuffles=names["SHFL"],
+            exponentials=names["MUFU"],
+            barriers=names["BAR"],
+            shared_atomics=names["ATOMS"],
+            accesses=dict(sorted(accesses.items(), key=lambda item: (item[0].split()[0], -int(item[0].split()[1])))),
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of keys: its three parts are all of it."""
+
+    qk: Counts  # inner products of queries and keys
+    rest: Counts
+    pv: Counts  # weights times values
+    whole: Counts
+
+    @property
+    def tensor_cycles(self) -> int:
+        """Of a sub-core's tensor cores for one warp."""
+        return CYCLES_PER_HMMA * self.whole.hmma
+
+    def scaled(self, count: float) -> float:
+        """A count of the tile, or of a part of it, for UNIT tensor cycles of the whole tile."""
+        return count * UNIT / self.tensor_cycles
+
+
+def count(
+    function: Function,
+    trips: Mapping[int, int] | None = None,
+    through: Collection[int] = (),
+    around: Collection[int] = (),
+) -> Tile:
+    """Counts the steady path of a kernel's main loop (flow.steady_path, which explains the arguments).
+
+    The product with keys is the HMMA whose second operand is laid out by columns, that with values the others. Where
+    all of one are in inner loops, its part is these loops, whole. Elsewhere it reaches from its first HMMA to its last,
+    with what the compiler put between: with the values, often the exponentials. Where the two parts overlap they cannot
+    be told apart, and all is `rest`.
+    Raises ValueError for a kernel without such a loop.
+    """
+    loop = main_loop(function)
+    return split(loop, steady_path(loop, trips or {}, through, around))
+
+
+def split(loop: Loop, path: list[Instruction]) -> Tile:
+    """Counts a path through a main loop, its parts apart."""
+    stretches: dict[str, list[Instruction]] = {"qk": [], "pv": [], "rest": []}
+    for instruction, part in zip(path, _parts(loop, path), strict=True):
+        stretches[part].append(instruction)
+    counts = {part: Counts.of(stretch) for part, stretch in stretches.items()}
+    return Tile(counts["qk"], counts["rest"], counts["pv"], Counts.of(path))
+
+
+def _product(hmma: Instruction) -> str:
+    """Which product: "HMMA... R4, R8.ROW, R12.COL, R4" is with keys."""
+    return "qk" if hmma.text.split(", ")[2].endswith(".COL") else "pv"
+
+
+def _parts(loop: Loop, path: list[Instruction]) -> list[str]:
+    """The part that each instruction belongs to."""
+    looping = _innermost(loop)
+    parts = ["rest"] * len(path)
+    for product in ("qk", "pv"):
+        places = [n for n, i in enumerate(path) if i.name == "HMMA" and _product(i) == product]
+        headers = {looping.get(path[place].address) for place in places}
+        if None not in headers:
+            own = [n for n, i in enumerate(path) if looping.get(i.address) in headers]
+        else:
+            own = list(range(places[0], places[-1] + 1))
+        if any(parts[n] != "rest" for n in own):
+            return ["rest"] * len(path)
+        for n in own:
+            parts[n] = product
+    return parts
+
+
+def _innermost(loop: Loop) -> dict[int, int]:
+    """For the address of each instruction in an inner loop: the header of the smallest that holds it."""
+    headers: dict[int, int] = {}
+    for inner in loop.nested():
+        for block in inner.blocks.values():
+            headers |= dict.fromkeys((instruction.address for instruction in block.instructions), inner.header)
+    return headers

@@ -1,0 +1,149 @@
+"""The kernels that V100 owners run today: PyTorch's CUTLASS attention for sm_70, out of its public wheel.
+
+torch.nn.functional.scaled_dot_product_attention calls them for float16 on a V100; xformers builds the same source.
+PyTorch tries them in the order below and takes the first that allows the head dimensions of keys and values:
+
+    headdim up to 64     fmha_cutlassF_f16_aligned_64x64_rf_sm70      results in registers, up to 64 columns
+    headdim up to 128    fmha_cutlassF_f16_aligned_32x128_rf_sm70     results in registers, up to 128 columns
+    more                 fmha_cutlassF_f16_aligned_32x128_gmem_sm70   128 columns at a time, results in global memory
+
+("aligned" asks for rows that start at multiples of 16 bytes.) Causal or not, with a bias, with dropout: it is always
+the same kernel, which branches around what a call does not need. Which blocks a plain call runs had to be read in the
+machine code, so the addresses below hold for one wheel; another one is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastattention.errors import CompileError
+
+from . import tools
+from .flow import main_loop, steady_path
+from .sass import Function, Instruction
+
+TORCH = "torch==2.7.1"
+_LIBRARY = "torch/lib/libtorch_cuda.so"
+_SHA256 = "91048dd98e990a1fbde438df9ba49257bcaed2bf97dab2a1c8e6a0518a0d2660"
+
+
+@dataclass(frozen=True)
+class PeerKernel:
+    """One of the three kernels, and where in its machine code what is found."""
+
+    name: str
+    tile_m: int  # query rows of a CTA
+    tile_n: int  # keys of a tile
+    max_headdim: int
+    shared_bytes: int  # of a CTA, added up from the addresses it uses
+    qk_loop: int  # over 32 columns of queries and keys
+    pv_loop: int  # over 32 keys
+    value_loop: int | None  # over 128 columns of values
+    through: frozenset[int]  # blocks that every tile but the first runs, although branches lead around them
+    around: frozenset[int]  # bias and dropout
+    causal_mask: int  # the block that a tile on the diagonal runs besides
+
+    num_warps = 4
+    registers = 168  # so that three CTAs fit a multiprocessor
+
+    def trips(self, headdim: int) -> dict[int, int]:
+        """How often the inner loops run, by header."""
+        trips = {self.qk_loop: -(-headdim // 32), self.pv_loop: self.tile_n // 32}
+        if self.value_loop is not None:
+            trips[self.value_loop] = -(-headdim // 128)
+        return trips
+
+    def path(self, function: Function, headdim: int, *, masked: bool = False) -> list[Instruction]:
+        """What a warp executes for a tile of keys, full or masked: one that does not raise the maximum of a row."""
+        through = self.through | ({self.causal_mask} if masked else set())
+        return steady_path(main_loop(function), self.trips(headdim), through, self.around)
+
+
+# `through`, in order: the statistics of rows, which some lanes of every warp keep, before and after the exponentials;
+# between them the rescaling of results, which runs whether the maximum rose or not. The kernel with results in global
+# memory rescales there.
+KERNELS = (
+    PeerKernel(
+        name="fmha_cutlassF_f16_aligned_64x64_rf_sm70",
+        tile_m=64,
+        tile_n=64,
+        max_headdim=64,
+        shared_bytes=17_920,
+        qk_loop=0x2070,
+        pv_loop=0x9F70,
+        value_loop=None,
+        through=frozenset({0x56A0, 0x5850, 0x7410}),
+        around=frozenset({0x3100, 0x81D0}),
+        causal_mask=0x3FC0,
+    ),
+    PeerKernel(
+        name="fmha_cutlassF_f16_aligned_32x128_rf_sm70",
+        tile_m=32,
+        tile_n=128,
+        max_headdim=128,
+        shared_bytes=25_600,
+        qk_loop=0x2260,
+        pv_loop=0x9F20,
+        value_loop=None,
+        through=frozenset({0x5480, 0x5630, 0x71F0}),
+        around=frozenset({0x3290, 0x7FC0}),
+        causal_mask=0x4070,
+    ),
+    PeerKernel(
+        name="fmha_cutlassF_f16_aligned_32x128_gmem_sm70",
+        tile_m=32,
+        tile_n=128,
+        max_headdim=65536,
+        shared_bytes=33_920,
+        qk_loop=0x2200,
+        pv_loop=0x9D00,
+        value_loop=0x9670,
+        through=frozenset({0x53E0, 0x6EC0, 0xC6A0, 0xCF80}),
+        around=frozenset({0x32D0, 0x7C90}),
+        causal_mask=0x40B0,
+    ),
+)
+
+
+def serving(headdim: int) -> PeerKernel:
+    """The kernel that PyTorch takes on a V100 for a head dimension, a multiple of 8."""
+    return next(kernel for kernel in KERNELS if headdim <= kernel.max_headdim)
+
+
+@functools.cache
+def cutlass_kernels() -> dict[str, Function]:
+    """The three kernels disassembled, by name. The first call on a machine downloads a wheel of 820 MB.
+
+    Raises CompileError when it cannot be had or is not the one that was read.
+    """
+    functions = tools.disassemble(_cubin())
+    return {kernel.name: next(f for f in functions if kernel.name in f.name) for kernel in KERNELS}
+
+
+def _cubin() -> Path:
+    path = tools.cache_folder() / TORCH.replace("==", "-") / "attention_sm70.cubin"
+    if not path.exists():
+        with tools.downloaded(TORCH) as wheel, tempfile.TemporaryDirectory(dir=tools.cache_folder()) as place:
+            if _LIBRARY not in wheel.namelist():
+                raise CompileError(f"the wheel of {TORCH} that pip finds is not built for CUDA: it has no {_LIBRARY}")
+            library = wheel.extract(_LIBRARY, place)
+            tools.install(_attention(Path(library)), path)
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != _SHA256:
+        raise CompileError(f"{path} has SHA-256 {found}; the addresses in peer.py were read in {_SHA256}")
+    return path
+
+
+def _attention(library: Path) -> bytes:
+    """The one of the library's few hundred cubins that holds the kernels."""
+    tools.run([str(tools.cuobjdump()), "--extract-elf", "sm_70.cubin", str(library)], library.parent)
+    wanted = KERNELS[0].name.encode()
+    for cubin in library.parent.glob("*.cubin"):
+        code = cubin.read_bytes()
+        if wanted in code:
+            return code
+    raise CompileError(f"{TORCH} has no {KERNELS[0].name}")

@@ -1,0 +1,186 @@
+"""Volta's machine code as `cuobjdump -sass` prints it: instructions, with the control codes that time them.
+
+An instruction has 128 bits. The uppermost tell the scheduler what it may do, on Volta and Turing alike:
+
+    bits 105..108  stall          cycles until the warp may issue its next instruction
+    bit  109       yield          0: another warp is preferred next; 1: this one goes on
+    bits 110..112  write barrier  scoreboard (0 to 5) that is busy until the result is there; 7: none
+    bits 113..115  read barrier   scoreboard that is busy until the operands have been read; 7: none
+    bits 116..121  wait mask      scoreboards that must be free before the instruction issues
+    bits 122..125  reuse          operands that stay in the register cache for the next instruction
+
+Some descriptions have the yield bit the other way round. Every kernel shows that 0 yields: operands in the register
+cache are lost when another warp comes between, and no instruction that keeps any has 0 there.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+INSTRUCTION_BYTES = 16
+KNOWN_TARGETS = (70, 72, 75)  # they share the encoding of control codes
+_NO_BARRIER = 7
+_BRANCHES = {"BRA", "BSSY", "CALL", "JMP"}
+_NO_RESULT = {"BAR", "BRA", "BRX", "BSSY", "BSYNC", "CALL", "EXIT", "MEMBAR", "NOP", "R2P", "RED", "RET", "WARPSYNC"}
+
+_FUNCTION = re.compile(r"^\s*Function : (\S+)")
+_TARGET = re.compile(r"^\s*code for sm_(\d+)")
+_FIRST_WORD = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")
+_SECOND_WORD = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
+_PREDICATED = re.compile(r"^@(!?U?P(?:\d|T))\s+(.*)$")
+_PREDICATE = re.compile(r"!?P(\d|T)")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+_RESOURCES = re.compile(r"^ Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction of a warp and the control code it carries."""
+
+    address: int  # bytes from the function's start
+    text: str  # without predicate and semicolon: "LDS.U.128 R4, [R2+0x10]"
+    predicate: str | None  # "P0", "!P3"
+    opcode: str  # "LDS.U.128"
+    stall: int  # cycles
+    yields: bool
+    write_barrier: int | None
+    read_barrier: int | None
+    wait_mask: int
+    reuse: int
+
+    @property
+    def name(self) -> str:
+        """The opcode without its modifiers."""
+        return self.opcode.split(".")[0]
+
+    @property
+    def target(self) -> int | None:
+        """The address that a branch, a call or a BSSY names."""
+        found = re.search(r"\b0x([0-9a-f]+)$", self.text) if self.name in _BRANCHES else None
+        return int(found[1], 16) if found else None
+
+    @property
+    def width(self) -> int:
+        """Bytes that a thread loads or stores; 4 for what is no access to memory."""
+        return next((int(size) // 8 for size in re.findall(r"\.[US]?(8|16|64|128)\b", self.opcode)), 4)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Numbers of the registers it writes, RZ left out."""
+        return _registers(self.text)[0]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the registers it reads, RZ left out."""
+        return _registers(self.text)[1]
+
+
+@dataclass(frozen=True)
+class Function:
+    """One kernel, or a function that kernels call. The last three are None where the resource usage was not printed."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    registers: int | None = None  # of a thread
+    shared_bytes: int | None = None  # of a CTA, without what the launch adds
+    stack_bytes: int | None = None  # of a thread
+
+
+def parse(text: str) -> list[Function]:
+    """The functions in the output of `cuobjdump -sass`, with --dump-resource-usage or without.
+
+    Raises ValueError for machine code of another GPU, and for a listing without control codes.
+    """
+    resources = {name: tuple(map(int, numbers)) for name, *numbers in _RESOURCES.findall(text)}
+    functions = []
+    for name, lines in _sections(text):
+        registers, stack, shared = resources.get(name, (None, None, None))
+        functions.append(Function(name, tuple(_instructions(lines)), registers, shared, stack))
+    return functions
+
+
+def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(name of a function, its lines)."""
+    name: str | None = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        if (target := _TARGET.match(line)) and int(target[1]) not in KNOWN_TARGETS:
+            raise ValueError(f"machine code for sm_{target[1]}; control codes are read of {KNOWN_TARGETS}")
+        if found := _FUNCTION.match(line):
+            if name is not None:
+                yield name, lines
+            name, lines = found[1], []
+        lines.append(line)
+    if name is not None:
+        yield name, lines
+
+
+def _instructions(lines: list[str]) -> Iterator[Instruction]:
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        first = _FIRST_WORD.match(line)
+        if first is None:
+            continue
+        second = _SECOND_WORD.match(after)
+        if second is None:
+            raise ValueError(f"no second word after {line.strip()!r}: each instruction of sm_70 has two")
+        yield _instruction(int(first[1], 16), first[2], int(second[1], 16))
+
+
+def _instruction(address: int, text: str, second_word: int) -> Instruction:
+    control = second_word >> 41
+    predicated = _PREDICATED.match(text)
+    predicate, text = (predicated[1], predicated[2]) if predicated else (None, text)
+    return Instruction(
+        address=address,
+        text=text,
+        predicate=predicate,
+        opcode=text.split()[0],
+        stall=control & 15,
+        yields=not control >> 4 & 1,
+        write_barrier=_barrier(control >> 5 & 7),
+        read_barrier=_barrier(control >> 8 & 7),
+        wait_mask=control >> 11 & 63,
+        reuse=control >> 17 & 15,
+    )
+
+
+def _barrier(number: int) -> int | None:
+    return None if number == _NO_BARRIER else number
+
+
+@functools.cache
+def _registers(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(written, read) by an instruction: exact for what the main loops of attention kernels are made of."""
+    opcode, _, rest = text.partition(" ")
+    name = opcode.split(".")[0]
+    has_result = not (name in _NO_RESULT or name.startswith("ST") or name.endswith("SETP") or name == "PLOP3")
+    operands = [operand for operand in rest.split(", ") if not _PREDICATE.fullmatch(operand)]
+    written: list[int] = []
+    read: list[int] = []
+    for position, operand in enumerate(operands):
+        found = _REGISTER.search(operand)
+        if found:
+            side = written if has_result and position == 0 else read
+            side.extend(range(int(found[1]), int(found[1]) + _width(opcode, operand, position)))
+    return tuple(written), tuple(read)
+
+
+def _width(opcode: str, operand: str, position: int) -> int:
+    """Registers that an operand takes; `position` counts operands from 0, predicates left out."""
+    name, *modifiers = opcode.split(".")
+    if operand.startswith("["):
+        return 2 if "E" in modifiers else 1
+    if name.startswith(("LD", "ST")):
+        return max(1, next((int(size) // 32 for size in modifiers if size in ("64", "128")), 1))
+    if name in ("HMMA", "RET", "DADD", "DFMA", "DMUL", "DSETP"):
+        return 2
+    if "WIDE" in modifiers:
+        return 2 if position in (0, 3) else 1
+    if name == "CS2R":
+        return 1 if "32" in modifiers else 2
+    if name in ("F2I", "I2F") and modifiers[0] in ("U64", "S64"):
+        return 2 if (name == "F2I") == (position == 0) else 1
+    return 1

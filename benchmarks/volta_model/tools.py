@@ -1,0 +1,98 @@
+"""The disassembler, and files out of packages that pip brings: kept in a folder of the user's cache, so fetched once.
+
+CUDA 13's cuobjdump no longer reads Volta's machine code. The last that pip can bring is CUDA 12.8's, in a wheel of
+Triton. Everything here needs Linux on x86-64.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fastattention import config
+from fastattention.errors import CompileError
+
+from .sass import Function, parse
+
+TRITON = "triton==3.3.1"
+_TRITON_FOLDER = "triton/backends/nvidia/bin/"
+_LAST_FOR_VOLTA = 12  # major version of CUDA
+# pip takes wheels for this platform, whichever Python runs it.
+_PLATFORM = ("--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_28_x86_64")
+
+
+def cache_folder() -> Path:
+    """Where downloaded tools and kernels stay: beside the folder of FASTATTENTION_CACHE."""
+    return config.kernel_cache().with_name("fastattention-volta")
+
+
+def cuobjdump() -> Path:
+    """The path of a cuobjdump that reads sm_70: the system's, or one that pip fetches. Raises CompileError."""
+    return _tool("cuobjdump")
+
+
+def nvdisasm() -> Path:
+    """Likewise for nvdisasm."""
+    return _tool("nvdisasm")
+
+
+def version(tool: Path) -> str:
+    """The release that a tool belongs to, for example "12.8"."""
+    found = re.search(r"release (\d+\.\d+)", run([str(tool), "--version"]))
+    if found is None:
+        raise CompileError(f"{tool} --version names no release")
+    return found[1]
+
+
+def disassemble(cubin: Path) -> list[Function]:
+    """The functions of a cubin, with what they take of a multiprocessor. Raises CompileError when it cannot be read."""
+    return parse(run([str(cuobjdump()), "-sass", "--dump-resource-usage", str(cubin)]))
+
+
+@contextmanager
+def downloaded(requirement: str) -> Iterator[zipfile.ZipFile]:
+    """The wheel of "name==version", deleted afterwards. Raises CompileError with pip's answer when there is none."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:  # not in /tmp, which may be small
+        options = ["--no-deps", "--only-binary=:all:", *_PLATFORM, "--progress-bar=off", "--quiet", "--dest", place]
+        run([sys.executable, "-m", "pip", "download", *options, requirement])
+        (wheel,) = Path(place).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
+
+
+def _tool(name: str) -> Path:
+    found = shutil.which(name)
+    if found is not None and int(version(Path(found)).split(".")[0]) <= _LAST_FOR_VOLTA:
+        return Path(found)
+    path = cache_folder() / TRITON.replace("==", "-") / name
+    if not path.exists():
+        with downloaded(TRITON) as wheel:
+            for one in ("nvdisasm", "cuobjdump"):  # cuobjdump runs the nvdisasm beside it
+                install(wheel.read(_TRITON_FOLDER + one), path.with_name(one), 0o755)
+    return path
+
+
+def install(content: bytes, path: Path, mode: int = 0o644) -> None:
+    """Write a file at once: nobody finds half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(content)
+    Path(file.name).chmod(mode)
+    Path(file.name).replace(path)
+
+
+def run(command: list[str], folder: Path | None = None) -> str:
+    """What a program prints, started in a folder. Raises CompileError with its complaint when it fails."""
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise CompileError(f"{' '.join(command[:4])} ... fails: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout

@@ -13,7 +13,8 @@ Sources, by the letter that stands behind a figure:
     M  measured on a V100 by others, collected in docs/volta.md
     ?  a guess; what depends on it is said beside it
 
-None of them was fitted to a published speed of a kernel.
+None of them was fitted to a published speed of a kernel. H was read for this file; figures of the other papers are
+quoted as they are commonly known, without the papers at hand.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Chip:
     """One GPU. Times are in cycles of its clock, widths in bytes."""
 
     num_sms: int = 80  # W
-    # Boost clock of the SXM2 module (W). The published figures do not tell their clock; a PCIe card boosts to 1380, which
-    # would make all speeds 10% lower and leave ratios of kernels as they are.
+    # Boost clock of the SXM2 module (W). The published figures do not tell their clock; a PCIe card boosts to 1380,
+    # which would make all speeds about 10% lower and leave ratios of kernels as they are.
     clock_mhz: int = 1530
     num_schedulers: int = 4  # W: each with its own units, one instruction a cycle
     warp_threads: int = 32

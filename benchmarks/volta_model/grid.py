@@ -70,9 +70,11 @@ def grid_cycles(tiles: Iterable[int], num_sms: int, paces: Sequence[Pace]) -> fl
 
 def _start(waiting: Iterator[int], sms: Sequence[_Sm], most: int, free: Iterable[int]) -> set[int]:
     """Starts CTAs on the SMs where one has ended."""
-    places = sorted((len(sms[index].left) + more, index) for index in free for more in range(most - len(sms[index].left)))
+    places = sorted(
+        (len(sms[index].left) + more, index) for index in free for more in range(most - len(sms[index].left))
+    )
     started = set()
-    for (_, index), number in zip(places, waiting):
+    for (_, index), number in zip(places, waiting, strict=False):
         sms[index].left.append([1.0, float(number)])
         started.add(index)
     return started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .chip import Chip
@@ -59,8 +59,8 @@ class Launch:
     # Whether a tile of keys that ends where the warp's rows begin, or one key further on, counts as masked.
     masks_touching: bool = False
     value_parts: int = 1  # CTAs that share a tile of queries, each with a part of the columns of v
-    # Heads whose CTAs come together, those that see the most keys first. None: head by head, from the first query on.
-    heads_together: int | None = None
+    # How many heads' CTAs come together, those that see the most keys first. None: head by head, first queries first.
+    heads_together: Callable[[Problem], int] | None = None
 
     def residents(self, chip: Chip) -> int:
         """CTAs that an SM holds at a time. Raises ValueError when it cannot hold one."""
@@ -76,7 +76,9 @@ class Launch:
             chip.max_ctas,
         )
         if number == 0:
-            raise ValueError(f"a CTA of {self.num_warps} warps, {self.registers} registers, {shared} bytes does not fit")
+            raise ValueError(
+                f"a CTA of {self.num_warps} warps, {self.registers} registers, {shared} bytes does not fit"
+            )
         return number
 
     def num_m_tiles(self, problem: Problem) -> int:
@@ -108,10 +110,13 @@ class Launch:
         heads, tiles = problem.nheads * problem.batch_size, range(self.num_m_tiles(problem))
         if self.heads_together is None:
             return (tile for _ in range(heads) for tile in tiles for _ in range(self.value_parts))
-        groups = [min(self.heads_together, heads - first) for first in range(0, heads, self.heads_together)]
+        together = self.heads_together(problem)
+        groups = [min(together, heads - first) for first in range(0, heads, together)]
         return (tile for size in groups for tile in reversed(tiles) for _ in range(size * self.value_parts))
 
     def num_full(self, problem: Problem, m_tile: int) -> int:
         """Tiles of keys at the beginning that no warp of a CTA masks."""
         rows = [list(self.kinds(problem, m_tile, warp)) for warp in range(self.num_warps)]
-        return next((n for n, kinds in enumerate(zip(*rows, strict=True)) if set(kinds) != {TileKind.FULL}), len(rows[0]))
+        return next(
+            (n for n, kinds in enumerate(zip(*rows, strict=True)) if set(kinds) != {TileKind.FULL}), len(rows[0])
+        )

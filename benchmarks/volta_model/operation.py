@@ -1,4 +1,4 @@
-"""What the simulated multiprocessor needs to know of an instruction: its unit, how long it keeps it, when it is done."""
+"""What the simulation needs to know of an instruction: its unit, how long it keeps it busy, when it is done."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _UNITS: dict[Unit, str] = {
     Unit.NONE: "NOP BRA BRX JMP EXIT RET CALL BSSY BSYNC BREAK WARPSYNC YIELD DEPBAR BAR KILL MEMBAR ERRBAR BPT "
     "CCTL NANOSLEEP BMOV RPCMOV S2R B2R",
     Unit.FMA: "FADD FADD32I FMUL FMUL32I FFMA FFMA32I FSWZADD IMAD IMAD32I IMUL IDP",
-    Unit.ALU: "IADD3 IADD32I LOP3 LOP32I SHF SHL SHR LEA ISETP FSETP FSET FMNMX IMNMX SEL FSEL PRMT MOV MOV32I FCHK PSETP "
-    "PLOP3 P2R R2P CS2R VOTE IABS BMSK SGXT VABSDIFF XMAD",
+    Unit.ALU: "IADD3 IADD32I LOP3 LOP32I SHF SHL SHR LEA ISETP FSETP FSET FMNMX IMNMX SEL FSEL PRMT MOV MOV32I FCHK "
+    "PSETP PLOP3 P2R R2P CS2R VOTE IABS BMSK SGXT VABSDIFF XMAD",
     Unit.HALF: "HADD2 HMUL2 HFMA2 HSETP2 HSET2 HADD2_32I HMUL2_32I HFMA2_32I",
     Unit.DOUBLE: "DADD DMUL DFMA DSETP DMNMX",
     Unit.TENSOR: "HMMA",

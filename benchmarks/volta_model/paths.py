@@ -1,4 +1,4 @@
-"""The ways of a warp through a kernel: before the loop over tiles of keys, through it for each kind of tile, after it."""
+"""The ways of a warp through a kernel: before the loop over tiles of keys, once around it, after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from .flow import Block, Loop, count_hmma, epilogue, main_loop, prologue, steady
 from .launch import TileKind
 from .sass import Function, Instruction
 
-_MASKING = ("FSEL", "SEL", "MOV", "IMAD.MOV.U32")  # with -INF
+_SELECTING = {"FSEL", "SEL"}
+_FEWEST_MASKED = 8  # scores of a lane: a block that masks has more, one that guards a row's maximum fewer
 
 
 @dataclass(frozen=True)
@@ -27,38 +28,44 @@ class Paths:
 
 
 def find_paths(function: Function, trips: Mapping[int, int] | None = None) -> Paths:
-    """The ways through a kernel.
+    """The ways through a kernel whose branches explain themselves.
 
-    trips: how often inner loops run, by the address of their header; needed for those with HMMA instructions.
+    The loop over tiles may hold a loop of its own over those that nothing masks; tiles that it leaves over then go
+    through the rest of the outer one.
+
+    trips: how often loops over parts of a tile run, by the address of their header; needed for those with HMMA.
     Raises ValueError when the control flow is not that of an attention kernel.
     """
-    loop, trips = main_loop(function), trips or {}
-    full = steady_path(loop, trips)
+    outer, trips = main_loop(function), dict(trips or {})
+    over_full_tiles = [loop for loop in outer.inner if loop.hmma and loop.header not in trips]
+    if len(over_full_tiles) > 1:
+        raise ValueError(f"{function.name} has {len(over_full_tiles)} inner loops with HMMA; give their trips")
+    trips |= {loop.header: 1 for loop in over_full_tiles}
+    around = {loop.header for loop in over_full_tiles}
+    full = steady_path(over_full_tiles[0] if over_full_tiles else outer, trips)
     tiles = {
         TileKind.FULL: full,
-        TileKind.MASKED: _masked(loop, trips, full),
-        TileKind.SKIPPED: _skipped(loop, trips, full),
+        TileKind.MASKED: _masked(outer, trips, full, around),
+        TileKind.SKIPPED: _skipped(outer, trips, full),
     }
-    return Paths(prologue(function, loop, trips), tiles, epilogue(function, loop, trips))
+    return Paths(prologue(function, outer, trips), tiles, epilogue(function, outer, trips))
 
 
-def _masked(loop: Loop, trips: Mapping[int, int], full: list[Instruction]) -> list[Instruction]:
+def _masked(loop: Loop, trips: Mapping[int, int], full: list[Instruction], around: set[int]) -> list[Instruction]:
     """With the diagonal through the tile: the shortest way past blocks that put -infinity into scores.
 
     Where the way without masks passes such blocks, every tile is masked and there is no other way.
     """
     usual = {instruction.address for instruction in full}
     counts = {a: _count_masking(block) for a, block in loop.blocks.items() if a not in usual}
-    most = max(counts.values(), default=0)
-    ways = []
-    for address, count in counts.items():
-        if count >= max(8, most // 2):
-            ways.append(steady_path(loop, trips, through={address}))
+    least = max(_FEWEST_MASKED, max(counts.values(), default=0) // 2)
+    masking = [address for address, count in counts.items() if count >= least]
+    ways = (steady_path(loop, trips, through={address}, around=around) for address in masking)
     return min(ways, key=len, default=full)
 
 
 def _count_masking(block: Block) -> int:
-    return sum(i.opcode.startswith(_MASKING) and "-INF" in i.text for i in block.instructions)
+    return sum(instruction.name in _SELECTING and "-INF" in instruction.text for instruction in block.instructions)
 
 
 def _skipped(loop: Loop, trips: Mapping[int, int], full: list[Instruction]) -> list[Instruction]:

@@ -1,11 +1,18 @@
-"""From a disassembled kernel and its launch to predicted time, speed and what limits it."""
+"""From a disassembled kernel and its launch to predicted time, speed and what limits it.
+
+An SM with as many CTAs as fit is simulated for a few tiles of keys, then for more: the difference is what a tile takes,
+the rest overhead. The same for SMs that hold fewer, as at the end of a grid. grid.py then counts cycles until the last
+CTA of all ends. report.LEFT_OUT says what is not modelled.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from . import tools
 from .chip import V100, Chip
 from .grid import Pace, grid_cycles
 from .launch import Launch, Problem, TileKind
@@ -14,8 +21,8 @@ from .operation import NO_CONFLICTS, Conflicts, Operation, Unit, operations
 from .paths import Paths, find_paths
 from .sass import Function
 
-# Tiles of keys that are simulated: what the longer run takes more is the steady state, the rest overhead.
-_FEW, _MANY = 4, 12
+# Tiles of keys that are simulated: twice as many change predictions by 2% at most.
+_FEW, _MANY = 2, 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Prediction:
 
 
 def predict(
-    function: Function,
+    kernel: Function | Path,
     launch: Launch,
     problem: Problem,
     *,
@@ -55,28 +62,22 @@ def predict(
 ) -> Prediction:
     """Predicts a launch.
 
+    kernel: the disassembled function, or a cubin that holds one function.
     trips: how often inner loops run, by header (flow.steady_path).
     Raises ValueError for machine code that the model does not understand, and for CTAs that do not fit an SM.
     """
-    return Model(function, launch, trips=trips, conflicts=conflicts, chip=chip).predict(problem)
+    if isinstance(kernel, Path):
+        (kernel,) = tools.disassemble(kernel)
+    return Model(find_paths(kernel, trips), launch, conflicts, chip).predict(problem)
 
 
 class Model:
-    """One kernel; keeps what its simulations found, since many problems need the same."""
+    """One kernel on one chip; keeps what its simulations found, since many problems need the same."""
 
-    def __init__(
-        self,
-        function: Function,
-        launch: Launch,
-        *,
-        trips: Mapping[int, int] | None = None,
-        conflicts: Conflicts = NO_CONFLICTS,
-        chip: Chip = V100,
-    ) -> None:
-        self.launch, self.chip = launch, chip
-        self.paths: Paths = find_paths(function, trips)
+    def __init__(self, paths: Paths, launch: Launch, conflicts: Conflicts = NO_CONFLICTS, chip: Chip = V100) -> None:
+        self.paths, self.launch, self.chip = paths, launch, chip
         self._conflicts = conflicts
-        self._outcomes: dict[tuple[int, bool], tuple[Outcome, Outcome]] = {}
+        self._outcomes: dict[tuple[int, int, bool], Outcome] = {}
 
     def predict(self, problem: Problem) -> Prediction:
         """Predicts one problem."""
@@ -90,7 +91,10 @@ class Model:
         seconds = max(seconds, problem.bytes_moved / (chip.dram_gbps * 1e9))
         pace = paces[-1]
         ideal = sum(full_tiles[tile] * pace.tile + pace.overhead for tile in launch.order(problem))
-        less, more = self._simulate(residents, problem.causal)
+        steady = self._simulate(residents, _MANY, False) - self._simulate(residents, _FEW, False)
+        slots = steady.cycles * chip.num_schedulers
+        units = {unit.name.lower(): busy / slots for unit, busy in steady.busy.items() if busy or unit is Unit.TENSOR}
+        units["shared"] = steady.shared_wavefronts / steady.cycles
         return Prediction(
             problem=problem,
             residents=residents,
@@ -101,46 +105,35 @@ class Model:
             tflops=problem.useful_flops / seconds * 1e-12,
             waves=num_ctas / (residents * chip.num_sms),
             wave_efficiency=ideal / residents / chip.num_sms / (chip.clock_mhz * 1e6) / seconds,
-            **_shares(more - less, chip),
+            issue_share=steady.issued / slots,
+            unit_shares=units,
+            lost_shares={name: count / slots for name, count in steady.lost.most_common() if count},
         )
 
     def _pace(self, residents: int, causal: bool) -> Pace:
-        less, more = self._simulate(residents, causal)
+        """Of a tile: by how much the longer simulation takes longer. Overhead is what remains of the shorter."""
+        less, more = self._simulate(residents, _FEW, False), self._simulate(residents, _MANY, False)
         tile = (more.cycles - less.cycles) / (_MANY - _FEW)
-        return Pace(overhead=max(1.0, less.cycles - _FEW * tile), tile=tile)
+        return Pace(max(1.0, self._simulate(residents, _FEW, causal).cycles - _FEW * tile), tile)
 
-    def _simulate(self, residents: int, causal: bool) -> tuple[Outcome, Outcome]:
-        """An SM with so many CTAs of few tiles, and of many."""
-        key = residents, causal
+    def _simulate(self, residents: int, full_tiles: int, causal: bool) -> Outcome:
+        """An SM with CTAs of so many full tiles and, when causal, those of the diagonal besides."""
+        key = residents, full_tiles, causal
         if key not in self._outcomes:
-            few, many = (self._run(residents, causal, tiles) for tiles in (_FEW, _MANY))
-            self._outcomes[key] = few, many
+            warps = [
+                self._path([TileKind.FULL] * full_tiles + (self._diagonal(warp) if causal else []))
+                for warp in range(self.launch.num_warps)
+            ]
+            self._outcomes[key] = Multiprocessor(self.chip).run([warps] * residents)
         return self._outcomes[key]
 
-    def _run(self, residents: int, causal: bool, full_tiles: int) -> Outcome:
-        """CTAs with so many full tiles and, when causal, those of the diagonal."""
+    def _diagonal(self, warp: int) -> list[TileKind]:
+        """What a warp does with the last tiles of keys of a causal problem, from the first that some warp masks."""
         launch = self.launch
-        seqlen = math.lcm(launch.tile_m, launch.tile_n) * 2
-        problem = Problem(seqlen, 1, 1, 1, causal)
+        problem = Problem(math.lcm(launch.tile_m, launch.tile_n) * 2, 1, 1, 1, causal=True)
         m_tile = launch.num_m_tiles(problem) - 1
-        before = launch.num_full(problem, m_tile)
-        warps = []
-        for warp in range(launch.num_warps):
-            kinds = list(launch.kinds(problem, m_tile, warp))[before:]
-            warps.append(self._path([TileKind.FULL] * full_tiles + kinds))
-        return Multiprocessor(self.chip).run([warps] * residents)
+        return list(launch.kinds(problem, m_tile, warp))[launch.num_full(problem, m_tile) :]
 
     def _path(self, kinds: list[TileKind]) -> list[Operation]:
         tiles = [instruction for kind in kinds for instruction in self.paths.tiles[kind]]
         return operations([*self.paths.prologue, *tiles, *self.paths.epilogue], self.chip, self._conflicts)
-
-
-def _shares(steady: Outcome, chip: Chip) -> dict[str, Mapping[str, float] | float]:
-    total = steady.cycles * chip.num_schedulers
-    units = {unit.name.lower(): steady.busy[unit] / total for unit in Unit if steady.busy[unit]}
-    units["shared"] = steady.shared_wavefronts / steady.cycles
-    return {
-        "issue_share": steady.issued / total,
-        "unit_shares": {"tensor": 0.0, **units},
-        "lost_shares": {name: count / total for name, count in steady.lost.most_common() if count},
-    }

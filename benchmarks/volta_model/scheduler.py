@@ -19,7 +19,6 @@ _QUEUED = frozenset({Unit.SPECIAL, Unit.SHARED, Unit.GLOBAL, Unit.CONSTANT})
 class Warp:
     """A warp on its way through its operations."""
 
-    number: int  # of its CTA
     cta: int
     path: list[Operation]
     position: int = 0
@@ -52,8 +51,9 @@ class Scheduler:
         self._queue: deque[float] = deque()  # when those in it leave it
         self._way_free = 0.0  # from the queue to memory
         self._last: Warp | None = None
+        self._idle: tuple[float, str] | None = None  # since when, and for what
         self.warps: list[Warp] = []
-        self.busy: Counter[Unit] = Counter()  # cycles
+        self.busy = dict.fromkeys(Unit, 0.0)  # cycles
         self.lost: Counter[str] = Counter()  # cycles in which the tensor cores are idle, by reason
         self.issued = 0
 
@@ -62,8 +62,9 @@ class Scheduler:
         warp.ready = self._instructions.enter(warp.path[0].line, now)
         self.warps.append(warp)
 
-    def choose(self, now: float) -> tuple[Warp | None, float, str]:
-        """The warp that issues now, or None with when the next one can and what it waits for."""
+    def choose(self, now: float) -> tuple[Warp | None, float]:
+        """The warp that issues now, or None with when the next one can if no barrier opens before."""
+        self._count_idle(now)
         best: Warp | None = None
         soonest, reason = NEVER, "barrier"
         for warp in self.warps:
@@ -73,15 +74,28 @@ class Scheduler:
                 time, why = self._unit_ready(warp.path[warp.position], now)
                 if time <= now:
                     if warp is self._last and not warp.yielded:
-                        return warp, now, ""
+                        return warp, now
                     if best is None or best.yielded or not warp.yielded:
                         best = warp
                     continue
             if time < soonest:
                 soonest, reason = time, why
-        if best is not None:
-            return best, now, ""
-        return None, soonest, reason
+        if best is None and self.warps:
+            self._idle = now, reason
+        return best, soonest
+
+    def _count_idle(self, now: float) -> None:
+        """Until now, nothing has issued since the scheduler last found nothing to issue."""
+        if self._idle is not None:
+            since, reason = self._idle
+            self._idle = None
+            self._count_lost(since, now, reason)
+
+    def _count_lost(self, since: float, until: float, reason: str) -> None:
+        """Of some cycles, those in which the tensor cores idle."""
+        idle = until - max(since, math.floor(self._unit_free[Unit.TENSOR]))
+        if idle > 0:
+            self.lost[reason] += int(idle)
 
     def _unit_ready(self, operation: Operation, now: float) -> tuple[float, str]:
         """When a unit, or the queue to it, takes an operation."""
@@ -96,18 +110,12 @@ class Scheduler:
         free = self._unit_free[unit]
         return (now, "") if free < now + 1 else (math.floor(free), f"{unit.name.lower()} unit")
 
-    def wait(self, now: float, until: float, reason: str) -> None:
-        """Nothing issues: counts the cycles in which the tensor cores are idle, too."""
-        idle = until - max(now, math.floor(self._unit_free[Unit.TENSOR]))
-        if idle > 0:
-            self.lost[reason] += int(idle)
-
     def issue(self, warp: Warp, now: float) -> None:
         """One operation of a warp."""
         operation = warp.path[warp.position]
         unit = operation.unit
         if unit is not Unit.TENSOR:
-            self.wait(now, now + 1, "other instructions")
+            self._count_lost(now, now + 1, "other instructions")
         if self._last is not None and self._last is not warp:
             self._last.yielded = False
         self._last = warp
@@ -125,30 +133,30 @@ class Scheduler:
     def _enqueue(self, warp: Warp, operation: Operation, now: float) -> None:
         """Operations leave the queue in order, each when its unit takes it."""
         unit = operation.unit
-        entered = now + self._chip.queue_delay
+        first = max(now + self._chip.queue_delay, self._queue[-1] if self._queue else 0.0)
         if unit is Unit.SPECIAL:
-            leaves = max(entered, self._unit_free[unit], self._queue[-1] if self._queue else 0.0)
+            leaves = max(first, self._unit_free[unit])
             self._unit_free[unit] = leaves + operation.interval
-            self.busy[unit] += operation.interval
-            done = leaves - self._chip.queue_delay + operation.latency
+            done = leaves
         else:
-            leaves = max(entered, self._way_free, self._queue[-1] if self._queue else 0.0)
+            leaves, done = self._access(operation, max(first, self._way_free))
             self._way_free = leaves + operation.interval
-            self.busy[unit] += operation.interval
-            done = self._access(operation, leaves)
+        self.busy[unit] += operation.interval
         self._queue.append(leaves)
         if operation.write_barrier is not None:
-            self._hold(warp, operation.write_barrier, done, _NAMES[unit])
+            self._hold(warp, operation.write_barrier, done - self._chip.queue_delay + operation.latency, _NAMES[unit])
         if operation.read_barrier is not None:
             self._hold(warp, operation.read_barrier, leaves + operation.read_latency, "operands read")
 
-    def _access(self, operation: Operation, leaves: float) -> float:
-        """When the result of an access to memory is there."""
-        served = self._shared.serve(leaves, operation.wavefronts) if operation.wavefronts else leaves
-        latency = operation.latency - self._chip.queue_delay
+    def _access(self, operation: Operation, first: float) -> tuple[float, float]:
+        """When an access to memory leaves the queue, and when its last byte passes; latency not counted."""
+        leaves = done = first
+        if operation.wavefronts:
+            done = self._shared.serve(first, operation.wavefronts) - 1
+            leaves = max(first, done + 1 - operation.wavefronts)
         if operation.unit is Unit.GLOBAL:
-            served = max(served, self._global.serve(leaves, operation.global_bytes))
-        return served - min(1, operation.wavefronts) + latency
+            done = max(done, self._global.serve(leaves, operation.global_bytes))
+        return leaves, done
 
     @staticmethod
     def _hold(warp: Warp, scoreboard: int, until: float, reason: str) -> None:

@@ -117,18 +117,19 @@ class _Tiles(NamedTuple):
     min_blocks: int
     queries_in_registers: bool
     num_value_parts: int = 1
-    min_seqlen_q: int = 0  # shorter calls take another
+    max_seqlen_q: int = 1 << 31  # longer calls take another
     serves_scores: bool = True  # has registers to spare for modified scores
 
 
 # For head dimensions up to the key, the candidates, best first: the first that serves the call and fits the GPU is
-# taken. The first of 80 and 75 were chosen on an H200, the others by counting: two warps for each of the four
-# schedulers of a multiprocessor, and as few reads of shared memory as then fit (docs/experiments.md).
+# taken. Those of 80 and 75 were chosen on an H200, those of 70 by benchmarks/volta_model, the others by counting: two
+# warps for each of the four schedulers of a multiprocessor, and as few reads of shared memory as then fit
+# (docs/experiments.md).
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (
-            _Tiles(192, 48, 4, 2, 2, False, min_seqlen_q=8192, serves_scores=False),
-            _Tiles(128, 32, 4, 2, 3, False, serves_scores=False),
+            _Tiles(128, 32, 4, 2, 3, False, max_seqlen_q=8191, serves_scores=False),
+            _Tiles(192, 48, 4, 2, 2, False, serves_scores=False),
             _Tiles(128, 64, 4, 2, 2, False),
             _Tiles(128, 64, 4, 1, 2, False),
         ),
@@ -148,9 +149,20 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         256: (_Tiles(64, 16, 4, 1, 1, False),),
     },
     70: {
-        64: (_Tiles(128, 64, 4, 1, 2, False),),
-        128: (_Tiles(128, 32, 4, 1, 1, False, serves_scores=False), _Tiles(128, 16, 4, 1, 1, False)),
-        256: (_Tiles(128, 32, 4, 1, 1, False, 2, serves_scores=False), _Tiles(128, 16, 4, 1, 1, False, 2)),
+        64: (
+            _Tiles(32, 32, 1, 1, 4, False, max_seqlen_q=32),
+            _Tiles(64, 32, 2, 1, 4, False, max_seqlen_q=64),
+            _Tiles(128, 64, 4, 1, 2, False),
+        ),
+        128: (
+            _Tiles(32, 8, 1, 1, 4, False, max_seqlen_q=32, serves_scores=False),
+            _Tiles(64, 16, 2, 1, 2, False, max_seqlen_q=64),
+            _Tiles(128, 16, 4, 1, 1, False, max_seqlen_q=128),
+            _Tiles(256, 32, 8, 1, 1, False, serves_scores=False),
+            _Tiles(256, 16, 8, 1, 1, False),
+        ),
+        192: (_Tiles(64, 16, 2, 1, 1, False, 2, max_seqlen_q=64), _Tiles(128, 32, 4, 1, 1, False, 2)),
+        256: (_Tiles(64, 8, 2, 1, 1, False, 2, max_seqlen_q=64), _Tiles(128, 16, 4, 1, 1, False, 2)),
     },
     60: {
         64: (_Tiles(64, 32, 4, 1, 1, False),),
@@ -200,7 +212,7 @@ def configs_for(
             paged=paged,
         )
         for sizes in tiles
-        if seqlen_q >= sizes.min_seqlen_q and (sizes.serves_scores or not modifies_scores)
+        if seqlen_q <= sizes.max_seqlen_q and (sizes.serves_scores or not modifies_scores)
     ]
 
 

@@ -111,7 +111,8 @@ def why_not_target(target: int) -> str | None:
 def options(config: KernelConfig, target: int) -> list[str]:
     """Everything the compiler is told besides the source: part of the cache's key."""
     macros = [f"-D{name}={value}" for name, value in config.macros().items()]
-    return [f"-arch=sm_{target}", "-std=c++17", "--ftz=true", *macros]
+    # Lambdas have no place for __device__ in standard C++, hence the last option.
+    return [f"-arch=sm_{target}", "-std=c++17", "--ftz=true", "--device-as-default-execution-space", *macros]
 
 
 def compile_kernel(config: KernelConfig, target: int) -> Cubin:

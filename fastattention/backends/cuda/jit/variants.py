@@ -15,7 +15,7 @@ from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
 DTYPES = (torch.float16, torch.bfloat16)
-SEQLENS = (4096, 16384)  # one for every choice that depends on the number of queries
+SEQLENS = (4096, 16384, 128, 64, 32)  # one for every choice that depends on the number of queries
 
 
 class Feature(enum.Enum):

@@ -48,14 +48,15 @@ FA_DEVICE SourceRows query_rows(const ForwardParams& p, const Work& w, int seqle
     return {base, p.q_stride_row, nullptr, 0, 0, seqlen_q, p.headdim};
 }
 
-FA_DEVICE SourceRows cache_rows(const ForwardParams& p, const Work& w, int seqlen_k, const uint16_t* base,
+// Keys or values up to key_end: a tile's rows beyond are zeros.
+FA_DEVICE SourceRows cache_rows(const ForwardParams& p, const Work& w, int key_end, const uint16_t* base,
                                 int64_t stride_batch, int stride_row, int64_t stride_head, int columns) {
     base += w.head / p.group_size * stride_head;
     if (kPaged && p.block_table != nullptr)
-        return {base, stride_row, p.block_table + w.batch * p.block_table_stride, stride_batch, p.page_block_size, seqlen_k,
+        return {base, stride_row, p.block_table + w.batch * p.block_table_stride, stride_batch, p.page_block_size, key_end,
                 columns};
     base += w.batch * stride_batch + first_token(p.cu_seqlens_k, w.batch) * stride_row;
-    return {base, stride_row, nullptr, 0, 0, seqlen_k, columns};
+    return {base, stride_row, nullptr, 0, 0, key_end, columns};
 }
 
 }  // namespace fastattention

@@ -82,31 +82,39 @@ struct Fragments16 : Layout16 {
             }
     }
 
-    // acc_o += p v
-    template <int kSteps>
-    static FA_DEVICE void accumulate_values(float (&acc_o)[kSteps][kHeaddimV / 8][4],
-                                            const float (&p)[kSteps][kTileN / 8][4], uint32_t v) {
-        constexpr int kPitch = pitch_of<2>(kHeaddimV);
-        const int lane = computed_here(lane_index());
-        const uint32_t at = v + lane % 16 * kPitch + lane / 16 * 16;
-#pragma unroll
-        for (int depth = 0; depth < kTileN / 16; ++depth) {
+    // Operand B of the second product, read from a tile of values.
+    class Values {
+    public:
+        FA_DEVICE explicit Values(uint32_t v) {
+            const int lane = computed_here(lane_index());
+            at_ = v + lane % 16 * kPitch + lane / 16 * 16;
+        }
+
+        // acc_o += p v for keys 16 group ... 16 group + 15 of the tile.
+        template <int kSteps>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
+                                  int group) const {
             uint32_t a[kSteps][4];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float* pair = &p[step][2 * depth + i / 2][i % 2 * 2];
+                    const float* pair = &p[step][2 * group + i / 2][i % 2 * 2];
                     a[step][i] = Element::pack(pair[0], pair[1]);
                 }
 #pragma unroll
             for (int n = 0; n < kHeaddimV / 16; ++n) {
                 uint32_t b[4];
-                load_matrices_transposed(b, at + depth * 16 * kPitch + n * 32);
+                load_matrices_transposed(b, at_ + group * 16 * kPitch + n * 32);
                 multiply_add_pairs(acc_o, 2 * n, a, b);
             }
         }
-    }
+
+    private:
+        static constexpr int kPitch = pitch_of<2>(kHeaddimV);
+
+        uint32_t at_;
+    };
 };
 
 }  // namespace fastattention

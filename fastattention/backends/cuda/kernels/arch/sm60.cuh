@@ -65,14 +65,17 @@ struct Arch : Layout16 {
         }
     }
 
-    template <int kSteps>
-    static FA_DEVICE void accumulate_values(float (&acc_o)[kSteps][kHeaddimV / 8][4],
-                                            const float (&p)[kSteps][kTileN / 8][4], uint32_t v) {
-        constexpr int kPitch = pitch_of<4>(kHeaddimV);
-        const int lane = lane_index();
-        const uint32_t at = v + lane % 4 * 8;
-#pragma unroll
-        for (int n = 0; n < kTileN / 8; ++n)
+    // Operands of the second product, read from a tile of values.
+    class Values {
+    public:
+        FA_DEVICE explicit Values(uint32_t v) : at_(v + lane_index() % 4 * 8) {}
+
+        // acc_o += p v for keys 8 group ... 8 group + 7 of the tile.
+        template <int kSteps>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
+                                  int group) const {
+            constexpr int kPitch = pitch_of<4>(kHeaddimV);
+            const int lane = lane_index();
 #pragma unroll
             for (int key = 0; key < 8; ++key) {
                 float weight[kSteps][2];
@@ -80,10 +83,10 @@ struct Arch : Layout16 {
                 for (int step = 0; step < kSteps; ++step)
 #pragma unroll
                     for (int which = 0; which < 2; ++which)
-                        weight[step][which] = shuffle(p[step][n][which * 2 + key % 2], lane / 4 * 4 + key / 2);
+                        weight[step][which] = shuffle(p[step][group][which * 2 + key % 2], lane / 4 * 4 + key / 2);
 #pragma unroll
                 for (int column = 0; column < kHeaddimV / 8; ++column) {
-                    const Words2 value = load_shared_64(at + (n * 8 + key) * kPitch + column * 32);
+                    const Words2 value = load_shared_64(at_ + (group * 8 + key) * kPitch + column * 32);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -91,7 +94,11 @@ struct Arch : Layout16 {
                             acc_o[step][column][i] += weight[step][i / 2] * as_float(value.word[i % 2]);
                 }
             }
-    }
+        }
+
+    private:
+        uint32_t at_;
+    };
 };
 
 }  // namespace fastattention

@@ -101,23 +101,27 @@ struct Arch {
         }
     }
 
-    template <int kSteps>
-    static FA_DEVICE void accumulate_values(float (&acc_o)[kSteps][kHeaddimV / 8][8],
-                                            const float (&p)[kSteps][kTileN / 8][8], uint32_t v) {
-        constexpr int kPitch = pitch_of<2>(kHeaddimV);
-        const int lane = lane_index();
+    // Operand B of the second product, read from a tile of values.
+    class Values {
+    public:
         // Of the keys 0 1 4 5 of eight; the second half of the products takes the keys two further on.
-        const uint32_t at = v + (lane % 2 + lane / 2 % 2 * 4) * kPitch + lane / 16 * 16;
-#pragma unroll
-        for (int n = 0; n < kTileN / 8; ++n) {
+        FA_DEVICE explicit Values(uint32_t v) {
+            const int lane = lane_index();
+            at_ = v + (lane % 2 + lane / 2 % 2 * 4) * kPitch + lane / 16 * 16;
+        }
+
+        // acc_o += p v for keys 8 group ... 8 group + 7 of the tile.
+        template <int kSteps>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][8], const float (&p)[kSteps][kTileN / 8][8],
+                                  int group) const {
             uint32_t a[kSteps][4];
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step) exchange_rows(a[step], p[step][n]);
+            for (int step = 0; step < kSteps; ++step) exchange_rows(a[step], p[step][group]);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int column = 0; column < kHeaddimV / 16; ++column) {
-                    const Words4 b = load_shared_128(at + (n * 8 + half * 2) * kPitch + column * 32);
+                    const Words4 b = load_shared_128(at_ + (group * 8 + half * 2) * kPitch + column * 32);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step) {
                         const uint32_t* pair = &a[step][half * 2];
@@ -126,21 +130,25 @@ struct Arch {
                     }
                 }
         }
-    }
 
-private:
-    // Operand A of the two products of eight keys: words 0, 1 of keys 0 1 4 5, and 2, 3 of keys 2 3 6 7.
-    static FA_DEVICE void exchange_rows(uint32_t (&a)[4], const float (&p)[8]) {
-        const bool second = lane_index() & 2;
+    private:
+        static constexpr int kPitch = pitch_of<2>(kHeaddimV);
+
+        // Operand A of the two products of eight keys: words 0, 1 of keys 0 1 4 5, and 2, 3 of keys 2 3 6 7.
+        static FA_DEVICE void exchange_rows(uint32_t (&a)[4], const float (&p)[8]) {
+            const bool second = lane_index() & 2;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32_t row0 = Element::pack(p[4 * i], p[4 * i + 1]);
-            const uint32_t row1 = Element::pack(p[4 * i + 2], p[4 * i + 3]);
-            const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
-            a[i] = second ? received : row0;
-            a[2 + i] = second ? row1 : received;
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t row0 = Element::pack(p[4 * i], p[4 * i + 1]);
+                const uint32_t row1 = Element::pack(p[4 * i + 2], p[4 * i + 3]);
+                const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
+                a[i] = second ? received : row0;
+                a[2 + i] = second ? row1 : received;
+            }
         }
-    }
+
+        uint32_t at_;
+    };
 };
 
 }  // namespace fastattention

@@ -1,0 +1,291 @@
+// What a warp does with its rows of queries: scores, an online softmax that keeps a running maximum and sum of each row, and
+// results, all of them in registers.
+#pragma once
+
+#include FA_ARCH_HEADER
+
+#include "scores.cuh"
+#include "work.cuh"
+
+namespace fastattention {
+
+constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
+constexpr int kWarpRows = kSteps * Arch::kStepRows;
+static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
+static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "products take so many at once");
+
+// Rows of the output pass through the memory of the queries, 16 bits each.
+constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
+
+FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+
+// kSteps x Arch::kStepRows rows, which share nothing with those of other warps but the tiles in shared memory.
+class WarpRows {
+public:
+    using Scores = float[kSteps][kTileN / 8][Arch::kElements];
+
+    // last_row: of the CTA's, that there is.
+    FA_DEVICE WarpRows(const ForwardParams& p, const Work& work, const BasicTileRange<int>& mask, int last_row)
+        : p_(p),
+          work_(work),
+          mask_(mask),
+          last_row_(last_row),
+          warp_row_(work.m_tile * kTileM + warp_index() * kWarpRows),
+          seen_(mask_.rows(warp_row_, smaller(warp_row_ + kWarpRows - 1, last_row_))),
+          scale_log2_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
+        clear();
+    }
+
+    // q_shared: the CTA's queries.
+    FA_DEVICE void load_queries(uint32_t q_shared) {
+        queries_.load(q_shared + warp_index() * kWarpRows * pitch_of<Arch::kSharedBytes>(kHeaddim));
+    }
+
+    // What these rows see of a tile of keys.
+    FA_DEVICE TileKind kind_of(int key) const {
+        if (warp_row_ > last_row_) return TileKind::kSkipped;
+        return seen_.classify(key, key + kTileN - 1);
+    }
+
+    // scores = q k^T for a tile of keys.
+    FA_DEVICE void multiply_queries(Scores& scores, uint32_t k_shared) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = 0.0f;
+        Arch::template multiply_queries<kSteps>(scores, queries_, k_shared);
+    }
+
+    // Everything up to the exponentials: modifications, mask, and maxima.
+    FA_DEVICE void prepare(Scores& scores, int key, TileKind kind) {
+        if constexpr (kModifiesScores) modify(scores, key);
+        if (kind != TileKind::kFull) {
+            if (mask_.left < 0) {
+                hide<false>(scores, key);
+            } else {
+                hide<true>(scores, key);
+            }
+        }
+        raise_maxima(scores);
+    }
+
+    // Scores become probabilities relative to the running maxima; acc_o_ += p v. A few keys at a time.
+    FA_DEVICE void accumulate_values(Scores& scores, uint32_t v_shared) {
+        const typename Arch::Values values(v_shared);
+#pragma unroll
+        for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int which = 0; which < 2; ++which) exponentiate(scores, group, step, which);
+            values.template accumulate<kSteps>(acc_o_, scores, group);
+        }
+    }
+
+    // Writes out and lse. q_shared becomes memory of the output: since queries were last read there, all met at a barrier.
+    FA_DEVICE void finish(uint32_t q_shared) {
+        const uint32_t warp_out = q_shared + warp_index() * kWarpRows * kOutPitch;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) finish_row(step, which, warp_out);
+        warp_barrier();
+        copy_out(warp_out);
+    }
+
+private:
+    FA_DEVICE void clear() {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                row_max_[step][which] = -infinity();
+                row_sum_[step][which] = 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < kHeaddimV / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) acc_o_[step][n][i] = 0.0f;
+        }
+    }
+
+    FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
+
+    FA_DEVICE void modify(Scores& scores, int key) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const ScoreRow row = score_row(smaller(row_of(step, which), last_row_));
+#pragma unroll
+                for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i)
+                        if (Arch::row_of_element(i) == which) {
+                            const int column = key + Arch::score_column(n, i);
+                            float& s = scores[step][n][i];
+                            s = modified_score(p_, row, s, column, column < mask_.seqlen_k);
+                        }
+            }
+    }
+
+    FA_DEVICE ScoreRow score_row(int row) const {
+        ScoreRow result{nullptr, 0.0f, row + mask_.seqlen_k - mask_.seqlen_q};
+        if (p_.alibi_slopes != nullptr) result.slope = p_.alibi_slopes[work_.batch * p_.alibi_stride_batch + work_.head];
+        if (p_.attn_bias != nullptr) {
+            const int64_t offset = work_.batch * p_.bias_stride_batch + work_.head * p_.bias_stride_head +
+                                   (first_token(p_.cu_seqlens_q, work_.batch) + row) * p_.bias_stride_row;
+            result.bias = static_cast<const char*>(p_.attn_bias) + offset * (p_.bias_is_float ? 4 : 2);
+        }
+        return result;
+    }
+
+    // Scores outside the mask, or past the last key, become -infinity.
+    template <bool kHasLeft>
+    FA_DEVICE void hide(Scores& scores, int key) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const int row = computed_here(warp_row_) + step * Arch::kStepRows + Arch::row(which);
+                const int begin = kHasLeft ? mask_.row_begin(row) - key : 0;
+                const int end = mask_.row_end(row) - key;
+#pragma unroll
+                for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i)
+                        if (Arch::row_of_element(i) == which) {
+                            const int column = Arch::score_column(n, i);
+                            if ((kHasLeft && column < begin) || column >= end) scores[step][n][i] = -infinity();
+                        }
+            }
+    }
+
+    // Probabilities are relative to row_max_, which may stay below the highest score by kSlack: what was accumulated needs
+    // to be rescaled only when a score is higher by more, which after the first tiles is rare.
+    FA_DEVICE void raise_maxima(const Scores& scores) {
+        constexpr float kSlack = 8.0f;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
+        float highest[kSteps][2];
+        bool raised = false;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                highest[step][which] = highest_score(scores, step, which) * scale_log2_;
+                raised |= highest[step][which] > row_max_[step][which] + kSlack;
+            }
+        if (!any_lane(raised)) return;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const float new_max = maximum(row_max_[step][which], highest[step][which]);
+                rescale(step, which, exp2_approximate(row_max_[step][which] - shift_of(new_max)));
+                row_max_[step][which] = new_max;
+            }
+    }
+
+    // Of a row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
+    static FA_DEVICE float shift_of(float row_max) { return row_max == -infinity() ? 0.0f : row_max; }
+
+    static FA_DEVICE float highest_score(const Scores& scores, int step, int which) {
+        float highest = scores[step][0][first_element(which)];
+#pragma unroll
+        for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) highest = maximum(highest, scores[step][n][i]);
+        return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
+    }
+
+    FA_DEVICE void rescale(int step, int which, float factor) {
+        row_sum_[step][which] *= factor;
+#pragma unroll
+        for (int n = 0; n < kHeaddimV / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
+    }
+
+    FA_DEVICE void exponentiate(Scores& scores, int group, int step, int which) {
+        constexpr int kTiles = Arch::kKeyStep / 8;
+        const float shift = shift_of(row_max_[step][which]);
+#pragma unroll
+        for (int n = group * kTiles; n < (group + 1) * kTiles; ++n) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) {
+                    float& s = scores[step][n][i];
+                    s = exp2_approximate(s * scale_log2_ - shift);
+                    sum = i == first_element(which) ? s : sum + s;
+                }
+            row_sum_[step][which] += sum;
+        }
+    }
+
+    static FA_DEVICE constexpr int first_element(int which) {
+        for (int i = 0; i < Arch::kElements; ++i)
+            if (Arch::row_of_element(i) == which) return i;
+        return 0;
+    }
+
+    // Divides, with the sink in the denominator.
+    FA_DEVICE void finish_row(int step, int which, uint32_t warp_out) {
+        float row_max = row_max_[step][which];
+        float row_sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
+        float scale = 1.0f;
+        if (p_.sinks != nullptr) {
+            const float sink = p_.sinks[work_.head] * kLog2E;
+            const float highest = larger(row_max, sink);
+            if (highest != -infinity()) {
+                scale = exp2_approximate(row_max - highest);
+                row_sum = row_sum * scale + exp2_approximate(sink - highest);
+                row_max = highest;
+            }
+        }
+        const float factor = row_sum == 0.0f ? 0.0f : scale * reciprocal_approximate(row_sum);
+        const int row = step * Arch::kStepRows + Arch::row(which);
+#pragma unroll
+        for (int n = 0; n < kHeaddimV / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; i += 2)
+                if (Arch::row_of_element(i) == which)
+                    store_shared_32(warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
+                                    Element::pack(acc_o_[step][n][i] * factor, acc_o_[step][n][i + 1] * factor));
+        const bool writes_lse = p_.lse != nullptr && work_.first_column == 0 && Arch::score_column(0, 0) == 0;
+        if (writes_lse && warp_row_ + row <= last_row_) {
+            const float lse = row_sum == 0.0f ? -infinity() : (row_max + log2_approximate(row_sum)) * kLn2;
+            p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
+                   first_token(p_.cu_seqlens_q, work_.batch) + warp_row_ + row] = lse;
+        }
+    }
+
+    FA_DEVICE void copy_out(uint32_t warp_out) {
+        constexpr int kChunks = kHeaddimV / 8;
+        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head + work_.first_column +
+                        first_token(p_.cu_seqlens_q, work_.batch) * p_.out_stride_row;
+        for (int i = lane_index(); i < kWarpRows * kChunks; i += 32) {
+            const int row = i / kChunks, column = i % kChunks * 8;
+            if (warp_row_ + row > last_row_ || column >= p_.headdim_v - work_.first_column) continue;
+            store_global_128(out + static_cast<int64_t>(warp_row_ + row) * p_.out_stride_row + column,
+                             load_shared_128(warp_out + row * kOutPitch + column * 2));
+        }
+    }
+
+    const ForwardParams& p_;
+    const Work& work_;
+    const BasicTileRange<int>& mask_;
+    const int last_row_, warp_row_;
+    const RowsRange<int> seen_;
+    const float scale_log2_;
+
+    typename Arch::template Queries<kSteps> queries_;
+    float acc_o_[kSteps][kHeaddimV / 8][Arch::kElements];
+    float row_max_[kSteps][2];  // in log2 units
+    float row_sum_[kSteps][2];  // of this lane's columns
+};
+
+}  // namespace fastattention

@@ -1,0 +1,293 @@
+"""The model of a Volta SM on short programs, whose cycles can be counted by hand."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "benchmarks" / "volta_model"
+if "volta_model" not in sys.modules:
+    specification = importlib.util.spec_from_file_location(
+        "volta_model", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+    )
+    assert specification is not None
+    assert specification.loader is not None
+    package = importlib.util.module_from_spec(specification)
+    sys.modules["volta_model"] = package
+    specification.loader.exec_module(package)
+chip, grid, launch, multiprocessor, operation, paths, predict, sass = (
+    importlib.import_module(f"volta_model.{name}")
+    for name in ("chip", "grid", "launch", "multiprocessor", "operation", "paths", "predict", "sass")
+)
+Unit = operation.Unit
+Kind = launch.TileKind
+
+# Instructions are at hand at once, and a step of an m8n8k4 takes exactly two cycles, so that counting is easy.
+PLAIN = replace(chip.V100, fetch_latency=0, fetch_width=math.inf, tensor_interval=2.0)
+
+
+def program(*lines: str) -> list[Any]:
+    """Instructions one after another, each "opcode operands; key=value ..." with what differs from stall=1."""
+    instructions = []
+    for index, line in enumerate(lines):
+        text, _, control = line.partition(";")
+        fields = {"stall": 1, "yields": False, "write_barrier": None, "read_barrier": None, "wait_mask": 0, "reuse": 0}
+        fields.update({key: int(value) for key, value in (item.split("=") for item in control.split())})
+        instructions.append(sass.Instruction(16 * index, text, None, text.split()[0], **fields))
+    return instructions
+
+
+EXIT = "EXIT"
+
+
+def run(*lines: str, warps: int = 1, ctas: int = 1, on: Any = PLAIN, conflicts: Any = operation.NO_CONFLICTS) -> Any:
+    """Simulates CTAs whose warps all execute these lines."""
+    path = operation.operations(program(*lines), on, conflicts)
+    return multiprocessor.Multiprocessor(on).run([[path] * warps] * ctas)
+
+
+def hmma(number: int) -> list[str]:
+    """Steps of m8n8k4 with the stalls that a compiler gives them."""
+    return [f"HMMA.884.F32.F32.STEP{i % 4} R0, R8.ROW, R10.COL, R0; stall=2" for i in range(number)]
+
+
+def test_lone_warp_takes_two_cycles_for_each_step() -> None:
+    outcome = run(*hmma(40), EXIT)
+    assert outcome.cycles == 40 * 2 + 1  # the last of them stalls too, then EXIT issues
+    assert outcome.busy[Unit.TENSOR] == 80
+
+
+def test_measured_interval_of_m8n8k4_is_kept_on_average() -> None:
+    outcome = run(*hmma(400), EXIT, on=replace(PLAIN, tensor_interval=8.38 / 4))
+    assert outcome.cycles == pytest.approx(100 * 8.38, abs=2)
+
+
+def test_warps_of_one_scheduler_share_its_tensor_cores() -> None:
+    """Warps 0, 4, 8 and 12 of a CTA are one scheduler's; 4 of 16 warps each have all of a scheduler's cycles."""
+    assert run(*hmma(40), EXIT, warps=4).cycles == 81
+    shared = run(*hmma(40), EXIT, warps=16)
+    assert shared.cycles == pytest.approx(4 * 80, abs=4)
+
+
+def test_two_warps_fill_each_others_stalls() -> None:
+    """Four cycles between dependent additions, two of them with a busy unit: two warps go one just behind the other."""
+    chain = ["FADD R0, R0, R1; stall=4"] * 50
+    assert run(*chain, EXIT).cycles == 201
+    assert run(*chain, EXIT, warps=5).cycles == 203
+
+
+def test_scheduler_issues_one_instruction_a_cycle() -> None:
+    """Additions and comparisons have units of their own: together one a cycle, though each unit takes one every two."""
+    assert run(*["FADD R0, R1, R2", "IADD3 R3, R4, R5, RZ"] * 50, EXIT).cycles == pytest.approx(101, abs=1)
+    assert run(*["FADD R0, R1, R2"] * 100, EXIT).cycles == pytest.approx(200, abs=1)
+
+
+def test_scoreboard_holds_the_consumer_until_the_load_is_there() -> None:
+    load, use = "LDS R0, [R1]; write_barrier=0 stall=2", "FADD R2, R0, R0; wait_mask=1"
+    assert run(load, use).cycles == PLAIN.shared_latency + 1
+
+
+def test_instruction_that_does_not_wait_passes_a_load() -> None:
+    outcome = run("LDS R0, [R1]; stall=2", "FADD R2, R3, R3", EXIT)
+    assert outcome.cycles == 4
+
+
+@pytest.mark.parametrize(("suffix", "wavefronts"), [("", 1), (".64", 2), (".128", 4)])
+def test_shared_memory_gives_128_bytes_a_cycle(suffix: str, wavefronts: int) -> None:
+    """Four schedulers load at once; what they need together decides as soon as it exceeds one's own way to memory."""
+    outcome = run(*[f"LDS.U{suffix} R0, [R1]"] * 50, EXIT, warps=4)
+    assert outcome.shared_wavefronts == 4 * 50 * wavefronts
+    # Entries still in the queues when the last instruction issued are served later.
+    served = 50 * 4 * wavefronts
+    waiting = PLAIN.queue_length * 4 * wavefronts
+    assert served - waiting - 4 <= outcome.cycles <= served + 8
+
+
+def test_one_scheduler_alone_loads_every_fourth_cycle() -> None:
+    outcome = run(*["LDS R0, [R1]"] * 50, EXIT)
+    assert outcome.cycles == pytest.approx(4 * (50 - PLAIN.queue_length), abs=4)
+
+
+def test_bank_conflicts_multiply_wavefronts() -> None:
+    doubled = operation.Conflicts(loads=2.0, stores=1.0)
+    lines = [*["LDS.U.128 R0, [R1]"] * 10, *["STS.128 [R1], R0"] * 10, EXIT]
+    assert run(*lines).shared_wavefronts == 80
+    assert run(*lines, conflicts=doubled).shared_wavefronts == 120
+
+
+def test_exponentials_take_eight_cycles_each() -> None:
+    outcome = run(*["MUFU.EX2 R0, R0"] * 50, EXIT)
+    assert outcome.cycles == pytest.approx(8 * (50 - PLAIN.queue_length), abs=8)
+    assert outcome.busy[Unit.SPECIAL] == 400
+
+
+def test_barrier_lets_warps_go_on_when_the_last_has_come() -> None:
+    """Warp 1 comes 100 cycles later."""
+    early = program("BAR.SYNC 0x0; stall=5", "FADD R0, R0, R0", EXIT)
+    late = program(*["FADD R0, R0, R0; stall=10"] * 10, "BAR.SYNC 0x0; stall=5", "FADD R0, R0, R0", EXIT)
+    warps = [operation.operations(path, PLAIN) for path in (early, late)]
+    outcome = multiprocessor.Multiprocessor(PLAIN).run([warps])
+    assert outcome.cycles == 100 + PLAIN.barrier_latency + 2  # the addition, and EXIT
+
+
+def test_barriers_of_ctas_do_not_know_each_other() -> None:
+    alone = run("BAR.SYNC 0x0; stall=5", EXIT, warps=4)
+    assert run("BAR.SYNC 0x0; stall=5", EXIT, warps=4, ctas=2).cycles <= alone.cycles + 1
+
+
+def test_barrier_waits_for_arrivals_not_for_loads() -> None:
+    """Warp 1 waits for its load after the barrier; warp 0, which has none, does not."""
+    plain = program("BAR.SYNC 0x0; stall=5", *["FADD R0, R0, R0; stall=4"] * 10, EXIT)
+    loads = program("LDG.E R0, [R2]; write_barrier=0 stall=2", "BAR.SYNC 0x0; stall=5", "FADD R0, R0, R0; wait_mask=1")
+    warps = [operation.operations(path, PLAIN) for path in (plain, loads)]
+    outcome = multiprocessor.Multiprocessor(PLAIN).run([warps])
+    assert outcome.cycles == pytest.approx(PLAIN.l2_latency + 128 / PLAIN.l2_bytes_a_cycle, abs=4)
+    assert outcome.lost["barrier"] == pytest.approx(PLAIN.barrier_latency, abs=3)  # warp 0; warp 1 waits for its load
+
+
+def test_opening_barrier_wakes_a_scheduler_that_waits_for_something_else() -> None:
+    """Warps 0 and 4 share a scheduler; while warp 4 waits for a load, warp 0 goes on as soon as warp 1 arrives."""
+    work = ["FADD R0, R0, R0; stall=4"] * 50
+    early = program("BAR.SYNC 0x0; stall=5", *work, "BAR.SYNC 0x0; stall=5", EXIT)
+    late = program("FADD R0, R0, R0; stall=15", "BAR.SYNC 0x0; stall=5", "BAR.SYNC 0x0; stall=5", EXIT)
+    load = program("LDG.E R0, [R2]; write_barrier=0 stall=2", "FADD R0, R0, R0; wait_mask=1", EXIT)
+    first, second = ([operation.operations(path, PLAIN) for path in cta] for cta in ((early, late), (load,)))
+    outcome = multiprocessor.Multiprocessor(PLAIN).run([first, second])
+    assert outcome.cycles == pytest.approx(15 + PLAIN.barrier_latency + 200 + PLAIN.barrier_latency, abs=8)
+
+
+def test_warps_that_have_ended_are_not_waited_for() -> None:
+    short, long = program(EXIT), program("FADD R0, R0, R0; stall=9", "BAR.SYNC 0x0; stall=5", EXIT)
+    warps = [operation.operations(path, PLAIN) for path in (short, long)]
+    assert multiprocessor.Multiprocessor(PLAIN).run([warps]).cycles == 9 + PLAIN.barrier_latency + 1
+
+
+def test_global_loads_wait_for_latency_and_for_their_share_of_the_second_level_cache() -> None:
+    load, use = "LDG.E.128 R0, [R4]; write_barrier=0", "FADD R2, R0, R0; wait_mask=1"
+    one = run(load + " stall=2", use).cycles
+    assert one == pytest.approx(PLAIN.l2_latency + 512 / PLAIN.l2_bytes_a_cycle, abs=4)
+    many = run(*[load] * 100, "NOP; stall=2", use)
+    assert many.global_bytes == 100 * 512
+    assert many.cycles == pytest.approx(PLAIN.l2_latency + 100 * 512 / PLAIN.l2_bytes_a_cycle, rel=0.02)
+
+
+def test_straight_code_beyond_the_small_cache_is_bound_by_fetching() -> None:
+    """16 bytes a cycle for four schedulers: each gets a quarter of an instruction a cycle."""
+    narrow = replace(PLAIN, fetch_width=16, fetch_latency=10)
+    lines = [*["FADD R0, R1, R2; stall=2"] * 2000, EXIT]
+    assert run(*lines, warps=4, on=narrow).cycles == pytest.approx(2000 * 4, rel=0.05)
+    assert run(*lines, warps=4).cycles == pytest.approx(2000 * 2, rel=0.01)
+
+
+def test_loop_inside_the_small_cache_is_fetched_once() -> None:
+    body = program(*["FADD R0, R1, R2; stall=2"] * 80)
+    path = operation.operations([*body * 10, *program(EXIT)], PLAIN)
+    outcome = multiprocessor.Multiprocessor(PLAIN).run([[path]])
+    assert outcome.lines_fetched <= 10 + PLAIN.prefetch_lines
+
+
+def test_loop_that_exceeds_the_small_cache_is_fetched_every_time() -> None:
+    lines = PLAIN.l0_bytes // PLAIN.line_bytes * 2
+    body = program(*["FADD R0, R1, R2; stall=2"] * (lines * PLAIN.line_bytes // sass.INSTRUCTION_BYTES))
+    path = operation.operations([*body * 3, *program(EXIT)], PLAIN)
+    assert multiprocessor.Multiprocessor(PLAIN).run([[path]]).lines_fetched >= 3 * lines
+
+
+def test_idle_tensor_cycles_are_blamed_on_what_is_waited_for() -> None:
+    outcome = run("LDG.E R0, [R4]; write_barrier=2 stall=2", "FADD R2, R0, R0; wait_mask=4", EXIT)
+    assert outcome.lost.most_common(1)[0][0] == "global memory"
+    assert sum(outcome.lost.values()) == pytest.approx(outcome.cycles, abs=2)
+
+
+def test_unknown_instruction_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"does not know TEX\.LL at 0x0"):
+        run("TEX.LL R0, R1")
+
+
+SHAPE = launch.Launch(tile_m=64, tile_n=64, num_warps=4, registers=128, shared_bytes=16384, mask_rows=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "residents"),
+    [
+        ({}, 4),  # 128 registers x 128 threads x 4 = 65536
+        ({"registers": 168}, 3),
+        ({"registers": 129}, 3),  # registers come in 8 a thread: 136
+        ({"registers": 255}, 2),
+        ({"registers": 32}, 6),  # shared memory: 6 x 16 KB
+        ({"registers": 32, "shared_bytes": 49152}, 2),
+        ({"registers": 32, "shared_bytes": 0, "num_warps": 16}, 4),  # 64 warps
+    ],
+)
+def test_resident_ctas(changes: dict[str, int], residents: int) -> None:
+    assert replace(SHAPE, **changes).residents(chip.V100) == residents
+
+
+def test_cta_that_fits_no_sm_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        replace(SHAPE, shared_bytes=100_000).residents(chip.V100)
+
+
+def problem(seqlen: int, *, causal: bool) -> Any:
+    return launch.Problem(seqlen=seqlen, batch_size=1, nheads=1, headdim=64, causal=causal)
+
+
+def test_causal_warps_skip_and_mask_tiles_on_the_diagonal() -> None:
+    shape = launch.Launch(128, 64, 4, 255, 0, mask_rows=32)
+    kinds = [[kind.value for kind in shape.kinds(problem(256, causal=True), 1, warp)] for warp in range(4)]
+    assert kinds[0] == kinds[1] == ["full", "full", "masked", "skipped"]
+    assert kinds[2] == kinds[3] == ["full", "full", "full", "masked"]
+    assert shape.num_full(problem(256, causal=True), 1) == 2
+
+
+def test_tiles_without_a_mask_are_full_but_for_the_last_keys() -> None:
+    assert list(SHAPE.kinds(problem(128, causal=False), 0, 0)) == [Kind.FULL] * 2
+    assert list(SHAPE.kinds(problem(100, causal=False), 0, 0)) == [Kind.FULL, Kind.MASKED]
+
+
+def test_useful_flops_count_the_triangle_once() -> None:
+    assert problem(4096, causal=False).useful_flops == 4 * 4096**2 * 64
+    assert problem(4096, causal=True).useful_flops == 4 * (4096 * 4097 / 2) * 64
+
+
+def test_waves_and_their_tail() -> None:
+    """Two SMs, one CTA each at a time, 10 cycles a CTA: five CTAs take three waves."""
+    pace = [grid.Pace(overhead=2.0, tile=1.0)]
+    assert grid.grid_cycles([8] * 4, 2, pace) == pytest.approx(20)
+    assert grid.grid_cycles([8] * 5, 2, pace) == pytest.approx(30)
+
+
+def test_ctas_that_are_left_go_to_different_sms_and_run_faster_alone() -> None:
+    """Two SMs with room for two: six CTAs are a full wave and one CTA on each SM, which then has it to itself."""
+    paces = [grid.Pace(overhead=1.0, tile=1.0), grid.Pace(overhead=1.0, tile=1.5)]
+    assert grid.grid_cycles([10] * 6, 2, paces) == pytest.approx((1 + 15) + (1 + 10), abs=1)
+
+
+def test_long_ctas_last_leave_sms_idle() -> None:
+    pace = [grid.Pace(overhead=1.0, tile=1.0)]
+    lengths = [1, 2, 3, 20]
+    assert grid.grid_cycles(reversed(lengths), 2, pace) < grid.grid_cycles(lengths, 2, pace)
+
+
+def attention_like(tile: list[str]) -> Any:
+    """Paths of a kernel whose every tile is the same."""
+    body = program(*tile)
+    return paths.Paths(program("NOP"), dict.fromkeys(Kind, body), program(EXIT))
+
+
+def test_tensor_bound_kernel_reaches_the_peak_of_the_chip() -> None:
+    """64 x 64 x 64 twice for four warps is 256 steps each: 512 cycles of all tensor cores."""
+    model = predict.Model(attention_like(hmma(512)), replace(SHAPE, num_warps=4), chip=PLAIN)
+    prediction = model.predict(launch.Problem(seqlen=16384, batch_size=4, nheads=32, headdim=64, causal=False))
+    peak = 80 * 1530e6 * 4 * 128 * 2 * 1e-12
+    assert prediction.residents == 4
+    assert prediction.tflops == pytest.approx(peak, rel=0.02)
+    assert prediction.unit_shares["tensor"] == pytest.approx(1.0, abs=0.01)
+    assert prediction.tile_cycles == pytest.approx(prediction.tensor_cycles, rel=0.02)

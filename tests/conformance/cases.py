@@ -47,14 +47,34 @@ LONG = [
     DenseCase(name="long-window", seqlen_q=999, seqlen_k=1003, nheads=1, nheads_k=1, batch_size=1, window=(130, 17)),
 ]  # fmt: skip
 
+# Kernels choose tiles by head dimension and number of queries, and are compiled apart for modified scores and for
+# pages: every combination that some GPU meets, with lengths that end inside a tile.
+TILES = [
+    case
+    for d in (32, 64, 96, 128, 192, 256)
+    for q in (35, 101, 270)
+    for case in (
+        DenseCase(name=f"tiles-{d}-{q}", seqlen_q=q, seqlen_k=83, headdim=d, nheads=1, nheads_k=1, batch_size=1,
+                  causal=q == 35, window=(-1, 60) if q == 270 else (-1, -1)),
+        DenseCase(name=f"tiles-{d}-{q}-softcap", seqlen_q=q, seqlen_k=83, headdim=d, nheads=1, nheads_k=1,
+                  batch_size=1, softcap=5.0, causal=q == 101),
+        PackedCase(name=f"tiles-{d}-{q}-pages", seqlens_q=(q, 3), seqlens_k=(83, 70), headdim=d, nheads=1, nheads_k=1,
+                   page_block_size=16, causal=q == 270),
+    )
+]  # fmt: skip
+
 # So many queries that kernels take tiles for long sequences. Few keys keep the list quick.
 MANY_QUERIES = [
     DenseCase(name="many-queries", seqlen_q=8200, seqlen_k=70, nheads=1, nheads_k=1, batch_size=1, headdim=64,
               window=(20, 8150)),
+    DenseCase(name="many-queries-32", seqlen_q=8200, seqlen_k=70, nheads=1, nheads_k=1, batch_size=1),
     PackedCase(name="packed-many-queries", seqlens_q=(3, 8200, 193), seqlens_k=(50, 70, 97), nheads=1, nheads_k=1,
                headdim=59),
-    PackedCase(name="packed-pages-many-queries", seqlens_q=(8200, 193), seqlens_k=(70, 97), nheads=1, nheads_k=1,
-               page_block_size=16, window=(-1, 8150)),
+    *(
+        PackedCase(name=f"packed-pages-many-queries-{d}", seqlens_q=(8200, 193), seqlens_k=(70, 97), nheads=1,
+                   nheads_k=1, headdim=d, page_block_size=16, window=(-1, 8150))
+        for d in (32, 64)
+    ),
 ]  # fmt: skip
 
 HEADS = [
@@ -334,7 +354,7 @@ SPLITS = [
 ]  # fmt: skip
 
 CASES: list[Case] = [
-    *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *MANY_QUERIES, *HEADS, *WINDOWS, *SCORES, *BIASES,
-    *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS,
+    *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *TILES, *MANY_QUERIES, *HEADS, *WINDOWS, *SCORES,
+    *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS,
 ]  # fmt: skip
 assert len({case.name for case in CASES}) == len(CASES), "the names of cases are their ids and must differ"

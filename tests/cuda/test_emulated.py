@@ -20,6 +20,7 @@ from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
 from fastattention.backends.cuda.heuristics import choose_config
+from fastattention.backends.cuda.jit.variants import variants_of
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
 from fastattention.validation import Options, prepare_dense
@@ -84,6 +85,16 @@ def libraries(request: pytest.FixtureRequest) -> None:
 def problem_of(case: Case, dtype: torch.dtype) -> Problem:
     problem, _ = build_call(case, dtype).prepare()
     return problem
+
+
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
+def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
+    limits = backend.limits
+    ran = {
+        choose_config(problem_of(run.case, run.dtype), limits.arch, limits) for run in RUNS if run.backend is backend
+    }
+    missing = [kernel.name for kernel in variants_of(limits) if kernel not in ran]
+    assert missing == []
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])

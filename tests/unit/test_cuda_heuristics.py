@@ -250,12 +250,15 @@ def test_heads_together_fit_the_cache_and_are_as_many_as_can(
 # (chip, headdim, seqlen) -> (tile_m, tile_n, num_warps, num_stages, min_blocks)
 GOLDEN = {
     ("P100", 64, 4096): (64, 32, 4, 1, 1),
-    ("V100", 64, 1): (32, 32, 1, 1, 4),
-    ("V100", 64, 33): (64, 32, 2, 1, 4),
+    ("V100", 64, 1): (64, 32, 2, 1, 2),
+    ("V100", 64, 65): (128, 64, 4, 1, 2),
     ("V100", 64, 4096): (128, 64, 4, 1, 2),
-    ("V100", 128, 32): (32, 8, 1, 1, 4),
+    ("V100", 128, 64): (64, 16, 2, 1, 2),
     ("V100", 128, 128): (128, 16, 4, 1, 1),
     ("V100", 128, 129): (256, 32, 8, 1, 1),
+    ("V100", 192, 65): (128, 32, 4, 1, 1),
+    ("V100", 256, 64): (64, 8, 2, 1, 1),
+    ("V100", 256, 65): (128, 16, 4, 1, 1),
     ("T4", 64, 4096): (128, 32, 4, 1, 2),
     ("T4", 128, 4096): (128, 32, 8, 1, 1),
     ("A100", 64, 4096): (128, 32, 4, 2, 3),
@@ -277,6 +280,24 @@ def test_choices_are_the_known_ones(chip: str, headdim: int, seqlen: int) -> Non
     assert found == GOLDEN[chip, headdim, seqlen]
 
 
-def test_modified_scores_get_tiles_with_registers_to_spare() -> None:
-    config = choose_feature(80, CHIPS["A100"], torch.float16, 64, Feature.SCORES, 16384)
-    assert (config.tile_m, config.tile_n, config.modifies_scores) == (128, 64, True)
+@pytest.mark.parametrize(("chip", "headdim", "tile"), [("A100", 64, (128, 64)), ("V100", 128, (256, 16))])
+def test_modified_scores_get_tiles_with_registers_to_spare(chip: str, headdim: int, tile: tuple[int, int]) -> None:
+    limits = CHIPS[chip]
+    config = choose_feature(limits.arch, limits, torch.float16, headdim, Feature.SCORES, 16384)
+    assert (config.tile_m, config.tile_n, config.modifies_scores) == (*tile, True)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
+    limits = CHIPS[chip]
+    for arch, headdim, feature, seqlen in itertools.product(ARCHS, HEADDIMS, Feature, (1, 100, 4096, 16384)):
+        if arch <= limits.target:
+            choose_feature(arch, limits, torch.float16, headdim, feature, seqlen)
+
+
+def test_every_choice_by_length_has_its_representative() -> None:
+    lengths = heuristics.representative_seqlens()
+    for limits, headdim in itertools.product(CHIPS.values(), HEADDIMS):
+        chosen = {choose_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, n) for n in lengths}
+        for seqlen in (1, 7, 32, 63, 66, 127, 130, 1000, 8000, 8193, 100_000):
+            assert choose_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, seqlen) in chosen

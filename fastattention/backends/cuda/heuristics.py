@@ -117,14 +117,13 @@ class _Tiles(NamedTuple):
     min_blocks: int
     queries_in_registers: bool
     num_value_parts: int = 1
-    max_seqlen_q: int = 1 << 31  # longer calls take another
+    max_seqlen_q: int | None = None  # calls with more queries prefer another
     serves_scores: bool = True  # has registers to spare for modified scores
 
 
-# For head dimensions up to the key, the candidates, best first: the first that serves the call and fits the GPU is
-# taken. Those of 80 and 75 were chosen on an H200, those of 70 by benchmarks/volta_model, the others by counting: two
-# warps for each of the four schedulers of a multiprocessor, and as few reads of shared memory as then fit
-# (docs/experiments.md).
+# For head dimensions up to the key, the candidates, best first: the first that suits the call and fits the GPU is
+# taken (docs/experiments.md). The first ones of 80 and 75 were chosen on an H200, those of 70 by the predictions of
+# benchmarks/volta_model, the others by counting: as many warps, and as few reads of shared memory, as then fit.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (
@@ -150,12 +149,10 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     },
     70: {
         64: (
-            _Tiles(32, 32, 1, 1, 4, False, max_seqlen_q=32),
-            _Tiles(64, 32, 2, 1, 4, False, max_seqlen_q=64),
+            _Tiles(64, 32, 2, 1, 2, False, max_seqlen_q=64),
             _Tiles(128, 64, 4, 1, 2, False),
         ),
         128: (
-            _Tiles(32, 8, 1, 1, 4, False, max_seqlen_q=32, serves_scores=False),
             _Tiles(64, 16, 2, 1, 2, False, max_seqlen_q=64),
             _Tiles(128, 16, 4, 1, 1, False, max_seqlen_q=128),
             _Tiles(256, 32, 8, 1, 1, False, serves_scores=False),
@@ -170,6 +167,13 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         256: (_Tiles(16, 8, 1, 1, 1, False),),
     },
 }
+
+
+def representative_seqlens() -> list[int]:
+    """Numbers of queries, one for every choice that depends on them; the last is a long sequence."""
+    tiles = (sizes for by_headdim in _TILES.values() for candidates in by_headdim.values() for sizes in candidates)
+    limits = {sizes.max_seqlen_q for sizes in tiles if sizes.max_seqlen_q is not None}
+    return [*sorted(limits), max(limits) + 1]
 
 
 def padded_headdim(headdim: int) -> int:
@@ -192,9 +196,10 @@ def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:
 def configs_for(
     arch: int, dtype: str, headdim: int, headdim_v: int, seqlen_q: int, modifies_scores: bool, paged: bool
 ) -> list[KernelConfig]:
-    """The candidates for a call, best first."""
+    """The candidates for a call, best first: those for fewer queries serve it too, if nothing else fits the GPU."""
     columns = padded_headdim(headdim), padded_headdim(headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
+    by_preference = sorted(tiles, key=lambda sizes: sizes.max_seqlen_q is not None and seqlen_q > sizes.max_seqlen_q)
     return [
         KernelConfig(
             arch=arch,
@@ -211,8 +216,8 @@ def configs_for(
             modifies_scores=modifies_scores,
             paged=paged,
         )
-        for sizes in tiles
-        if seqlen_q <= sizes.max_seqlen_q and (sizes.serves_scores or not modifies_scores)
+        for sizes in by_preference
+        if sizes.serves_scores or not modifies_scores
     ]
 
 

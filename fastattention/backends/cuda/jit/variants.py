@@ -15,7 +15,7 @@ from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
 DTYPES = (torch.float16, torch.bfloat16)
-SEQLENS = (4096, 16384, 128, 64, 32)  # one for every choice that depends on the number of queries
+SEQLEN = 4096  # queries and keys of a call, where nothing else is said
 
 
 class Feature(enum.Enum):
@@ -35,7 +35,7 @@ def choose_variant(
     *,
     modifies_scores: bool = False,
     paged: bool = False,
-    seqlen: int = SEQLENS[0],
+    seqlen: int = SEQLEN,
 ) -> KernelConfig:
     """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
     problem = Problem(
@@ -60,7 +60,7 @@ def choose_variant(
 
 
 def choose_feature(
-    arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, seqlen: int = SEQLENS[0]
+    arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, seqlen: int = SEQLEN
 ) -> KernelConfig:
     """`choose_variant` for equally wide keys and values and one feature."""
     scores, paged = feature is Feature.SCORES, feature is Feature.PAGED
@@ -77,7 +77,7 @@ def variants_of(
 
     arch: the code path; None is the GPU's own.
     """
-    calls = itertools.product(dtypes, headdims, Feature, SEQLENS)
+    calls = itertools.product(dtypes, headdims, Feature, heuristics.representative_seqlens())
     return list(dict.fromkeys(choose_feature(arch or limits.arch, limits, *call) for call in calls))
 
 

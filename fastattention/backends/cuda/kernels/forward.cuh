@@ -6,10 +6,14 @@
 
 namespace fastattention {
 
+// Whether all rows see all keys of a tile, where that is known when compiling.
 template <bool kValue>
-struct Constant {
+struct AllSeen {
     static constexpr bool value = kValue;
 };
+
+// Modified scores are much code already, and it would have to fit the instruction cache twice.
+constexpr bool kSeparateFullTiles = Arch::kSeparateFullTiles && !kModifiesScores;
 
 using QueryCopy = TileCopy<Arch, kTileM, kHeaddim>;
 using KeyCopy = TileCopy<Arch, kTileN, kHeaddim>;
@@ -27,7 +31,7 @@ public:
           key_begin_(mask.row_begin(first_row_) / kTileN * kTileN),
           key_end_(mask.row_end(last_row_)),
           full_begin_(mask.row_begin(last_row_)),
-          full_end_(mask.row_end(first_row_)),
+          full_end_(first_row_ + kTileM - kWarpRows <= last_row_ ? mask.row_end(first_row_) : 0),
           q_rows_(query_rows(p, work, mask.seqlen_q)),
           k_rows_(cache_rows(p, work, key_end_, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim)),
           v_rows_(cache_rows(p, work, key_end_, p.v + work.first_column, p.v_stride_batch, p.v_stride_row,
@@ -49,16 +53,15 @@ public:
     }
 
 private:
-    // Calls `step` for one tile of keys after the other: with true for those that all rows of the CTA see fully, whose code
-    // then is without a word about the mask, with false for the others. Where copies are asynchronous all are called with
-    // false: the second piece of code costs registers, and the slots it saves are not what those GPUs wait for.
+    // Calls `step` for one tile of keys after the other, and says when compiling whether all rows of the CTA see all of its
+    // keys. The code for those that do is without a word about the mask, which lets the compiler place it more freely.
     template <class Step>
     FA_DEVICE void for_each_tile(Step step) const {
         for (int key = key_begin_; key < key_end_; key += kTileN) {
-            if (!Arch::kAsyncCopy && key >= full_begin_ && key + kTileN <= full_end_) {
-                step(Constant<true>{}, key);
+            if (kSeparateFullTiles && key >= full_begin_ && key + kTileN <= full_end_) {
+                step(AllSeen<true>{}, key);
             } else {
-                step(Constant<false>{}, key);
+                step(AllSeen<false>{}, key);
             }
         }
     }
@@ -77,15 +80,15 @@ private:
         block_barrier();
         rows_.load_queries(q_shared_);
         int stage = 0;
-        for_each_tile([&](auto full, int key) {
+        for_each_tile([&](auto all_seen, int key) {
             if (key + kTileN < key_end_) {
                 k_copy.begin(key + kTileN, k_shared_ + (stage ^ 1) * KeyCopy::kBytes);
                 v_copy.begin(key + kTileN, v_shared_ + (stage ^ 1) * ValueCopy::kBytes);
             }
             copy_async_commit();
-            const TileKind kind = full.value ? TileKind::kFull : rows_.kind_of(key);
+            const TileKind kind = all_seen.value ? TileKind::kFull : rows_.kind_of(key);
             if (kind != TileKind::kSkipped) {
-                WarpRows::Scores scores;
+                WarpRows::Scores scores = {};
                 rows_.multiply_queries(scores, k_shared_ + stage * KeyCopy::kBytes);
                 rows_.prepare(scores, key, kind);
                 rows_.accumulate_values(scores, v_shared_ + stage * ValueCopy::kBytes);
@@ -107,11 +110,11 @@ private:
         q_copy.finish(q_shared_);
         arrive(k_copy, k_shared_);
         rows_.load_queries(q_shared_);
-        for_each_tile([&](auto full, int key) {
+        for_each_tile([&](auto all_seen, int key) {
             v_copy.begin(key, v_shared_);
             const bool more = key + kTileN < key_end_;
-            const TileKind kind = full.value ? TileKind::kFull : rows_.kind_of(key);
-            WarpRows::Scores scores;
+            const TileKind kind = all_seen.value ? TileKind::kFull : rows_.kind_of(key);
+            WarpRows::Scores scores = {};
             if (kind != TileKind::kSkipped) rows_.multiply_queries(scores, k_shared_);
             arrive(v_copy, v_shared_);
             if (more) k_copy.begin(key + kTileN, k_shared_);
@@ -119,6 +122,7 @@ private:
                 rows_.prepare(scores, key, kind);
                 rows_.accumulate_values(scores, v_shared_);
             }
+            // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
             arrive(k_copy, k_shared_);
         });
     }
@@ -136,7 +140,7 @@ private:
 
     const int first_row_, last_row_;
     const int key_begin_, key_end_;    // keys that some row of the CTA sees
-    const int full_begin_, full_end_;  // keys that all of them see
+    const int full_begin_, full_end_;  // keys that all of them see; none when a warp has no rows and may rest
     const SourceRows q_rows_, k_rows_, v_rows_;
     const uint32_t q_shared_, k_shared_, v_shared_;
     WarpRows rows_;

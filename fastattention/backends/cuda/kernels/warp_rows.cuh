@@ -47,14 +47,8 @@ public:
         return seen_.classify(key, key + kTileN - 1);
     }
 
-    // scores = q k^T for a tile of keys.
+    // scores += q k^T for a tile of keys.
     FA_DEVICE void multiply_queries(Scores& scores, uint32_t k_shared) const {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int n = 0; n < kTileN / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = 0.0f;
         Arch::template multiply_queries<kSteps>(scores, queries_, k_shared);
     }
 

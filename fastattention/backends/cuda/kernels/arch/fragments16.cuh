@@ -48,7 +48,7 @@ struct Fragments16 : Layout16 {
         uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];
     };
 
-    // acc_s = q k^T
+    // acc_s += q k^T
     template <int kSteps>
     static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
         constexpr int kPitch = pitch_of<2>(kHeaddim);

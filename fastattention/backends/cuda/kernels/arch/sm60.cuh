@@ -10,6 +10,7 @@ namespace fastattention {
 
 struct Arch : Layout16 {
     static constexpr bool kAsyncCopy = false;
+    static constexpr bool kSeparateFullTiles = false;
     static constexpr int kSharedBytes = 4;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
 

@@ -19,6 +19,7 @@ namespace fastattention {
 
 struct Arch {
     static constexpr bool kAsyncCopy = false;
+    static constexpr bool kSeparateFullTiles = true;
     static constexpr int kSharedBytes = 2;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
     static constexpr int kStepRows = 32;

@@ -16,6 +16,7 @@ struct MmaTwiceM16N8K8 {
 
 struct Arch : Fragments16<MmaTwiceM16N8K8> {
     static constexpr bool kAsyncCopy = false;
+    static constexpr bool kSeparateFullTiles = true;
 
     static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) { store_shared_128(to, chunk); }
 };

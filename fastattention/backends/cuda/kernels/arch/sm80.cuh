@@ -19,6 +19,7 @@ struct MmaM16N8K16 {
 
 struct Arch : Fragments16<MmaM16N8K16> {
     static constexpr bool kAsyncCopy = true;
+    static constexpr bool kSeparateFullTiles = false;  // it costs registers, and slots of instructions are not short
 };
 
 }  // namespace fastattention

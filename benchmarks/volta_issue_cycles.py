@@ -22,7 +22,7 @@ the softmax between them. "Q K^T" and "P V" are these loops. Ours is one piece o
 reaches from its first HMMA to its last, with all that the compiler put between: much of the softmax is inside "P V".
 "Both products" therefore flatters PyTorch. The whole tile is the same work in both: everything from one tile of keys to
 the next, with the softmax, the rescaling of results (PyTorch always does, ours only when a maximum rose), loads of the
-next tile, and barriers.
+next tile, and barriers. Loads that PyTorch's loops switch off in their last trip are issued but not counted as loads.
 
 A causal call runs the same kernel as one that is not, ours and PyTorch's alike, and the same path for tiles below the
 diagonal; "whole tile, masked" is that of a tile which the diagonal crosses.
@@ -32,33 +32,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich import box
 from rich.table import Table
-from volta_model import peer, tools
+from volta_model import kernels, peer, tools
 from volta_model.counts import UNIT, Tile, count, split
 from volta_model.flow import main_loop
 from volta_model.launch import TileKind
-from volta_model.paths import find_paths
+from volta_model.paths import find_tiles
 from volta_model.sass import Function
 
-from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.variants import choose_variant
 from fastattention.cli.console import OUTPUT, errors_as_messages, fail
 from fastattention.cli.machine import source_commit
 
 RESULTS = Path(__file__).parent / "results"
 HEADDIMS = (64, 128, 256)
-TARGET = 70
 
 
 @dataclass(frozen=True)
@@ -86,18 +81,13 @@ def main(
             OUTPUT.print(rich_table([of_function(cubin.name, tools.disassemble(cubin)[0])]))
             return
         if headdim is not None:
-            OUTPUT.print(rich_table([ours(varied(configuration(headdim), set_ or []))]))
+            OUTPUT.print(rich_table([ours(varied(kernels.configuration(headdim), set_ or []))]))
             return
-        kernels = [kernel for d in HEADDIMS for kernel in (ours(configuration(d)), theirs(d))]
-        OUTPUT.print(rich_table(kernels))
+        found = [kernel for d in HEADDIMS for kernel in (ours(kernels.configuration(d)), theirs(d))]
+        OUTPUT.print(rich_table(found))
         output.mkdir(parents=True, exist_ok=True)
-        (output / "volta_issue_cycles.json").write_text(json.dumps(record(kernels), indent=1) + "\n")
-        (output / "volta_issue_cycles.md").write_text(page(kernels))
-
-
-def configuration(headdim: int) -> KernelConfig:
-    """What a V100 runs for a plain float16 call."""
-    return choose_variant(TARGET, CHIPS["V100"], torch.float16, headdim, headdim)
+        (output / "volta_issue_cycles.json").write_text(json.dumps(record(found), indent=1) + "\n")
+        (output / "volta_issue_cycles.md").write_text(page(found))
 
 
 def varied(config: KernelConfig, changes: list[str]) -> KernelConfig:
@@ -115,16 +105,13 @@ def varied(config: KernelConfig, changes: list[str]) -> KernelConfig:
 
 def of_function(title: str, function: Function) -> Kernel:
     """A kernel whose branches explain themselves, as ours do."""
-    masked = split(main_loop(function), find_paths(function).tiles[TileKind.MASKED])
+    masked = split(main_loop(function), find_tiles(function)[TileKind.MASKED])
     return Kernel(title, function.name, "", function, count(function), masked)
 
 
 def ours(config: KernelConfig) -> Kernel:
     """Our kernel of a configuration, compiled. Raises CompileError."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiler.compile_kernel(config, TARGET).code)
-        file.flush()
-        (function,) = tools.disassemble(Path(file.name))
+    function, _ = kernels.compiled(config)
     kernel = of_function(f"d {config.headdim}, ours", function)
     tile = f"{config.tile_m}x{config.tile_n}, {config.num_warps} warps"
     # CTAs that share the columns of values each compute all products with keys.
@@ -135,12 +122,11 @@ def ours(config: KernelConfig) -> Kernel:
 
 def theirs(headdim: int) -> Kernel:
     """The kernel that PyTorch runs. Raises CompileError when it cannot be had."""
-    kernel = peer.serving(headdim)
-    function = peer.cutlass_kernels()[kernel.name]
-    loop = main_loop(function)
-    full, masked = (split(loop, kernel.path(function, headdim, masked=masked)) for masked in (False, True))
+    found = kernels.serving(headdim)
+    kernel, loop = found.kernel, main_loop(found.function)
     tile = f"{kernel.tile_m}x{kernel.tile_n}, {kernel.num_warps} warps"
-    return Kernel(f"d {headdim}, PyTorch", kernel.name, tile, function, full, masked)
+    full, masked = split(loop, found.full), split(loop, found.masked)
+    return Kernel(f"d {headdim}, PyTorch", kernel.name, tile, found.function, full, masked)
 
 
 def _scaled(part: str, what: str) -> Callable[[Kernel], float]:
@@ -200,13 +186,13 @@ def cells(value: float | str | None) -> str:
     return value if isinstance(value, str) else f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
 
 
-def rich_table(kernels: list[Kernel]) -> Table:
+def rich_table(columns: list[Kernel]) -> Table:
     """For the terminal."""
     table = Table(f"for {UNIT} tensor cycles", box=box.SIMPLE_HEAD)
-    for kernel in kernels:
+    for kernel in columns:
         table.add_column(kernel.title, justify="right")
     for title, value in ROWS:
-        table.add_row(title, *(cells(value(kernel)) for kernel in kernels))
+        table.add_row(title, *(cells(value(kernel)) for kernel in columns))
     return table
 
 
@@ -220,7 +206,7 @@ def versions() -> dict[str, str]:
     }
 
 
-def page(kernels: list[Kernel]) -> str:
+def page(columns: list[Kernel]) -> str:
     """The table in Markdown."""
     used = versions()
     lines = [
@@ -232,16 +218,16 @@ def page(kernels: list[Kernel]) -> str:
         "benchmarks/volta_issue_cycles.py says what they mean. Causal or not, it is the same kernel and the same path;",
         "a tile that the diagonal crosses takes the masked one.",
         "",
-        f"| | {' | '.join(kernel.title for kernel in kernels)} |",
-        f"|---|{'--:|' * len(kernels)}",
-        *(f"| {title} | {' | '.join(cells(value(kernel)) for kernel in kernels)} |" for title, value in ROWS),
+        f"| | {' | '.join(kernel.title for kernel in columns)} |",
+        f"|---|{'--:|' * len(columns)}",
+        *(f"| {title} | {' | '.join(cells(value(kernel)) for kernel in columns)} |" for title, value in ROWS),
         "",
-        *(f"- {kernel.title}: `{kernel.name}`" for kernel in kernels),
+        *(f"- {kernel.title}: `{kernel.name}`" for kernel in columns),
     ]
     return "\n".join(lines) + "\n"
 
 
-def record(kernels: list[Kernel]) -> dict[str, object]:
+def record(columns: list[Kernel]) -> dict[str, object]:
     """All counts as they are, of one tile of keys and one warp."""
 
     def described(kernel: Kernel) -> dict[str, object]:
@@ -249,7 +235,7 @@ def record(kernels: list[Kernel]) -> dict[str, object]:
         table = {title: value(kernel) for title, value in ROWS}
         return {"title": kernel.title, "name": kernel.name, "table": table, **tiles}
 
-    return {"versions": versions(), "tensor_cycles": UNIT, "kernels": [described(kernel) for kernel in kernels]}
+    return {"versions": versions(), "tensor_cycles": UNIT, "kernels": [described(kernel) for kernel in columns]}
 
 
 if __name__ == "__main__":

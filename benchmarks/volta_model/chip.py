@@ -13,8 +13,15 @@ Sources, by the letter that stands behind a figure:
     M  measured on a V100 by others, collected in docs/volta.md
     ?  a guess; what depends on it is said beside it
 
-None of them was fitted to a published speed of a kernel. H was read for this file; figures of the other papers are
-quoted as they are commonly known, without the papers at hand.
+None of them was fitted to a published speed of a kernel. What was read, and what was not:
+
+- Of H the text was read.
+- All others are quoted from memory, without the papers at hand, and are still to be checked. Of J, five figures were
+  found again in works that cite it: the first-level cache after 28 cycles and the second-level one with 2155 GB/s (the
+  Cornell Virtual Workshop, "Understanding GPU architecture", which names J's tables 3.1, 3.2 and 3.4), shared memory
+  after 19 cycles and 83% of the DRAM's peak (notes of a reader of J). J has the second-level cache after 193 cycles
+  where M has 211.
+- The table of throughputs in G (exponentials, conversions) was looked for and not found in a version with 7.0.
 """
 
 from __future__ import annotations
@@ -27,8 +34,8 @@ class Chip:
     """One GPU. Times are in cycles of its clock, widths in bytes."""
 
     num_sms: int = 80  # W
-    # Boost clock of the SXM2 module (W). The published figures do not tell their clock; a PCIe card boosts to 1380,
-    # which would make all speeds about 10% lower and leave ratios of kernels as they are.
+    # Boost clock of the SXM2 module (W). The published figures do not tell their clock; a PCIe card boosts to 1380 (W),
+    # which makes all speeds lower, but not by the same: memory keeps its own pace (assumptions.py has the ratios).
     clock_mhz: int = 1530
     num_schedulers: int = 4  # W: each with its own units, one instruction a cycle
     warp_threads: int = 32
@@ -50,8 +57,7 @@ class Chip:
     special_interval: float = 8
     # M: an m8n8k4, four steps, every 8.38 cycles; its peak rate (W) is one every 8.
     tensor_interval: float = 8.38 / 4
-    # Latency until a scoreboard is released: dependent exponentials 14 (J) and 4 for queue and release (?).
-    special_latency: int = 18
+    special_latency: int = 18  # ? until a scoreboard is released: dependent exponentials 14 (J), queue and release 4
 
     # The queue to the units that a multiprocessor's schedulers share, shared memory above all. Exponentials wait in it
     # too (N, stall reason "MIO throttle").
@@ -64,10 +70,12 @@ class Chip:
     shuffle_latency: int = 22  # S
     read_latency: int = 9  # H: from leaving the queue to the release of the scoreboard of operands read
 
-    # Global memory. All loads are taken to hit the second-level cache; DRAM bounds the whole kernel from below.
+    # Global memory. Loads are taken to hit the second-level cache; DRAM bounds the whole kernel from below.
     l2_latency: int = 211  # M
     l2_gbps: float = 2155.0  # J, of all SMs
     dram_gbps: float = 900.0 * 0.83  # W; of which J read 83%
+    l1_share: float = 0.0  # ? of what is loaded, found in the first-level cache, where CTAs of an SM could meet
+    l1_latency: int = 28  # J: the first-level cache, which the stack hits always
     constant_latency: int = 29  # H: loads of constants
 
     barrier_latency: int = 22  # S: BAR.SYNC, from the last arrival

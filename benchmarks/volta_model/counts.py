@@ -25,14 +25,16 @@ class Counts:
     exponentials: int  # and other results of the special function unit
     barriers: int
     shared_atomics: int
-    accesses: Mapping[str, int]  # "LDS 16": loads from shared memory, 16 bytes a thread; LDL and STL are of the stack
+    accesses: Mapping[
+        str, int
+    ]  # "LDS 16": loads from shared memory, 16 bytes a thread; LDL and STL are of the stack; switched off: not counted
 
     @classmethod
     def of(cls, instructions: Iterable[Instruction]) -> Counts:
         """Counts a stretch."""
         path = list(instructions)
         names = Counter(instruction.name for instruction in path)
-        accesses = Counter(f"{i.name} {i.width}" for i in path if i.name in _MEMORY)
+        accesses = Counter(f"{i.name} {i.width}" for i in path if i.name in _MEMORY and not i.is_off)
         return cls(
             instructions=len(path),
             issue_cycles=sum(instruction.stall for instruction in path),

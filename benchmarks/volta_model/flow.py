@@ -136,7 +136,7 @@ def main_loop(function: Function) -> Loop:
 class Choice:
     """What decides between the ways that a warp could take."""
 
-    trips: Mapping[int, int]  # of inner loops, by header; those without HMMA may be left out: once
+    trips: Mapping[int, int]  # of loops, by header; those without HMMA may be left out inside the main loop: once
     through: frozenset[int] = frozenset()  # blocks that must be on the way
     around: frozenset[int] = frozenset()  # blocks that must not
     busiest: bool = True  # whether accesses that move tiles count for more than brevity
@@ -165,19 +165,37 @@ def steady_path(
 
 
 def prologue(function: Function, loop: Loop, trips: Mapping[int, int] | None = None) -> list[Instruction]:
-    """What a warp executes before the main loop: the shortest way there, for a call that needs nothing special."""
+    """What a warp executes before the main loop: the shortest way there, for a call that needs nothing special.
+
+    Raises ValueError when it passes a loop that `trips` does not name.
+    """
     graph = {block.address: block for block in blocks(function)}
     choice = Choice(trips or {}, busiest=False)
-    return _checked(_way(graph, loops(function), function.instructions[0].address, loop.header, choice), choice)
+    others = loops(function)
+    way = _checked(_way(graph, others, function.instructions[0].address, loop.header, choice), choice)
+    return _counted(way, others, choice)
 
 
 def epilogue(function: Function, loop: Loop, trips: Mapping[int, int] | None = None) -> list[Instruction]:
-    """What a warp executes after the main loop: of the ways to an EXIT the shortest of those that store most."""
+    """What a warp executes after the main loop: of the ways to an EXIT the shortest of those that store most.
+
+    Raises ValueError when it passes a loop that `trips` does not name.
+    """
     graph = {block.address: block for block in blocks(function) if block.address not in loop.blocks}
     choice = Choice(trips or {})
     others = [other for other in loops(function) if other.header != loop.header]
     ways = [_checked(_way(graph, others, start, END, choice), choice) for start in _exits(loop)]
-    return max(ways, key=lambda way: choice.rank(tuple(way)))
+    return _counted(max(ways, key=lambda way: choice.rank(tuple(way))), others, choice)
+
+
+def _counted(way: list[Instruction], others: Iterable[Loop], choice: Choice) -> list[Instruction]:
+    """A way on which all loops run as often as somebody said."""
+    passed = {instruction.address for instruction in way}
+    for loop in others:
+        for each in (loop, *loop.nested()):
+            if each.header in passed and each.header not in choice.trips:
+                raise ValueError(f"how often does the loop at {each.header:#x} run? It is outside the main loop")
+    return way
 
 
 def _checked(way: Way | None, choice: Choice) -> list[Instruction]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import fastattention.problem
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.heuristics import KernelConfig
-from fastattention.backends.cuda.jit.compiler import compile_kernel
+from fastattention.backends.cuda.jit.compiler import Cubin, compile_kernel
 from fastattention.backends.cuda.jit.variants import choose_variant
 from fastattention.problem import Layout
 
@@ -21,6 +22,7 @@ from .flow import epilogue, main_loop, prologue
 from .launch import Launch, Problem, TileKind
 from .paths import Paths, find_paths
 from .predict import Model
+from .sass import Function, Instruction
 
 _ARCH = 70
 
@@ -28,16 +30,27 @@ _ARCH = 70
 @functools.cache
 def ours(headdim: int) -> Model:
     """The kernel that a V100 gets for a head dimension. Raises CompileError."""
-    return of_config(choose_variant(_ARCH, CHIPS["V100"], torch.float16, headdim, headdim))
+    return of_config(configuration(headdim))
 
 
-def of_config(config: KernelConfig) -> Model:
-    """Any variant of our sm_70 kernel. Raises CompileError."""
+def configuration(headdim: int) -> KernelConfig:
+    """What a V100 runs for a plain float16 call."""
+    return choose_variant(_ARCH, CHIPS["V100"], torch.float16, headdim, headdim)
+
+
+def compiled(config: KernelConfig) -> tuple[Function, Cubin]:
+    """Any variant of our sm_70 kernel: its machine code, disassembled and as it is. Raises CompileError."""
     cubin = compile_kernel(config, _ARCH)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin.code)
         (function,) = tools.disassemble(path)
+    return function, cubin
+
+
+def of_config(config: KernelConfig) -> Model:
+    """Likewise, ready to predict."""
+    function, cubin = compiled(config)
     launch = Launch(
         tile_m=config.tile_m,
         tile_n=config.tile_n,
@@ -48,7 +61,9 @@ def of_config(config: KernelConfig) -> Model:
         value_parts=config.num_value_parts,
         heads_together=_heads_together,
     )
-    return Model(find_paths(function), launch)
+    # Of float16 results, rows by columns, that the threads of a CTA share evenly.
+    stored_bytes = 2 * config.tile_m * config.headdim_v // config.num_threads
+    return Model(find_paths(function, stored_bytes), launch)
 
 
 def _heads_together(problem: Problem) -> int:
@@ -72,17 +87,35 @@ def _heads_together(problem: Problem) -> int:
     return heuristics.heads_together(call, CHIPS["V100"])
 
 
-@functools.cache
-def theirs(headdim: int) -> Model:
-    """The CUTLASS kernel that PyTorch takes for a head dimension. Raises CompileError."""
+@dataclass(frozen=True)
+class Peer:
+    """The CUTLASS kernel that PyTorch takes for a head dimension, and its ways around the loop over tiles of keys."""
+
+    kernel: peer.PeerKernel
+    function: Function
+    full: list[Instruction]
+    masked: list[Instruction]
+
+
+def serving(headdim: int) -> Peer:
+    """That of a head dimension. Raises CompileError when it cannot be had."""
     kernel = peer.serving(headdim)
     function = peer.cutlass_kernels()[kernel.name]
+    full, masked = (kernel.path(function, headdim, masked=masked) for masked in (False, True))
+    return Peer(kernel, function, full, masked)
+
+
+@functools.cache
+def theirs(headdim: int) -> Model:
+    """The kernel that PyTorch runs, ready to predict. Raises CompileError."""
+    found = serving(headdim)
+    kernel, function = found.kernel, found.function
     loop, trips = main_loop(function), kernel.trips(headdim)
-    full = kernel.path(function, headdim)
     tiles = {
-        TileKind.FULL: full,
-        TileKind.MASKED: kernel.path(function, headdim, masked=True),
-        TileKind.SKIPPED: full,
+        TileKind.FULL: found.full,
+        TileKind.TESTED: found.full,
+        TileKind.MASKED: found.masked,
+        TileKind.SKIPPED: found.full,
     }
     launch = Launch(
         tile_m=kernel.tile_m,

@@ -40,7 +40,8 @@ class Problem:
 class TileKind(enum.Enum):
     """What a warp does with a tile of keys."""
 
-    FULL = "full"
+    FULL = "full"  # of every warp of the CTA
+    TESTED = "tested"  # full, but not of every warp: in the code that asks each warp whether it has something to mask
     MASKED = "masked"  # the diagonal goes through it
     SKIPPED = "skipped"  # it lies above the diagonal of the warp's rows, but not of another warp's
 
@@ -95,13 +96,15 @@ class Launch:
         first_row = begin + warp * self.tile_m // self.num_warps // self.mask_rows * self.mask_rows
         last_row = min(first_row + self.mask_rows, end) - 1
         num_keys = end if problem.causal else problem.seqlen
-        first_masked = first_row if self.masks_touching else first_row + 2
+        touching = 0 if self.masks_touching else 2
         for key in range(0, num_keys, self.tile_n):
             after = key + self.tile_n
             if problem.causal and key > last_row:
                 yield TileKind.SKIPPED
-            elif after > problem.seqlen or (problem.causal and after >= first_masked):
+            elif after > problem.seqlen or (problem.causal and after >= first_row + touching):
                 yield TileKind.MASKED
+            elif problem.causal and after >= begin + touching:
+                yield TileKind.TESTED
             else:
                 yield TileKind.FULL
 

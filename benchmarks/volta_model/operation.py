@@ -22,7 +22,8 @@ class Unit(enum.IntEnum):
     SPECIAL = 6
     SHARED = 7  # shared memory and shuffles
     GLOBAL = 8
-    CONSTANT = 9
+    LOCAL = 9  # the stack: small enough to stay in the first-level cache
+    CONSTANT = 10
 
 
 _UNITS: dict[Unit, str] = {
@@ -36,11 +37,14 @@ _UNITS: dict[Unit, str] = {
     Unit.TENSOR: "HMMA",
     Unit.SPECIAL: "MUFU F2F F2I I2F FRND POPC FLO BREV",
     Unit.SHARED: "LDS STS SHFL ATOMS",
-    Unit.GLOBAL: "LDG STG LD ST LDL STL RED ATOM ATOMG MATCH",
+    Unit.GLOBAL: "LDG STG LD ST RED ATOM ATOMG MATCH",
+    Unit.LOCAL: "LDL STL",
     Unit.CONSTANT: "LDC",
 }
 UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names.split()}
+_LOADS = {"LDG", "LD"}
 _STORES = {"STS", "STG", "ST", "STL", "RED"}
+_MEMORY = {Unit.SHARED, Unit.GLOBAL, Unit.LOCAL, Unit.CONSTANT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Operation:
     latency: int  # from the unit to the release of the write barrier
     read_latency: int  # likewise of the read barrier
     wavefronts: int  # of shared memory
-    global_bytes: int  # of a warp
+    global_bytes: int  # of a warp, to or from the second-level cache
     stall: int
     yields: bool
     waits: tuple[int, ...]
@@ -61,39 +65,33 @@ class Operation:
     line: int  # of the instruction caches
     jumps: bool  # what comes next is not the next instruction in memory
     is_barrier: bool
-    is_step: bool  # of the tensor cores
 
 
-@dataclass(frozen=True)
-class Conflicts:
-    """Wavefronts that accesses to shared memory take, over those without bank conflicts. At least 1."""
+def operations(path: Iterable[Instruction], chip: Chip) -> list[Operation]:
+    """What a warp executes, in order. Raises ValueError for an instruction that the model does not know.
 
-    loads: float = 1.0
-    stores: float = 1.0
-
-
-NO_CONFLICTS = Conflicts()
-
-
-def operations(path: Iterable[Instruction], chip: Chip, conflicts: Conflicts = NO_CONFLICTS) -> list[Operation]:
-    """What a warp executes, in order. Raises ValueError for an instruction that the model does not know."""
+    Accesses to shared memory have no bank conflicts.
+    """
     path = list(path)
     following = [*(instruction.address for instruction in path[1:]), None]
-    return [_operation(each, after, chip, conflicts) for each, after in zip(path, following, strict=True)]
+    return [_operation(each, after, chip) for each, after in zip(path, following, strict=True)]
 
 
-def _operation(instruction: Instruction, after: int | None, chip: Chip, conflicts: Conflicts) -> Operation:
+def _operation(instruction: Instruction, after: int | None, chip: Chip) -> Operation:
     unit = UNIT_OF.get(instruction.name)
     if unit is None:
         raise ValueError(f"the model does not know {instruction.opcode} at {instruction.address:#x}; see operation.py")
-    size = instruction.width * chip.warp_threads if unit in (Unit.SHARED, Unit.GLOBAL) else 0
+    if instruction.is_off:
+        unit = Unit.NONE
+    size = instruction.width * chip.warp_threads if unit in (Unit.SHARED, Unit.GLOBAL, Unit.LOCAL) else 0
+    global_bytes = _global_bytes(instruction, size, chip) if unit is Unit.GLOBAL else 0
     return Operation(
         unit=unit,
         interval=_interval(instruction, unit, size, chip),
-        latency=_latency(instruction, unit, chip),
+        latency=_latency(instruction, unit, global_bytes, chip),
         read_latency=_read_latency(instruction, size, chip),
-        wavefronts=_wavefronts(instruction, size, chip, conflicts),
-        global_bytes=size if unit is Unit.GLOBAL else 0,
+        wavefronts=_wavefronts(size, chip),
+        global_bytes=global_bytes,
         stall=max(1, instruction.stall),
         yields=instruction.yields,
         waits=tuple(bit for bit in range(6) if instruction.wait_mask >> bit & 1),
@@ -102,12 +100,11 @@ def _operation(instruction: Instruction, after: int | None, chip: Chip, conflict
         line=instruction.address // chip.line_bytes,
         jumps=after is not None and after != instruction.address + INSTRUCTION_BYTES,
         is_barrier=instruction.name == "BAR",
-        is_step=unit is Unit.TENSOR,
     )
 
 
 def _interval(instruction: Instruction, unit: Unit, size: int, chip: Chip) -> float:
-    if unit in (Unit.SHARED, Unit.GLOBAL, Unit.CONSTANT):
+    if unit in _MEMORY:
         return max(chip.access_interval, size / chip.transfer_width)
     intervals = {
         Unit.NONE: 1.0,
@@ -121,7 +118,12 @@ def _interval(instruction: Instruction, unit: Unit, size: int, chip: Chip) -> fl
     return intervals[unit]
 
 
-def _latency(instruction: Instruction, unit: Unit, chip: Chip) -> int:
+def _global_bytes(instruction: Instruction, size: int, chip: Chip) -> int:
+    """What an access wants of the second-level cache."""
+    return round(size * (1.0 - chip.l1_share)) if instruction.name in _LOADS else size
+
+
+def _latency(instruction: Instruction, unit: Unit, global_bytes: int, chip: Chip) -> int:
     if instruction.name == "SHFL":
         return chip.shuffle_latency
     if instruction.name in ("S2R", "B2R"):
@@ -129,7 +131,8 @@ def _latency(instruction: Instruction, unit: Unit, chip: Chip) -> int:
     latencies = {
         Unit.SPECIAL: chip.special_latency,
         Unit.SHARED: chip.shared_latency,
-        Unit.GLOBAL: chip.l2_latency,
+        Unit.GLOBAL: chip.l2_latency if global_bytes else chip.l1_latency,
+        Unit.LOCAL: chip.l1_latency,
         Unit.CONSTANT: chip.constant_latency,
     }
     return latencies.get(unit, 0)
@@ -140,10 +143,6 @@ def _read_latency(instruction: Instruction, size: int, chip: Chip) -> int:
     return chip.read_latency + (size // chip.transfer_width if instruction.name in _STORES else 0)
 
 
-def _wavefronts(instruction: Instruction, size: int, chip: Chip, conflicts: Conflicts) -> int:
-    """Shared and global memory have one way into an SM's registers."""
-    if instruction.name == "SHFL":
-        return 1
-    ideal = -(-size // chip.shared_width)
-    factors = {"LDS": conflicts.loads, "STS": conflicts.stores}
-    return round(ideal * factors.get(instruction.name, 1.0))
+def _wavefronts(size: int, chip: Chip) -> int:
+    """Shared, local and global memory have one way into an SM's registers."""
+    return -(-size // chip.shared_width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .flow import Block, Loop, count_hmma, epilogue, main_loop, prologue, steady_path
+from .flow import Block, Loop, count_hmma, epilogue, loops, main_loop, prologue, steady_path
 from .launch import TileKind
 from .sass import Function, Instruction
 
@@ -27,45 +27,94 @@ class Paths:
         return count_hmma(self.tiles[TileKind.FULL])
 
 
-def find_paths(function: Function, trips: Mapping[int, int] | None = None) -> Paths:
+def find_paths(function: Function, stored_bytes: int) -> Paths:
     """The ways through a kernel whose branches explain themselves.
 
-    The loop over tiles may hold a loop of its own over those that nothing masks; tiles that it leaves over then go
-    through the rest of the outer one.
-
-    trips: how often loops over parts of a tile run, by the address of their header; needed for those with HMMA.
+    stored_bytes: of the results that a thread stores after the loop over tiles; if it does so in a loop, they tell how
+        often that runs.
     Raises ValueError when the control flow is not that of an attention kernel.
     """
-    outer, trips = main_loop(function), dict(trips or {})
-    over_full_tiles = [loop for loop in outer.inner if loop.hmma and loop.header not in trips]
+    outer = main_loop(function)
+    trips = _storing_trips(function, outer, stored_bytes)
+    return Paths(prologue(function, outer, trips), find_tiles(function), epilogue(function, outer, trips))
+
+
+def _storing_trips(function: Function, outer: Loop, stored_bytes: int) -> dict[int, int]:
+    """Of the loop that stores the results, however many rows the compiler made one trip of it."""
+    trips = {}
+    for loop in loops(function):
+        stored = _stored(loop) if loop.header != outer.header else 0
+        if stored:
+            if stored_bytes % stored:
+                raise ValueError(
+                    f"the loop at {loop.header:#x} stores {stored} bytes a trip, no divisor of {stored_bytes}"
+                )
+            trips[loop.header] = stored_bytes // stored
+    return trips
+
+
+def _stored(loop: Loop) -> int:
+    """Bytes that a thread stores once around a loop."""
+    if not any(instruction.name == "STG" for block in loop.blocks.values() for instruction in block.instructions):
+        return 0
+    return sum(instruction.width for instruction in steady_path(loop, {}) if instruction.name == "STG")
+
+
+def find_tiles(function: Function) -> dict[TileKind, list[Instruction]]:
+    """The ways once around the loop over tiles of keys, by what a warp does with the tile.
+
+    That loop may hold one of its own over tiles that nothing masks; those that it leaves over then go through the rest
+    of the outer one.
+    Raises ValueError when the control flow is not that of an attention kernel.
+    """
+    outer = main_loop(function)
+    over_full_tiles = [loop for loop in outer.inner if loop.hmma]
     if len(over_full_tiles) > 1:
-        raise ValueError(f"{function.name} has {len(over_full_tiles)} inner loops with HMMA; give their trips")
-    trips |= {loop.header: 1 for loop in over_full_tiles}
-    around = {loop.header for loop in over_full_tiles}
+        raise ValueError(f"{function.name} has {len(over_full_tiles)} inner loops with HMMA, not one over full tiles")
+    trips = {loop.header: 1 for loop in over_full_tiles}
     full = steady_path(over_full_tiles[0] if over_full_tiles else outer, trips)
-    tiles = {
+    masking = _masking_blocks(outer, full)
+    masked = _masked(outer, trips, full, masking)
+    return {
         TileKind.FULL: full,
-        TileKind.MASKED: _masked(outer, trips, full, around),
+        TileKind.TESTED: _tested(outer, trips, full, masked, masking),
+        TileKind.MASKED: masked,
         TileKind.SKIPPED: _skipped(outer, trips, full),
     }
-    return Paths(prologue(function, outer, trips), tiles, epilogue(function, outer, trips))
 
 
-def _masked(loop: Loop, trips: Mapping[int, int], full: list[Instruction], around: set[int]) -> list[Instruction]:
-    """With the diagonal through the tile: the shortest way past blocks that put -infinity into scores.
-
-    Where the way without masks passes such blocks, every tile is masked and there is no other way.
-    """
+def _masking_blocks(loop: Loop, full: list[Instruction]) -> set[int]:
+    """Blocks that put -infinity into scores, beside the way of full tiles."""
     usual = {instruction.address for instruction in full}
     counts = {a: _count_masking(block) for a, block in loop.blocks.items() if a not in usual}
     least = max(_FEWEST_MASKED, max(counts.values(), default=0) // 2)
-    masking = [address for address, count in counts.items() if count >= least]
-    ways = (steady_path(loop, trips, through={address}, around=around) for address in masking)
-    return min(ways, key=len, default=full)
+    return {address for address, count in counts.items() if count >= least}
 
 
 def _count_masking(block: Block) -> int:
     return sum(instruction.name in _SELECTING and "-INF" in instruction.text for instruction in block.instructions)
+
+
+def _masked(loop: Loop, trips: Mapping[int, int], full: list[Instruction], masking: set[int]) -> list[Instruction]:
+    """With the diagonal through the tile: the shortest way past blocks that mask.
+
+    Where the way without masks passes such blocks, every tile is masked and there is no other way.
+    """
+    ways = (steady_path(loop, trips, through={address}, around=set(trips)) for address in masking)
+    return min(ways, key=len, default=full)
+
+
+def _tested(
+    loop: Loop, trips: Mapping[int, int], full: list[Instruction], masked: list[Instruction], masking: set[int]
+) -> list[Instruction]:
+    """In the code for tiles that may be masked, around what masks: neither where full tiles alone go.
+
+    Where a kernel has one piece of code for both, this is the way of full tiles.
+    """
+    shared = {instruction.address for instruction in masked}
+    own = {i.address for i in full if i.address in loop.blocks and i.address not in shared}
+    of_full_tiles = {address for address in own if count_hmma(loop.blocks[address].instructions)}
+    return steady_path(loop, trips, around=set(trips) | masking | of_full_tiles)
 
 
 def _skipped(loop: Loop, trips: Mapping[int, int], full: list[Instruction]) -> list[Instruction]:

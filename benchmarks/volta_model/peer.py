@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class PeerKernel:
     shared_bytes: int  # of a CTA, added up from the addresses it uses
     qk_loop: int  # over 32 columns of queries and keys
     pv_loop: int  # over 32 keys
+    prefetches: frozenset[int]  # loads in these two loops for the next trip, which the last trip does without
     value_loop: int | None  # over 128 columns of values
     through: frozenset[int]  # blocks that every tile but the first runs, although branches lead around them
     around: frozenset[int]  # bias and dropout
@@ -60,7 +62,28 @@ class PeerKernel:
     def path(self, function: Function, headdim: int, *, masked: bool = False) -> list[Instruction]:
         """What a warp executes for a tile of keys, full or masked: one that does not raise the maximum of a row."""
         through = self.through | ({self.causal_mask} if masked else set())
-        return steady_path(main_loop(function), self.trips(headdim), through, self.around)
+        path = steady_path(main_loop(function), self.trips(headdim), through, self.around)
+        return self.without_last_prefetches(path, headdim)
+
+    def without_last_prefetches(self, path: list[Instruction], headdim: int) -> list[Instruction]:
+        """A path with the prefetches of last trips switched off: there, CUTLASS clears their predicates.
+
+        Raises ValueError when a prefetch is not on the path.
+        """
+        trips = self.trips(headdim)
+        seen: Counter[int] = Counter()
+        result = []
+        for instruction in path:
+            if instruction.address in self.prefetches:
+                seen[instruction.address] += 1
+                of_loop = trips[max(loop for loop in (self.qk_loop, self.pv_loop) if loop < instruction.address)]
+                if seen[instruction.address] % of_loop == 0:
+                    instruction = instruction.switched_off()
+            result.append(instruction)
+        if set(seen) != self.prefetches:
+            missing = ", ".join(map(hex, sorted(self.prefetches - set(seen))))
+            raise ValueError(f"{self.name}: no prefetch at {missing} on the way around the loop over tiles of keys")
+        return result
 
 
 # `through`, in order: the statistics of rows, which some lanes of every warp keep, before and after the exponentials;
@@ -75,6 +98,7 @@ KERNELS = (
         shared_bytes=17_920,
         qk_loop=0x2070,
         pv_loop=0x9F70,
+        prefetches=frozenset({0x2200, 0x2250, 0x2330, 0x2360, 0xA230, 0xA270}),
         value_loop=None,
         through=frozenset({0x56A0, 0x5850, 0x7410}),
         around=frozenset({0x3100, 0x81D0}),
@@ -88,6 +112,7 @@ KERNELS = (
         shared_bytes=25_600,
         qk_loop=0x2260,
         pv_loop=0x9F20,
+        prefetches=frozenset({0x2390, 0x24A0, 0x24F0, 0x2570, 0x2590, 0xA1F0, 0xA210, 0xA240, 0xA250}),
         value_loop=None,
         through=frozenset({0x5480, 0x5630, 0x71F0}),
         around=frozenset({0x3290, 0x7FC0}),
@@ -101,6 +126,7 @@ KERNELS = (
         shared_bytes=33_920,
         qk_loop=0x2200,
         pv_loop=0x9D00,
+        prefetches=frozenset({0x2390, 0x24C0, 0x2560, 0x25A0, 0x25E0, 0x9F30, 0x9F80, 0xA050, 0xA090}),
         value_loop=0x9670,
         through=frozenset({0x53E0, 0x6EC0, 0xC6A0, 0xCF80}),
         around=frozenset({0x32D0, 0x7C90}),

@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from . import tools
 from .chip import V100, Chip
 from .grid import Pace, grid_cycles
 from .launch import Launch, Problem, TileKind
 from .multiprocessor import Multiprocessor, Outcome
-from .operation import NO_CONFLICTS, Conflicts, Operation, Unit, operations
-from .paths import Paths, find_paths
-from .sass import Function
+from .operation import Operation, Unit, operations
+from .paths import Paths
 
-# Tiles of keys that are simulated: twice as many change predictions by 2% at most.
-_FEW, _MANY = 2, 8
+TILES = (2, 8)  # twice as many change predictions by 2% at most
 
 
 @dataclass(frozen=True)
@@ -51,36 +47,22 @@ class Prediction:
         return f"tensor cores busy {tensor:.0%}; idle for {named}"
 
 
-def predict(
-    kernel: Function | Path,
-    launch: Launch,
-    problem: Problem,
-    *,
-    trips: Mapping[int, int] | None = None,
-    conflicts: Conflicts = NO_CONFLICTS,
-    chip: Chip = V100,
-) -> Prediction:
-    """Predicts a launch.
-
-    kernel: the disassembled function, or a cubin that holds one function.
-    trips: how often inner loops run, by header (flow.steady_path).
-    Raises ValueError for machine code that the model does not understand, and for CTAs that do not fit an SM.
-    """
-    if isinstance(kernel, Path):
-        (kernel,) = tools.disassemble(kernel)
-    return Model(find_paths(kernel, trips), launch, conflicts, chip).predict(problem)
-
-
 class Model:
-    """One kernel on one chip; keeps what its simulations found, since many problems need the same."""
+    """One kernel on one chip; keeps what its simulations found, since many problems need the same.
 
-    def __init__(self, paths: Paths, launch: Launch, conflicts: Conflicts = NO_CONFLICTS, chip: Chip = V100) -> None:
+    tiles: of keys, that are simulated for the overhead of a CTA, and for the pace of a tile.
+    """
+
+    def __init__(self, paths: Paths, launch: Launch, chip: Chip = V100, tiles: tuple[int, int] = TILES) -> None:
         self.paths, self.launch, self.chip = paths, launch, chip
-        self._conflicts = conflicts
+        self._few, self._many = tiles
         self._outcomes: dict[tuple[int, int, bool], Outcome] = {}
 
     def predict(self, problem: Problem) -> Prediction:
-        """Predicts one problem."""
+        """Predicts one problem.
+
+        Raises ValueError for machine code that the model does not know, and for CTAs that do not fit an SM.
+        """
         launch, chip = self.launch, self.chip
         num_ctas, most = launch.num_ctas(problem), launch.residents(chip)
         residents = min(most, -(-num_ctas // chip.num_sms))
@@ -91,7 +73,7 @@ class Model:
         seconds = max(seconds, problem.bytes_moved / (chip.dram_gbps * 1e9))
         pace = paces[-1]
         ideal = sum(full_tiles[tile] * pace.tile + pace.overhead for tile in launch.order(problem))
-        steady = self._simulate(residents, _MANY, False) - self._simulate(residents, _FEW, False)
+        steady = self._simulate(residents, self._many, False) - self._simulate(residents, self._few, False)
         slots = steady.cycles * chip.num_schedulers
         units = {unit.name.lower(): busy / slots for unit, busy in steady.busy.items() if busy or unit is Unit.TENSOR}
         units["shared"] = steady.shared_wavefronts / steady.cycles
@@ -112,9 +94,9 @@ class Model:
 
     def _pace(self, residents: int, causal: bool) -> Pace:
         """Of a tile: by how much the longer simulation takes longer. Overhead is what remains of the shorter."""
-        less, more = self._simulate(residents, _FEW, False), self._simulate(residents, _MANY, False)
-        tile = (more.cycles - less.cycles) / (_MANY - _FEW)
-        return Pace(max(1.0, self._simulate(residents, _FEW, causal).cycles - _FEW * tile), tile)
+        less, more = self._simulate(residents, self._few, False), self._simulate(residents, self._many, False)
+        tile = (more.cycles - less.cycles) / (self._many - self._few)
+        return Pace(max(1.0, self._simulate(residents, self._few, causal).cycles - self._few * tile), tile)
 
     def _simulate(self, residents: int, full_tiles: int, causal: bool) -> Outcome:
         """An SM with CTAs of so many full tiles and, when causal, those of the diagonal besides."""
@@ -136,4 +118,4 @@ class Model:
 
     def _path(self, kinds: list[TileKind]) -> list[Operation]:
         tiles = [instruction for kind in kinds for instruction in self.paths.tiles[kind]]
-        return operations([*self.paths.prologue, *tiles, *self.paths.epilogue], self.chip, self._conflicts)
+        return operations([*self.paths.prologue, *tiles, *self.paths.epilogue], self.chip)

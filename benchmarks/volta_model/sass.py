@@ -15,7 +15,7 @@ cache are lost when another warp comes between, and no instruction that keeps an
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,15 +24,13 @@ INSTRUCTION_BYTES = 16
 KNOWN_TARGETS = (70, 72, 75)  # they share the encoding of control codes
 _NO_BARRIER = 7
 _BRANCHES = {"BRA", "BSSY", "CALL", "JMP"}
-_NO_RESULT = {"BAR", "BRA", "BRX", "BSSY", "BSYNC", "CALL", "EXIT", "MEMBAR", "NOP", "R2P", "RED", "RET", "WARPSYNC"}
+_NEVER = "!PT"
 
 _FUNCTION = re.compile(r"^\s*Function : (\S+)")
 _TARGET = re.compile(r"^\s*code for sm_(\d+)")
 _FIRST_WORD = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")
 _SECOND_WORD = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
 _PREDICATED = re.compile(r"^@(!?U?P(?:\d|T))\s+(.*)$")
-_PREDICATE = re.compile(r"!?P(\d|T)")
-_REGISTER = re.compile(r"\bR(\d+)\b")
 _RESOURCES = re.compile(r"^ Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)", re.MULTILINE)
 
 
@@ -68,14 +66,13 @@ class Instruction:
         return next((int(size) // 8 for size in re.findall(r"\.[US]?(8|16|64|128)\b", self.opcode)), 4)
 
     @property
-    def writes(self) -> tuple[int, ...]:
-        """Numbers of the registers it writes, RZ left out."""
-        return _registers(self.text)[0]
+    def is_off(self) -> bool:
+        """No thread ever executes it: it takes an issue slot and nothing else."""
+        return self.predicate == _NEVER
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Numbers of the registers it reads, RZ left out."""
-        return _registers(self.text)[1]
+    def switched_off(self) -> Instruction:
+        """This instruction where no thread executes it, although its predicate does not say so to a reader."""
+        return dataclasses.replace(self, predicate=_NEVER)
 
 
 @dataclass(frozen=True)
@@ -149,38 +146,3 @@ def _instruction(address: int, text: str, second_word: int) -> Instruction:
 
 def _barrier(number: int) -> int | None:
     return None if number == _NO_BARRIER else number
-
-
-@functools.cache
-def _registers(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(written, read) by an instruction: exact for what the main loops of attention kernels are made of."""
-    opcode, _, rest = text.partition(" ")
-    name = opcode.split(".")[0]
-    has_result = not (name in _NO_RESULT or name.startswith("ST") or name.endswith("SETP") or name == "PLOP3")
-    operands = [operand for operand in rest.split(", ") if not _PREDICATE.fullmatch(operand)]
-    written: list[int] = []
-    read: list[int] = []
-    for position, operand in enumerate(operands):
-        found = _REGISTER.search(operand)
-        if found:
-            side = written if has_result and position == 0 else read
-            side.extend(range(int(found[1]), int(found[1]) + _width(opcode, operand, position)))
-    return tuple(written), tuple(read)
-
-
-def _width(opcode: str, operand: str, position: int) -> int:
-    """Registers that an operand takes; `position` counts operands from 0, predicates left out."""
-    name, *modifiers = opcode.split(".")
-    if operand.startswith("["):
-        return 2 if "E" in modifiers else 1
-    if name.startswith(("LD", "ST")):
-        return max(1, next((int(size) // 32 for size in modifiers if size in ("64", "128")), 1))
-    if name in ("HMMA", "RET", "DADD", "DFMA", "DMUL", "DSETP"):
-        return 2
-    if "WIDE" in modifiers:
-        return 2 if position in (0, 3) else 1
-    if name == "CS2R":
-        return 1 if "32" in modifiers else 2
-    if name in ("F2I", "I2F") and modifiers[0] in ("U64", "S64"):
-        return 2 if (name == "F2I") == (position == 0) else 1
-    return 1

@@ -12,7 +12,7 @@ from .memory import GlobalMemory, SharedMemory
 from .operation import Operation, Unit
 
 NEVER = math.inf
-_QUEUED = frozenset({Unit.SPECIAL, Unit.SHARED, Unit.GLOBAL, Unit.CONSTANT})
+_QUEUED = frozenset({Unit.SPECIAL, Unit.SHARED, Unit.GLOBAL, Unit.LOCAL, Unit.CONSTANT})
 
 
 @dataclass(eq=False, slots=True)
@@ -154,7 +154,7 @@ class Scheduler:
         if operation.wavefronts:
             done = self._shared.serve(first, operation.wavefronts) - 1
             leaves = max(first, done + 1 - operation.wavefronts)
-        if operation.unit is Unit.GLOBAL:
+        if operation.global_bytes:
             done = max(done, self._global.serve(leaves, operation.global_bytes))
         return leaves, done
 
@@ -194,5 +194,6 @@ _NAMES = {
     Unit.SPECIAL: "exponentials and conversions",
     Unit.SHARED: "shared memory",
     Unit.GLOBAL: "global memory",
+    Unit.LOCAL: "local memory",
     Unit.CONSTANT: "constants",
 }

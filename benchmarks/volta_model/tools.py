@@ -35,12 +35,15 @@ def cache_folder() -> Path:
 
 def cuobjdump() -> Path:
     """The path of a cuobjdump that reads sm_70: the system's, or one that pip fetches. Raises CompileError."""
-    return _tool("cuobjdump")
-
-
-def nvdisasm() -> Path:
-    """Likewise for nvdisasm."""
-    return _tool("nvdisasm")
+    found = shutil.which("cuobjdump")
+    if found is not None and int(version(Path(found)).split(".")[0]) <= _LAST_FOR_VOLTA:
+        return Path(found)
+    path = cache_folder() / TRITON.replace("==", "-") / "cuobjdump"
+    if not path.exists():
+        with downloaded(TRITON) as wheel:
+            for one in ("nvdisasm", "cuobjdump"):  # cuobjdump runs the nvdisasm beside it
+                install(wheel.read(_TRITON_FOLDER + one), path.with_name(one), 0o755)
+    return path
 
 
 def version(tool: Path) -> str:
@@ -61,24 +64,12 @@ def downloaded(requirement: str) -> Iterator[zipfile.ZipFile]:
     """The wheel of "name==version", deleted afterwards. Raises CompileError with pip's answer when there is none."""
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:  # not in /tmp, which may be small
+    with tempfile.TemporaryDirectory(dir=folder) as place:  # the system's temporary folder may be small
         options = ["--no-deps", "--only-binary=:all:", *_PLATFORM, "--progress-bar=off", "--quiet", "--dest", place]
         run([sys.executable, "-m", "pip", "download", *options, requirement])
         (wheel,) = Path(place).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             yield archive
-
-
-def _tool(name: str) -> Path:
-    found = shutil.which(name)
-    if found is not None and int(version(Path(found)).split(".")[0]) <= _LAST_FOR_VOLTA:
-        return Path(found)
-    path = cache_folder() / TRITON.replace("==", "-") / name
-    if not path.exists():
-        with downloaded(TRITON) as wheel:
-            for one in ("nvdisasm", "cuobjdump"):  # cuobjdump runs the nvdisasm beside it
-                install(wheel.read(_TRITON_FOLDER + one), path.with_name(one), 0o755)
-    return path
 
 
 def install(content: bytes, path: Path, mode: int = 0o644) -> None:

@@ -1,31 +1,16 @@
-"""The reader of Volta's machine code: control codes, registers, loops, the steady path and its counts."""
+"""The reader of Volta's machine code: control codes, loops, the ways through them and their counts."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from volta_model import counts, flow, paths, peer, sass, tools
+from volta_model.launch import TileKind
 
 from fastattention.errors import CompileError
-
-PACKAGE = Path(__file__).parents[2] / "benchmarks" / "volta_model"
-if "volta_model" not in sys.modules:
-    specification = importlib.util.spec_from_file_location(
-        "volta_model", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-    )
-    assert specification is not None
-    assert specification.loader is not None
-    package = importlib.util.module_from_spec(specification)
-    sys.modules["volta_model"] = package
-    specification.loader.exec_module(package)
-sass, flow, counts, peer, tools = (
-    importlib.import_module(f"volta_model.{name}") for name in ("sass", "flow", "counts", "peer", "tools")
-)
 
 LISTING = """
 Resource usage:
@@ -77,28 +62,6 @@ def test_control_codes_and_resources() -> None:
 def test_what_has_no_such_control_codes_is_refused(damaged: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sass.parse(damaged)
-
-
-@pytest.mark.parametrize(
-    ("text", "writes", "reads"),
-    [
-        ("HMMA.884.F32.F32.STEP0 R4, R68.reuse.ROW, R72.reuse.COL, R6", (4, 5), (68, 69, 72, 73, 6, 7)),
-        ("LDS.U.128 R4, [R2+0x10]", (4, 5, 6, 7), (2,)),
-        ("STS.64 [R9+0x800], R102", (), (9, 102, 103)),
-        ("LDG.E.128.CONSTANT.SYS R8, [R2]", (8, 9, 10, 11), (2, 3)),
-        ("IMAD.WIDE R2, R25, c[0x0][0x274], R6", (2, 3), (25, 6, 7)),
-        ("SHFL.BFLY PT, R7, R4, 0x2, 0x1f", (7,), (4,)),
-        ("ISETP.LT.OR P4, PT, R94.reuse, R131, !P2", (), (94, 131)),
-        ("LOP3.LUT P1, RZ, R2, 0xff, RZ, 0xc0, !PT", (), (2,)),
-        ("FADD R3, |R4|, -R5", (3,), (4, 5)),
-        ("CS2R R26, SRZ", (26, 27), ()),
-        ("BAR.SYNC.DEFER_BLOCKING 0x0", (), ()),
-    ],
-    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
-)
-def test_registers(text: str, writes: tuple[int, ...], reads: tuple[int, ...]) -> None:
-    instruction = sass.Instruction(0, text, None, text.split()[0], 1, False, None, None, 0, 0)
-    assert (instruction.writes, instruction.reads) == (writes, reads)
 
 
 def assembled(code: str) -> Any:
@@ -218,6 +181,62 @@ def test_before_and_after_the_loop(kernel: Any) -> None:
     assert names(flow.epilogue(kernel, loop)) == ["BRA", "STG", "EXIT"]  # the way that stores
 
 
+MANY_SCORES = "\n".join(["FSEL R8, R8, -INF , !P3 | 2"] * 8)
+# Tiles that all see have code of their own; the other code asks what to mask. Two rows of results are stored a trip.
+FULL_PIECE = f"""
+        @P0 BRA asks | 5
+        {QK} | 2
+        {PV} | 2
+        BRA next | 5"""
+TWO_PIECES = f"""
+        MOV R1, RZ | 2
+tile:   MOV R2, RZ | 2{FULL_PIECE}
+asks:   @P1 BRA next | 5
+        {QK} | 2
+        @P2 BRA whole | 5
+        {MANY_SCORES}
+whole:  {PV} | 2
+        MUFU.EX2 R9, R8 | 4
+next:   @P3 BRA tile | 5
+row:    STG.E.128.SYS [R2], R4 | 2
+        STG.E.128.SYS [R2+0x80], R8 | 2
+        @P4 BRA row | 5
+        EXIT | 5
+"""
+
+
+def test_ways_around_a_loop_with_code_for_full_tiles() -> None:
+    tiles = paths.find_tiles(assembled(TWO_PIECES))
+    assert names(tiles[TileKind.FULL]) == ["MOV", "BRA", "HMMA", "HMMA", "BRA", "BRA"]
+    asking = ["MOV", "BRA", "BRA", "HMMA", "BRA"]
+    assert names(tiles[TileKind.TESTED]) == [*asking, "HMMA", "MUFU", "BRA"]
+    assert names(tiles[TileKind.MASKED]) == [*asking, *["FSEL"] * 8, "HMMA", "MUFU", "BRA"]
+    assert names(tiles[TileKind.SKIPPED]) == ["MOV", "BRA", "BRA", "BRA"]
+
+
+def test_code_that_asks_of_every_tile_is_that_of_full_ones() -> None:
+    tiles = paths.find_tiles(assembled(TWO_PIECES.replace(FULL_PIECE, "")))
+    assert names(tiles[TileKind.FULL]) == ["MOV", "BRA", "HMMA", "BRA", "HMMA", "MUFU", "BRA"]
+    assert tiles[TileKind.TESTED] == tiles[TileKind.FULL]
+
+
+def test_storing_loop_runs_until_all_results_are_stored() -> None:
+    function = assembled(TWO_PIECES)
+    assert names(paths.find_paths(function, 96).epilogue) == ["STG", "STG", "BRA"] * 3 + ["EXIT"]
+    with pytest.raises(ValueError, match="stores 32 bytes a trip, no divisor of 80"):
+        paths.find_paths(function, 80)
+
+
+def test_how_often_loops_outside_the_main_one_run_must_be_said() -> None:
+    function = assembled(TWO_PIECES)
+    with pytest.raises(ValueError, match=r"how often does the loop at 0x\w+ run\? It is outside"):
+        flow.epilogue(function, flow.main_loop(function))
+    before = assembled(f"first: MOV R1, RZ | 2\n@P0 BRA first | 5\ntile: {QK} | 2\n@P1 BRA tile | 5\nEXIT | 5")
+    with pytest.raises(ValueError, match="how often does the loop at 0x0 run"):
+        flow.prologue(before, flow.main_loop(before))
+    assert len(flow.prologue(before, flow.main_loop(before), {0: 3})) == 6
+
+
 def test_counts_of_products_in_loops(kernel: Any) -> None:
     tile = counts.count(kernel, dict.fromkeys(at("inner"), 3))
     assert (tile.qk.hmma, tile.qk.instructions, tile.qk.issue_cycles) == (6, 9, 3 * (2 + 3 + 5))
@@ -259,6 +278,38 @@ def test_pytorchs_kernel_for_a_headdim(headdim: int, name: str, products: list[i
     assert list(kernel.trips(headdim).values()) == products
 
 
+def test_accesses_that_are_switched_off_are_not_counted() -> None:
+    load = assembled("LDG.E.128.SYS R16, [R2] | 1").instructions[0]
+    found = counts.Counts.of([load, load.switched_off()])
+    assert (found.instructions, found.issue_cycles, found.accesses) == (2, 2, {"LDG 16": 1})
+
+
+def loads_of(kernel: Any, headdim: int) -> list[bool]:
+    """Whether the prefetches of a tile load, in order, in loops made of nothing else."""
+    trips, path = kernel.trips(headdim), []
+    for loop in (kernel.qk_loop, kernel.pv_loop):
+        inside = [a for a in sorted(kernel.prefetches) if a > loop and (a < kernel.pv_loop or loop == kernel.pv_loop)]
+        path += [
+            sass.Instruction(a, "LDG.E.128.SYS R4, [R2]", "P1", "LDG.E.128.SYS", 1, False, None, None, 0, 0)
+            for _ in range(trips[loop])
+            for a in inside
+        ]
+    return [not instruction.is_off for instruction in kernel.without_last_prefetches(path, headdim)]
+
+
+@pytest.mark.parametrize(("headdim", "expected"), [(64, 4 + 2), (128, 3 * 5 + 3 * 4)])
+def test_last_trip_of_pytorchs_loops_prefetches_nothing(headdim: int, expected: int) -> None:
+    kernel = peer.serving(headdim)
+    loads = loads_of(kernel, headdim)
+    assert sum(loads) == expected
+    assert not loads[-1]
+
+
+def test_prefetch_that_is_not_where_it_was_read_is_reported() -> None:
+    with pytest.raises(ValueError, match="64x64_rf_sm70: no prefetch at 0x2200, "):
+        peer.serving(64).without_last_prefetches([], 64)
+
+
 @pytest.mark.parametrize("release", ["12.8", "13.0"])
 def test_disassembler_on_the_path_is_taken_unless_too_new_for_volta(
     release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -277,7 +328,7 @@ def test_disassembler_on_the_path_is_taken_unless_too_new_for_volta(
         assert found == installed
     else:
         assert found.parent.parent == tmp_path / "cache" / "fastattention-volta"
-        assert tools.run([str(found)]) == tools.run([str(tools.nvdisasm())]) == "fetched\n"
+        assert tools.run([str(found)]) == tools.run([str(found.with_name("nvdisasm"))]) == "fetched\n"
 
 
 def test_a_tool_that_fails_is_reported_with_its_complaint() -> None:

@@ -10,7 +10,7 @@ from .chip import V100, Chip
 from .launch import Problem
 from .predict import Model
 from .published import FIGURES
-from .report import Assumption
+from .report import Assumption, Compared, Judged
 
 # Every figure that chip.py marks ? or H, those of the second-level cache, and barriers: each is halved and doubled.
 _UNCERTAIN = {
@@ -65,10 +65,10 @@ def _vary(change: str, chip: Chip, known: dict[int, tuple[Model, Model]]) -> Ass
     models = {
         headdim: tuple(Model(each.paths, each.launch, chip, _TILES) for each in both) for headdim, both in known.items()
     }
-    judged = [figure for figure in FIGURES if figure.problem.seqlen == _SEQLEN and not figure.problem.causal]
-    errors = [models[each.problem.headdim][1].predict(each.problem).tflops / each.tflops - 1.0 for each in judged]
+    figures = [figure for figure in FIGURES if figure.problem.seqlen == _SEQLEN and not figure.problem.causal]
+    errors = [Judged(each, models[each.problem.headdim][1].predict(each.problem)).error for each in figures]
     ratios = []
     for headdim, (ours, theirs) in models.items():
         problem = Problem(seqlen=_SEQLEN, batch_size=4, nheads=2048 // headdim, headdim=headdim, causal=False)
-        ratios.append(theirs.predict(problem).seconds / ours.predict(problem).seconds)
+        ratios.append(Compared(ours.predict(problem), theirs.predict(problem)).ratio)
     return Assumption(change, max(errors, key=abs), ratios)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 
-import fastattention.problem
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit.compiler import Cubin, compile_kernel
 from fastattention.backends.cuda.jit.variants import choose_variant
-from fastattention.problem import Layout
+from fastattention.validation import Options, prepare_dense
 
 from . import peer, tools
 from .flow import epilogue, main_loop, prologue
@@ -68,22 +67,9 @@ def of_config(config: KernelConfig) -> Model:
 
 def _heads_together(problem: Problem) -> int:
     """As many as our launch takes."""
-    call = fastattention.problem.Problem(
-        layout=Layout.DENSE,
-        device=torch.device("cuda"),
-        dtype=torch.float16,
-        batch_size=problem.batch_size,
-        seqlen_q=problem.seqlen,
-        seqlen_k=problem.seqlen,
-        total_q=problem.batch_size * problem.seqlen,
-        nheads=problem.nheads,
-        nheads_k=problem.nheads,
-        headdim=problem.headdim,
-        headdim_v=problem.headdim,
-        softmax_scale=problem.headdim**-0.5,
-        window_left=-1,
-        window_right=0 if problem.causal else -1,
-    )
+    tokens = problem.batch_size, problem.seqlen, problem.nheads, problem.headdim
+    q = torch.empty(tokens, dtype=torch.float16, device="meta")
+    call, _ = prepare_dense(q, q, q, Options())
     return heuristics.heads_together(call, CHIPS["V100"])
 
 

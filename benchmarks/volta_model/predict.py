@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .chip import V100, Chip
+from .counts import CYCLES_PER_HMMA
 from .grid import Pace, grid_cycles
 from .launch import Launch, Problem, TileKind
 from .multiprocessor import Multiprocessor, Outcome
@@ -81,7 +82,7 @@ class Model:
             problem=problem,
             residents=residents,
             tile_cycles=pace.tile / residents,
-            tensor_cycles=self.paths.hmma_of_tile * 2 * launch.num_warps / chip.num_schedulers,
+            tensor_cycles=self.paths.hmma_of_tile * CYCLES_PER_HMMA * launch.num_warps / chip.num_schedulers,
             overhead_cycles=pace.overhead,
             seconds=seconds,
             tflops=problem.useful_flops / seconds * 1e-12,

@@ -80,13 +80,13 @@ private:
         block_barrier();
         rows_.load_queries(q_shared_);
         int stage = 0;
-        for_each_tile([&](auto all_seen, int key) {
+        for (int key = key_begin_; key < key_end_; key += kTileN) {
             if (key + kTileN < key_end_) {
                 k_copy.begin(key + kTileN, k_shared_ + (stage ^ 1) * KeyCopy::kBytes);
                 v_copy.begin(key + kTileN, v_shared_ + (stage ^ 1) * ValueCopy::kBytes);
             }
             copy_async_commit();
-            const TileKind kind = all_seen.value ? TileKind::kFull : rows_.kind_of(key);
+            const TileKind kind = rows_.kind_of(key);
             if (kind != TileKind::kSkipped) {
                 WarpRows::Scores scores = {};
                 rows_.multiply_queries(scores, k_shared_ + stage * KeyCopy::kBytes);
@@ -96,7 +96,7 @@ private:
             stage ^= 1;
             copy_async_wait<0>();
             block_barrier();
-        });
+        }
     }
 
     // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round. No barrier

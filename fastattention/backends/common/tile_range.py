@@ -1,4 +1,7 @@
-"""Which keys a query sees, and which tiles need no mask or no work: tile_range.hpp for planners written in Python."""
+"""Which keys a query sees, and which tiles need no mask or no work: tile_range.hpp for Python and for Triton.
+
+first_key and past_last_key are plain arithmetic on integers, so that kernels in Triton compile these very functions.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,16 @@ class TileKind(enum.IntEnum):
     SKIPPED = 0  # no query of the tile sees any of its keys
     PARTIAL = 1  # the mask must be applied
     FULL = 2  # every query sees every key
+
+
+def first_key(i: int, seqlen_q: int, seqlen_k: int, left: int) -> int:
+    """First key that query i sees, if it sees any."""
+    return 0 if left < 0 else min(max(i + seqlen_k - seqlen_q - left, 0), seqlen_k)
+
+
+def past_last_key(i: int, seqlen_q: int, seqlen_k: int, right: int) -> int:
+    """One past the last key that query i sees; not above its first_key when it sees none."""
+    return seqlen_k if right < 0 else min(max(i + seqlen_k - seqlen_q + right + 1, 0), seqlen_k)
 
 
 @dataclass(frozen=True)
@@ -28,11 +41,11 @@ class TileRange:
 
     def row_begin(self, i: int) -> int:
         """First key that query i sees, if it sees any."""
-        return 0 if self.left < 0 else self._clamp(i + self.seqlen_k - self.seqlen_q - self.left)
+        return first_key(i, self.seqlen_q, self.seqlen_k, self.left)
 
     def row_end(self, i: int) -> int:
         """One past the last key that query i sees; not above row_begin when it sees none."""
-        return self.seqlen_k if self.right < 0 else self._clamp(i + self.seqlen_k - self.seqlen_q + self.right + 1)
+        return past_last_key(i, self.seqlen_q, self.seqlen_k, self.right)
 
     def classify(self, first_q: int, last_q: int, first_k: int, last_k: int) -> TileKind:
         """What the tile of queries first_q..last_q and keys first_k..last_k (inclusive) needs."""
@@ -41,6 +54,3 @@ class TileRange:
         if self.row_begin(last_q) <= first_k and self.row_end(first_q) > last_k:
             return TileKind.FULL
         return TileKind.PARTIAL
-
-    def _clamp(self, key: int) -> int:
-        return min(max(key, 0), self.seqlen_k)

@@ -35,6 +35,19 @@ def cuda_arch() -> int | None:
         raise ArgumentError(f"FASTATTENTION_CUDA_ARCH={chosen!r} must be one of 60, 70, 75 and 80") from error
 
 
+def ascend_kernels() -> tuple[str, ...]:
+    """FASTATTENTION_ASCEND: who computes on Ascend NPUs, vendor (operators of torch_npu) or triton (ours).
+
+    Unset or empty: an operator of torch_npu where one serves the call exactly, our kernels otherwise.
+    """
+    chosen = os.environ.get("FASTATTENTION_ASCEND")
+    if not chosen:
+        return ("vendor", "triton")
+    if chosen not in ("vendor", "triton"):
+        raise ArgumentError(f"FASTATTENTION_ASCEND={chosen!r} must be vendor or triton")
+    return (chosen,)
+
+
 def check_float16_range() -> bool:
     """FASTATTENTION_CHECK_RANGE: 1 refuses bfloat16 numbers beyond float16, where the GPU computes in float16.
 

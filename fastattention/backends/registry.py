@@ -13,6 +13,7 @@ from fastattention.problem import Problem
 # Name -> module:class, most specialised first. Modules are imported when first asked for.
 ORDER: dict[str, str] = {
     "cuda": "fastattention.backends.cuda.backend:CudaBackend",
+    "ascend": "fastattention.backends.ascend.backend:AscendBackend",
     "cpu": "fastattention.backends.cpu.backend:CpuBackend",
     "sdpa": "fastattention.backends.sdpa.backend:SdpaBackend",
 }

@@ -29,7 +29,7 @@ def problem_of(headdim: int = 8) -> Problem:
 
 
 def test_the_order_goes_from_special_to_general() -> None:
-    assert list(registry.ORDER) == ["cuda", "cpu", "sdpa"]
+    assert list(registry.ORDER) == ["cuda", "ascend", "cpu", "sdpa"]
 
 
 @pytest.mark.parametrize("name", list(registry.ORDER))

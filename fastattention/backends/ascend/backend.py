@@ -1,0 +1,149 @@
+"""The ascend backend: checks, and the choice between our kernels and the operators of torch_npu."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+
+import torch
+
+from fastattention import config
+from fastattention.backends.ascend import call, vendor
+from fastattention.backends.ascend.chips import Chip, find_chip
+from fastattention.backends.ascend.tiling import Tiling, choose_tiling
+from fastattention.backends.base import Backend
+from fastattention.backends.common.kv_append import append_tokens
+from fastattention.problem import AttentionOutput, Inputs, Problem
+
+
+class AscendBackend(Backend):
+    """Attention on Ascend NPUs.
+
+    The rule: an operator of torch_npu where one computes exactly what is asked, since those have been measured on the
+    device; our Triton kernels, which have not, for everything else.
+
+    implementation: "vendor" or "triton" for that one alone; None follows FASTATTENTION_ASCEND, else the rule.
+    """
+
+    name = "ascend"
+
+    def __init__(self, implementation: str | None = None) -> None:
+        self._forced = implementation
+
+    def why_unavailable(self) -> str | None:
+        """Why there is no NPU to run on."""
+        return _why_no_npu()
+
+    def describe(self) -> str:
+        """The NPUs, and who computes on them."""
+        count = torch.npu.device_count()  # type: ignore[attr-defined]  # torch_npu adds it
+        chips = ", ".join(f"npu:{index} {_device_name(index)}" for index in range(count))
+        ours = _why_no_triton() or "our Triton kernels for other calls"
+        return f"{chips}; operators of torch_npu where they are exact, {ours} (FASTATTENTION_ASCEND chooses)"
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Refuses bias, dropout, gradients and wide heads; serves every other call on an NPU."""
+        if (reason := self._why_not_device(problem)) is not None:
+            return reason
+        reasons = self._reasons(problem)
+        if None in reasons.values():
+            return None
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        """Appends to the cache if asked to, then attends by the first implementation without a reason against it."""
+        if inputs.k_new is not None:
+            inputs = inputs._replace(q=append_tokens(problem, inputs))
+        if self.implementation(problem) == "vendor":
+            return vendor.forward(problem, inputs)
+        chip = self._chip(problem)
+        prepared = call.prepare(problem, inputs, self._tiling(problem, chip), chip)
+        for launch in prepared.launches:
+            self._launch(launch)
+        return call.finish(prepared.output)
+
+    def implementation(self, problem: Problem) -> str:
+        """Who serves a problem that why_not accepted: "vendor" or "triton"."""
+        return next(name for name, reason in self._reasons(problem).items() if reason is None)
+
+    def _reasons(self, problem: Problem) -> dict[str, str | None]:
+        """Why each implementation that is allowed cannot serve `problem`, in the order in which they are tried."""
+        reasons = {"vendor": self._why_not_vendor, "triton": self._why_not_triton}
+        return {name: reasons[name](problem) for name in self._implementations()}
+
+    def _why_not_vendor(self, problem: Problem) -> str | None:
+        return self._why_no_operators() or vendor.why_not(problem)
+
+    def _why_not_triton(self, problem: Problem) -> str | None:
+        return self._why_no_compiler() or why_not_kernels(problem)
+
+    # What the tests, which have no NPU, do their own way.
+
+    def _why_not_device(self, problem: Problem) -> str | None:
+        if problem.device.type != "npu":
+            return f"tensors are on {problem.device}; the ascend backend takes tensors on npu"
+        return None
+
+    def _implementations(self) -> tuple[str, ...]:
+        return config.ascend_kernels() if self._forced is None else (self._forced,)
+
+    def _why_no_operators(self) -> str | None:
+        return vendor.why_unavailable()
+
+    def _why_no_compiler(self) -> str | None:
+        return _why_no_triton()
+
+    def _chip(self, problem: Problem) -> Chip:
+        return find_chip(_device_name(problem.device.index or 0))
+
+    def _tiling(self, problem: Problem, chip: Chip) -> Tiling:
+        return choose_tiling(problem, chip)
+
+    def _launch(self, launch: call.Launch) -> None:
+        launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.constants, **launch.options)
+
+
+def why_not_kernels(problem: Problem) -> str | None:
+    """Why our kernels cannot serve `problem` on any chip, or None."""
+    if problem.needs_grad:
+        return "a gradient is needed and the kernels have no backward; use backend='sdpa' or torch.no_grad()"
+    if problem.dropout_p > 0.0:
+        return f"dropout_p={problem.dropout_p} is not served; use dropout_p=0.0 or backend='sdpa'"
+    if problem.has_bias:
+        return (
+            "attn_bias is not served: a tile of it would take the Vector units' buffers from the scores; "
+            "use window_size, alibi_slopes or packed sequences where they say the same, or backend='sdpa'"
+        )
+    if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:
+        widths = f"headdim={problem.headdim}, headdim_v={problem.headdim_v}"
+        return f"{widths}; at most {call.MAX_HEADDIM} is served"
+    return None
+
+
+@functools.cache
+def _why_no_npu() -> str | None:
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed; an Ascend server needs CANN and torch_npu, see docs/ascend.md"
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:  # whatever a library of the vendor's raises when CANN is missing or too old
+        return f"torch_npu cannot be imported: {error}"
+    if not torch.npu.is_available():  # type: ignore[attr-defined]
+        return "torch_npu sees no NPU"
+    return None
+
+
+@functools.cache
+def _why_no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton-ascend is not installed, which our kernels need; pip install triton-ascend"
+    if importlib.util.find_spec("triton.backends.ascend") is None:
+        return "the triton that is installed is not triton-ascend; uninstall it and install triton-ascend"
+    return None
+
+
+@functools.cache
+def _device_name(index: int) -> str:
+    name: str = torch.npu.get_device_name(index)  # type: ignore[attr-defined]
+    return name

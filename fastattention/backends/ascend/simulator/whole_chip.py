@@ -1,0 +1,132 @@
+"""The whole chip: row blocks dealt out to the cores of a persistent grid, and what a call then takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fastattention.backends.ascend.chips import Chip
+from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, Costs
+from fastattention.backends.ascend.simulator.core import Setting
+from fastattention.backends.ascend.simulator.memory import cached, rate
+from fastattention.backends.ascend.simulator.row_block import Run, row_block, simulate
+from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Tiling
+from fastattention.backends.ascend.simulator.workload import MaskMode, Workload
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the model says of a call. No figure has been measured."""
+
+    workload: Workload
+    tiling: Tiling
+    chip: Chip
+    seconds: float
+    busy: dict[tuple[str, str], float]  # (unit, pipe) -> share of the call's time, average of all cores
+    spent: dict[str, float]  # what a core's Cube does with its time -> share; they add up to 1
+    num_row_blocks: int
+    num_splits: int
+
+    @property
+    def tflops(self) -> float:
+        """Useful arithmetic: hidden scores do not count."""
+        return self.workload.useful_flops / self.seconds / 1e12
+
+    @property
+    def fraction_of_peak(self) -> float:
+        """Of the Cubes; float32 has a quarter of it."""
+        slowdown = self.chip.float32_slowdown if self.workload.shape.is_float32 else 1
+        return self.tflops / (self.chip.peak_tflops / slowdown)
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Work items of a call, in the order in which the programs of a persistent grid take them."""
+
+    kinds: list[tuple[int, int]]  # tiles, and those of them to which a mask is applied
+    kind_of: np.ndarray[tuple[int], np.dtype[np.intp]]  # (number of items,)
+    num_splits: int
+    sharers: int  # row blocks that read the same keys
+
+    def longest_core(self, cycles: list[float], num_cores: int) -> float:
+        """Cycles of the core that is done last, from those of each kind."""
+        each = np.array(cycles)[self.kind_of]
+        return max(float(each[core::num_cores].sum()) for core in range(min(len(each), num_cores)))
+
+
+def predict(workload: Workload, tiling: Tiling, chip: Chip, costs: Costs = DEFAULT_COSTS) -> Prediction:
+    """Simulate a call."""
+    items = _items(workload, tiling, chip)
+    setting = _setting(workload, tiling, chip, costs, items)
+    results = [row_block(setting, *kind) for kind in items.kinds]
+    launch = _launch_cycles(items, costs)
+    total = launch + items.longest_core([result.cycles for result in results], chip.num_cores)
+    counts = np.bincount(items.kind_of, minlength=len(results))
+    parts = [(int(count) / chip.num_cores / total, result) for count, result in zip(counts, results, strict=True)]
+    busy = {pipe: sum(share * result.busy[pipe] for share, result in parts) for pipe in results[0].busy}
+    spent = {reason: sum(share * result.spent[reason] for share, result in parts) for reason in results[0].spent}
+    spent["launch"] = launch / total
+    spent["cores without work"] = 1.0 - sum(spent.values())
+    return Prediction(workload, tiling, chip, total / chip.clock_hz, busy, spent, len(items.kind_of), items.num_splits)
+
+
+def estimate_cycles(
+    workload: Workload, tiling: Tiling, chip: Chip, row_block_cycles: Callable[[Setting, int, int], float]
+) -> float:
+    """As `predict`, with another answer to what a row block takes."""
+    items = _items(workload, tiling, chip)
+    setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items)
+    cycles = [row_block_cycles(setting, *kind) for kind in items.kinds]
+    return _launch_cycles(items, DEFAULT_COSTS) + items.longest_core(cycles, chip.num_cores)
+
+
+def simulate_row_block(workload: Workload, tiling: Tiling, chip: Chip, num_tiles: int) -> Run:
+    """The first so many tiles of a row block without a mask, with all that happens, as `predict` sees them."""
+    return simulate(_setting(workload, tiling, chip, DEFAULT_COSTS, _items(workload, tiling, chip)), num_tiles)
+
+
+def _items(workload: Workload, tiling: Tiling, chip: Chip) -> _Items:
+    blocks = workload.row_blocks(tiling)
+    most = max(tiles for tiles, _ in blocks)
+    num_splits = 1
+    if workload.is_decode:  # every core gets some keys
+        num_splits = max(1, min(most, chip.num_cores // (len(blocks) * workload.num_heads)))
+    # The last rows of a head first, and a row block's splits one after another.
+    items = [(math.ceil(tiles / num_splits), masked) for tiles, masked in reversed(blocks) for _ in range(num_splits)]
+    items = [(tiles, min(masked, tiles)) for tiles, masked in items]
+    kinds = sorted(set(items))
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    kind_of = np.tile(np.array([numbers[item] for item in items]), workload.num_heads)
+    return _Items(kinds, kind_of, num_splits, len(blocks) * (1 if workload.is_decode else workload.group_size))
+
+
+def _launch_cycles(items: _Items, costs: Costs) -> float:
+    return costs.launch * (2 if items.num_splits > 1 else 1)  # the second kernel merges the splits
+
+
+def _setting(workload: Workload, tiling: Tiling, chip: Chip, costs: Costs, items: _Items) -> Setting:
+    """A core's view of a call: what it reads comes from memory unless the call as a whole fits the cache.
+
+    A decode reads keys and values from memory whatever their size: the rest of a model has passed since they were
+    written.
+    """
+    memory = cached(chip, costs.write_share)
+    active = min(len(items.kind_of), chip.num_cores)
+    workspace = active * tiling.preload * _workspace_bytes(workload, tiling)
+    fits = workload.tensor_bytes + workload.mask_bytes + workspace <= chip.l2_bytes
+    if not fits or workload.is_decode:
+        keys = rate(chip, active, 1 if workload.is_decode else min(items.sharers, active))
+        memory = replace(memory, keys=keys, queries=rate(chip, active, 1))
+    if not fits and workload.mask_mode is not MaskMode.TILING:
+        memory = replace(memory, mask=rate(chip, active, 1))
+    return Setting(chip, tiling, workload.shape, memory, costs)
+
+
+def _workspace_bytes(workload: Workload, tiling: Tiling) -> int:
+    """Of one score tile between the units of a core: scores, weights and product."""
+    shape = workload.shape
+    row = tiling.outer_tile_n * (shape.score_bytes + shape.element_bytes) + shape.headdim_v * FLOAT32_BYTES
+    return tiling.outer_tile_m * row

@@ -1,0 +1,201 @@
+"""Which tiles serve a call: what fits a chip's buffers, and of that what the simulator finds fastest. Pure Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastattention.backends.ascend.chips import Chip
+from fastattention.backends.ascend.mask_tile import MASK_TILE
+from fastattention.backends.ascend.simulator.estimate import row_block_estimate
+from fastattention.backends.ascend.simulator.tiles import (
+    CHUNK_KEYS,
+    FLOAT32_BYTES,
+    Shape,
+    Tiling,
+    cube_tiles,
+    update_rows,
+    vector_rows,
+)
+from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
+from fastattention.backends.ascend.simulator.workload import Workload, padded
+from fastattention.errors import UnsupportedError
+from fastattention.problem import Problem
+
+__all__ = ["BufferUse", "Tiling", "buffer_uses", "choose_tiling", "compiler_options", "tiling_for", "why_not_fit"]
+
+OUTER_TILE_M = (16, 32, 64, 128, 256)
+OUTER_TILE_N = (1024, 512, 256, 128, 64, 32, 16)
+VECTOR_LOOPS = (1, 2, 4, 8)  # slices of a Vector's rows that the compiler knows
+PRELOADS = (1, 2, 4)  # without workspaces ahead, and with the two numbers of them that the compiler knows
+MINIMUM = 16  # rows, keys or columns of any tile: the Cube's own
+MASK_BYTES = 1  # of an element of the mask tile
+ROW_STATISTICS = 3  # floats a row: maximum, sum, correction
+SIMULATED = 3  # of all candidates, those that are best by the estimate
+WORTH_MORE = 1.01  # a tiling with more under way, or with more hand-overs, must be so much faster
+
+# Calls are told apart by three leading bits of their sizes. Beyond these numbers what is best no longer changes.
+LONGEST, MOST_HEADS = 8192, 64
+MOST_ROW_BLOCKS = 64  # of a head: with more, larger tiles are better
+SMALLEST_TILE_N = 64  # unless the keys or pages are fewer
+
+
+@dataclass(frozen=True)
+class BufferUse:
+    """What a tiling takes of one buffer."""
+
+    buffer: str
+    parts: dict[str, int]  # bytes, copies included
+    allowed: int
+
+    @property
+    def used(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def why_not_fit(tiling: Tiling, headdim: int, headdim_v: int, dtype: torch.dtype, chip: Chip) -> str | None:
+    """Why a chip's buffers do not hold a tiling: the buffer, the bytes, what is allowed. None when they do."""
+    for name in ("outer_tile_m", "outer_tile_n"):
+        size = getattr(tiling, name)
+        if size < MINIMUM or size & (size - 1):
+            return f"{name}={size} is not possible; use a power of two from {MINIMUM} on"
+    if not 1 <= tiling.inner_tile_m <= vector_rows(tiling, chip):
+        return f"inner_tile_m={tiling.inner_tile_m} is not possible; use 1 to {vector_rows(tiling, chip)}"
+    if tiling.preload < 1:
+        return f"preload={tiling.preload} is not possible; use 1 or more"
+    if tiling.outer_tile_m + tiling.outer_tile_n > MASK_TILE:
+        return (
+            f"outer_tile_m={tiling.outer_tile_m} and outer_tile_n={tiling.outer_tile_n} exceed the mask tile: "
+            f"their sum may be {MASK_TILE}"
+        )
+    for use in buffer_uses(tiling, Shape(padded(headdim), padded(headdim_v), dtype.itemsize), chip):
+        if use.used > use.allowed:
+            parts = ", ".join(f"{part} {size}" for part, size in use.parts.items())
+            return f"{use.buffer} would hold {use.used} bytes ({parts}); {chip.name} allows {use.allowed}"
+    return None
+
+
+def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip) -> list[BufferUse]:
+    """What a tiling takes of every buffer of a core; those of level 0 first, whose sizes decide the others."""
+    rows, copies, size = tiling.outer_tile_m, tiling.num_buffers, shape.element_bytes
+    cut = cube_tiles(tiling, shape, chip)
+    depth = max(cut.qk_depth, MINIMUM)
+    columns, keys = max(cut.pv_columns, MINIMUM), max(cut.pv_keys, MINIMUM)
+    slice_elements, vector = tiling.inner_tile_m * tiling.outer_tile_n, vector_rows(tiling, chip)
+    level_0 = [
+        BufferUse("L0A", {"queries or weights": 2 * rows * max(depth, keys) * size}, chip.l0a_bytes),
+        BufferUse(
+            "L0B",
+            {"keys or values": 2 * size * max(max(cut.qk_keys, MINIMUM) * depth, keys * columns)},
+            chip.l0b_bytes,
+        ),
+        BufferUse("L0C", {"scores or products": 2 * rows * max(cut.qk_keys, columns) * FLOAT32_BYTES}, chip.l0c_bytes),
+    ]
+    in_l1 = {
+        "queries": rows * shape.headdim * size,
+        "keys": copies * cut.qk_keys * shape.headdim * size,
+        "values": copies * keys * columns * size,
+        "weights": rows * tiling.outer_tile_n * size,
+    }
+    in_ub = {
+        "scores": copies * slice_elements * shape.score_bytes,
+        "weights": copies * slice_elements * size,
+        "mask": copies * slice_elements * MASK_BYTES,
+        "O": vector * shape.headdim_v * FLOAT32_BYTES,
+        "product with values": update_rows(tiling, shape, chip) * shape.headdim_v * FLOAT32_BYTES,
+        "row statistics": ROW_STATISTICS * vector * FLOAT32_BYTES,
+    }
+    return [*level_0, BufferUse("L1", in_l1, chip.l1_bytes), BufferUse("UB", in_ub, chip.ub_bytes)]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tiling(problem: Problem, chip: Chip) -> Tiling:
+    """The tiling that the simulator finds fastest for a problem. Raises UnsupportedError when none fits."""
+    return tiling_for(Workload.of(problem), chip, problem.page_block_size)
+
+
+def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = None) -> Tiling:
+    """As choose_tiling. page_block_size: tokens of a page, which no tile of keys exceeds; None without pages."""
+    num_heads_k = max(_rounded(workload.batch_size * workload.nheads_k, MOST_HEADS), 1)
+    representative = replace(
+        workload,
+        batch_size=1,
+        seqlen_q=max(_rounded(workload.seqlen_q, LONGEST), 1),
+        seqlen_k=max(_rounded(workload.seqlen_k, LONGEST), 1),
+        nheads=num_heads_k * workload.group_size,
+        nheads_k=num_heads_k,
+        headdim=padded(workload.headdim),
+        headdim_v=padded(workload.headdim_v),
+        window_left=workload.window_left if workload.window_left < 0 else _rounded(workload.window_left, LONGEST),
+        window_right=workload.window_right if workload.window_right < 1 else _rounded(workload.window_right, LONGEST),
+    )
+    return _fastest(representative, chip, LONGEST if page_block_size is None else padded(page_block_size))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(workload: Workload, chip: Chip, longest_tile: int) -> Tiling:
+    cost = {
+        tiling: estimate_cycles(workload, tiling, chip, row_block_estimate)
+        for tiling in _candidates(workload, chip, longest_tile)
+    }
+    if not cost:
+        raise UnsupportedError(
+            f"headdim={workload.headdim}, headdim_v={workload.headdim_v} in {workload.dtype} fit no buffers of "
+            f"{chip.name} at any tile size"
+        )
+    best = sorted(cost, key=lambda tiling: cost[tiling])[:SIMULATED]
+    seconds = {tiling: predict(workload, tiling, chip).seconds for tiling in best}
+    limit = WORTH_MORE * min(seconds.values())
+    good = [tiling for tiling in best if seconds[tiling] <= limit]
+    return min(good, key=lambda tiling: (tiling.preload, -tiling.outer_tile_n, seconds[tiling]))
+
+
+def _candidates(workload: Workload, chip: Chip, longest_tile: int) -> Iterator[Tiling]:
+    """Tilings that fit, and are not larger than the call; without double buffers only when none fits with them."""
+    most_rows = padded(workload.num_rows)
+    most_keys = min(padded(workload.seqlen_k), longest_tile)
+    for multibuffer in (True, False):
+        found = False
+        for rows in (rows for rows in OUTER_TILE_M if most_rows // MOST_ROW_BLOCKS <= rows <= most_rows):
+            for keys in (keys for keys in OUTER_TILE_N if min(most_keys, SMALLEST_TILE_N) <= keys <= most_keys):
+                inner = _best_slices(rows, keys, multibuffer, workload, chip)
+                if inner is None:
+                    continue
+                found = True
+                for preload in PRELOADS if keys < workload.seqlen_k else PRELOADS[:1]:
+                    yield Tiling(rows, keys, inner, preload, multibuffer)
+        if found:
+            return
+
+
+def _best_slices(rows: int, keys: int, multibuffer: bool, workload: Workload, chip: Chip) -> int | None:
+    """Rows of a slice: the fewest slices of which two fit side by side; None when no number of slices fits."""
+    for loops in VECTOR_LOOPS:
+        inner = rows // chip.vectors_per_core // loops
+        tiling = Tiling(rows, keys, inner, 1, multibuffer)
+        if inner and why_not_fit(tiling, workload.headdim, workload.headdim_v, workload.dtype, chip) is None:
+            return inner
+    return None
+
+
+def compiler_options(tiling: Tiling, chip: Chip) -> dict[str, object]:
+    """Triton-Ascend's options for a tiling: into how many parts each unit cuts its tile, and what is buffered."""
+    options: dict[str, object] = {
+        "multibuffer": tiling.multibuffer,
+        "enable_auto_bind_sub_block": True,  # both Vector units of a core, half of the rows each
+        "tile_mix_vector_loop": vector_rows(tiling, chip) // tiling.inner_tile_m,
+        "tile_mix_cube_loop": max(1, min(tiling.outer_tile_n // CHUNK_KEYS, VECTOR_LOOPS[-1])),
+    }
+    if tiling.preload > 1:
+        options["set_workspace_multibuffer"] = tiling.preload
+    return options
+
+
+def _rounded(number: int, most: int) -> int:
+    """Up, to three leading bits."""
+    unit = 1 << max(number.bit_length() - 3, 0)
+    return min(-(-number // unit) * unit, most)

@@ -1,0 +1,35 @@
+"""The fused attention operators of torch_npu: which calls they serve exactly, and those calls in the vendor's words.
+
+limits.py     why_not: what the operators take, each limit with its source
+masks.py      a window as sparse_mode, pre_tokens, next_tokens; which queries have no keys
+operators.py  one call of an operator: its arguments by name, checked, since the vendor checks little
+prefill.py    dense and packed sequences
+cache.py      keys and values in a cache, rows or pages; also dense sequences, whose cache is full
+quantised.py  int8 caches, and int8 queries, keys and values; no public function reaches these yet
+
+torch_npu has two operators. npu_fused_infer_attention_score is documented for inference and takes caches;
+npu_fusion_attention is documented for training, and takes packed sequences, float32, sinks and any head dimension.
+Nothing here imports torch_npu: whoever has tensors on an NPU has imported it, and it registers torch.ops.npu.
+"""
+
+from fastattention.backends.ascend.vendor.dispatch import forward
+from fastattention.backends.ascend.vendor.limits import why_not
+from fastattention.backends.ascend.vendor.operators import why_unavailable
+from fastattention.backends.ascend.vendor.quantised import (
+    KeyValueScales,
+    forward_int8,
+    forward_int8_kv,
+    why_not_int8,
+    why_not_int8_kv,
+)
+
+__all__ = [
+    "KeyValueScales",
+    "forward",
+    "forward_int8",
+    "forward_int8_kv",
+    "why_not",
+    "why_not_int8",
+    "why_not_int8_kv",
+    "why_unavailable",
+]

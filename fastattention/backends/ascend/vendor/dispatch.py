@@ -1,0 +1,46 @@
+"""Which operator serves a call."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fastattention.backends.ascend.vendor import cache, limits, prefill
+from fastattention.backends.ascend.vendor.masks import rows_without_keys
+from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+
+
+def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    """Attention of a problem that `why_not` accepted, on the device of its tensors.
+
+    inputs: q after rotary embedding, caches with the new tokens appended; cache_seqlens is without them.
+    Reads lengths of packed sequences and of caches on the host, where the operators take them: this waits for the
+    device. Raises UnsupportedError for a paged cache or packed keys larger than the operators can count.
+    """
+    if problem.layout is Layout.PACKED:
+        return prefill.forward_packed(problem, inputs)
+    if problem.layout is Layout.KVCACHE:
+        return cache.forward(problem, inputs, cache.cache_lengths(problem, inputs))
+    return _forward_dense(problem, inputs)
+
+
+def _forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    """Rows without keys are the first of every sequence and are not given to an operator."""
+    hidden = rows_without_keys(problem.seqlen_q, problem.seqlen_k, problem.window_right)
+    if hidden == 0 and problem.total_q:
+        return _attend_dense(problem, inputs)
+    output = prefill.empty_output(problem, inputs)
+    seqlen_q = problem.seqlen_q - hidden
+    if problem.batch_size and seqlen_q:
+        rest = dataclasses.replace(problem, seqlen_q=seqlen_q, total_q=problem.batch_size * seqlen_q)
+        part = _attend_dense(rest, inputs._replace(q=inputs.q[:, hidden:]))
+        output.out[:, hidden:] = part.out
+        if output.lse is not None and part.lse is not None:
+            output.lse[..., hidden:] = part.lse
+    return output
+
+
+def _attend_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    """By the operator that is documented for inference wherever it takes the call."""
+    if limits.why_not_inference(problem) is None:
+        return cache.forward(problem, inputs, [problem.seqlen_k] * problem.batch_size)
+    return prefill.forward_dense(problem, inputs)

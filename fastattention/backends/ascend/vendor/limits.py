@@ -1,0 +1,131 @@
+"""What the operators of torch_npu take: reasons, each limit with its source. Plain Python on a Problem.
+
+Sources, those of torch_npu as of version 2.13:
+    [T]  torch_npu's documentation of npu_fusion_attention
+    [I]  torch_npu's documentation of npu_fused_infer_attention_score
+    [V]  CANN's page aclnnFlashAttentionVarLenScoreV5, what [T] runs for packed sequences
+    [S]  CANN's page aclnnFlashAttentionScoreV3, what [T] runs with sinks
+Where they disagree the narrower one counts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastattention.problem import Layout, Problem
+
+MAX_HEADS = 256  # [T], [I]: of queries
+MAX_TOKENS = 2**20  # [T]: "1M" tokens of a sequence; [V]: and of all packed sequences
+_MAX_HEADDIM = 768  # [T]
+_MAX_BATCH = 2 * 2**20  # [T]: "2M" sequences of one length
+_MAX_PACKED_BATCH = 1024  # [T]: a list of lengths has at most "1K"; [V] allows 20000
+
+_MAX_CACHE_HEADDIM = 512  # [I]
+_HEADDIM_STEP = 16  # [I]: with float16 and bfloat16, for more than one query. Asked of every call, to be safe
+_MAX_CACHE_GROUP = 64  # [I]: query heads a key head
+_MAX_CACHE_BATCH = 65536  # [I]
+_MAX_ROW = 65534  # [I]: nheads * headdim of BSND must be less than 65535; of a page at most that
+_MAX_DECODE_KEYS = 262144  # [I]: for one query
+_MAX_PREFILL_TOKENS = 20 * 2**20  # [I]: "20M", for more than one query
+_MAX_PAGE = 512  # [I]
+_DECODE_PAGE_STEP = 16  # [I]: float16 and bfloat16, one query
+_PREFILL_PAGE_STEP = 128  # [I]: more than one query
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why no operator of torch_npu computes exactly `problem`, or None.
+
+    Says nothing of the device. Appending and rotary embedding happen before the operator and are no reason.
+    """
+    if (reason := why_not_features(problem)) is not None:
+        return reason
+    if problem.layout is Layout.KVCACHE:
+        return why_not_inference(problem)
+    if problem.layout is Layout.PACKED:
+        return _why_not_packed(problem)
+    if why_not_inference(problem) is None:
+        return None
+    return _why_not_training(problem)
+
+
+def why_not_features(problem: Problem) -> str | None:
+    """What neither operator has, or has with another meaning."""
+    if problem.needs_grad:
+        return "a gradient is needed, and the operators are called for the forward only; use backend='sdpa'"
+    refused = {
+        f"dropout_p={problem.dropout_p}": problem.dropout_p != 0.0,
+        # pse and pse_shift hold these as seqlen_q x seqlen_k numbers in the dtype of q: neither small nor exact.
+        "attn_bias": problem.has_bias,
+        "alibi_slopes": problem.has_alibi,
+        f"softcap={problem.softcap}": problem.softcap != 0.0,
+    }
+    given = [name for name, is_given in refused.items() if is_given]
+    return f"the operators of torch_npu do not serve {' and '.join(given)}" if given else None
+
+
+def _why_not_training(problem: Problem) -> str | None:
+    """What npu_fusion_attention does not take."""
+    if problem.headdim_v > problem.headdim:  # [T], [V], [S]
+        return f"headdim_v={problem.headdim_v} must not exceed headdim={problem.headdim} for npu_fusion_attention"
+    bounds = {
+        "headdim": (problem.headdim, _MAX_HEADDIM),
+        "nheads": (problem.nheads, MAX_HEADS),
+        "seqlen_q": (problem.seqlen_q, MAX_TOKENS),
+        "seqlen_k": (problem.seqlen_k, MAX_TOKENS),
+        "batch_size": (problem.batch_size, _MAX_BATCH),
+    }
+    return _beyond(bounds, "npu_fusion_attention")
+
+
+def _why_not_packed(problem: Problem) -> str | None:
+    if problem.is_paged:  # [T], [V]: there is no block table; [I]: nor with TND before bfloat16 and headdim 128
+        return "block_table with packed sequences; npu_fusion_attention takes no pages"
+    if (reason := _why_not_training(problem)) is not None:
+        return reason
+    bounds = {"batch_size": (problem.batch_size, _MAX_PACKED_BATCH), "total_q": (problem.total_q, MAX_TOKENS)}
+    return _beyond(bounds, "npu_fusion_attention with packed sequences")
+
+
+def why_not_inference(problem: Problem) -> str | None:
+    """What npu_fused_infer_attention_score does not take of a call with a cache, or of a dense one."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):  # [I]
+        return f"dtype {problem.dtype}; npu_fused_infer_attention_score takes float16 and bfloat16"
+    if problem.has_sinks:  # version 2 of the operator has learnable_sink: packed sequences in bfloat16 only
+        return "sinks; npu_fused_infer_attention_score takes none with these layouts"
+    if problem.headdim_v != problem.headdim:  # [I]: k and v have one shape
+        return f"headdim_v={problem.headdim_v} must equal headdim={problem.headdim} for npu_fused_infer_attention_score"
+    if problem.headdim % _HEADDIM_STEP:
+        return f"headdim={problem.headdim} must be a multiple of {_HEADDIM_STEP} for npu_fused_infer_attention_score"
+    most_keys = _MAX_DECODE_KEYS if problem.seqlen_q == 1 else _MAX_PREFILL_TOKENS
+    bounds = {
+        "headdim": (problem.headdim, _MAX_CACHE_HEADDIM),
+        "nheads": (problem.nheads, MAX_HEADS),
+        "nheads / nheads_k": (problem.group_size, _MAX_CACHE_GROUP),
+        "nheads * headdim": (problem.nheads * problem.headdim, _MAX_ROW),
+        "seqlen_q": (problem.seqlen_q, _MAX_PREFILL_TOKENS),
+        "seqlen_k": (problem.seqlen_k, most_keys),
+        "batch_size": (problem.batch_size, _MAX_CACHE_BATCH),
+    }
+    return _beyond(bounds, "npu_fused_infer_attention_score") or why_not_page(problem, _DECODE_PAGE_STEP)
+
+
+def why_not_page(problem: Problem, decode_step: int) -> str | None:
+    """What it does not take of page sizes. decode_step: the multiple that pages must be of for one query."""
+    size = problem.page_block_size
+    if size is None:
+        return None
+    step = decode_step if problem.seqlen_q == 1 else _PREFILL_PAGE_STEP
+    if size % step or size > _MAX_PAGE:
+        return (
+            f"page_block_size={size}; npu_fused_infer_attention_score takes multiples of {step} up to {_MAX_PAGE} "
+            f"for seqlen_q={problem.seqlen_q}"
+        )
+    return None
+
+
+def _beyond(bounds: dict[str, tuple[int, int]], operator: str) -> str | None:
+    """Of the first quantity that exceeds its limit; bounds: name -> (given, limit)."""
+    for name, (given, limit) in bounds.items():
+        if given > limit:
+            return f"{name}={given}; {operator} takes at most {limit}"
+    return None

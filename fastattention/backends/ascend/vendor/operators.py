@@ -1,0 +1,91 @@
+"""One call of an operator of torch_npu: built as data, checked, then run.
+
+The vendor checks little. Without a mask a sparse_mode is ignored and every query sees every key; a mask of another size
+or a number of query heads that key heads do not divide is accepted by shape inference, and then computes something.
+So every call goes through `run`, which refuses these.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.ascend.mask_tile import MASK_TILE, mask_tile
+from fastattention.backends.ascend.vendor.masks import SparseMask, SparseMode
+from fastattention.errors import UnsupportedError
+
+TRAINING = "npu_fusion_attention"
+INFERENCE = "npu_fused_infer_attention_score"
+
+# Arguments that not every version of torch_npu has; the others are as old as the operators.
+_NEWER_ARGUMENTS = {TRAINING: ("softmax_layout", "sink"), INFERENCE: ("key_antiquant_mode",)}
+
+
+class Call(NamedTuple):
+    """An operator of torch.ops.npu and its arguments, by the names in its schema."""
+
+    operator: str
+    arguments: dict[str, Any]
+
+
+def mask_arguments(mask: SparseMask, device: torch.device, names: tuple[str, str]) -> dict[str, Any]:
+    """sparse_mode, its mask tile, and for a band its tokens, under `names` as the operators disagree on them."""
+    arguments: dict[str, Any] = {"sparse_mode": int(mask.mode)}
+    if mask.mode is not SparseMode.NO_MASK:
+        arguments["atten_mask"] = mask_tile(device)
+    if mask.mode is SparseMode.BAND:
+        arguments |= dict(zip(names, (mask.pre_tokens, mask.next_tokens), strict=True))
+    return arguments
+
+
+def run(call: Call) -> tuple[Any, ...]:
+    """What the operator returns for a call that is checked first."""
+    check(call)
+    result: tuple[Any, ...] = getattr(torch.ops.npu, call.operator)(**call.arguments)
+    return result
+
+
+def check(call: Call) -> None:
+    """Raises ValueError for arguments that the vendor would take for something else. None of ours ever are."""
+    arguments = call.arguments
+    mode, mask = arguments.get("sparse_mode", 0), arguments.get("atten_mask")
+    if mode not in tuple(SparseMode):
+        raise ValueError(f"sparse_mode={mode} is not in use; it must be one of {[int(each) for each in SparseMode]}")
+    if mode != SparseMode.NO_MASK:
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"sparse_mode={mode} needs atten_mask, got {mask}; the operator would attend to all keys")
+        if mask.dtype != torch.bool or tuple(mask.shape) != (MASK_TILE, MASK_TILE) or not mask.is_contiguous():
+            raise ValueError(f"atten_mask must be the mask tile, got {mask.dtype} of shape {tuple(mask.shape)}")
+    heads = arguments["head_num"] if call.operator == TRAINING else arguments["num_heads"]
+    heads_k = _key_heads(call)
+    if heads_k < 1 or heads % heads_k:
+        raise ValueError(f"{heads} query heads cannot share {heads_k} key heads; they must be a multiple")
+
+
+def _key_heads(call: Call) -> int:
+    if call.operator == INFERENCE:
+        return int(call.arguments["num_key_value_heads"])
+    return int(call.arguments["key"].shape[-2])  # of (batch, tokens, heads, headdim) and (tokens, heads, headdim)
+
+
+def check_size(what: str, given: int, limit: int) -> None:
+    """Raises UnsupportedError for a size that no Problem tells, and that the operators cannot count."""
+    if given > limit:
+        raise UnsupportedError(
+            f"{what}: {given}, and the operators of torch_npu take at most {limit}; "
+            "use FASTATTENTION_ASCEND=triton or backend='sdpa'"
+        )
+
+
+def why_unavailable() -> str | None:
+    """Why the torch_npu that has been imported cannot be used, or None."""
+    for operator, names in _NEWER_ARGUMENTS.items():
+        if not hasattr(torch.ops.npu, operator):
+            return f"no {operator} is registered; import torch_npu, or install a version that has it"
+        known = {argument.name for argument in getattr(torch.ops.npu, operator).default._schema.arguments}
+        missing = [name for name in names if name not in known]
+        if missing:
+            return f"{operator} of this torch_npu has no argument {' or '.join(missing)}; install a newer torch_npu"
+    return None

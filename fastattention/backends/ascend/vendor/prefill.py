@@ -1,0 +1,130 @@
+"""Dense and packed sequences on npu_fusion_attention.
+
+Layouts are BSND and TND, which are ours. The operator returns the maximum and the sum of every row's softmax eight
+times over, as (batch, heads, queries, 8) or (tokens, heads, 8), and lse = maximum + log(sum). Lengths of packed
+sequences are lists of cumulative ends, without the 0 that cu_seqlens begins with.
+
+Rows without keys are not given to the operator. It repairs them in some modes, but packed sequences in mode 3 must
+have no more queries than keys (FlashAttentionVarLenScore, version 5), and no value for their softmax is documented.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.ascend.vendor.limits import MAX_TOKENS
+from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
+from fastattention.backends.ascend.vendor.operators import TRAINING, Call, check_size, mask_arguments, run
+from fastattention.problem import AttentionOutput, Inputs, Problem
+
+_TOKENS = ("pre_tockens", "next_tockens")  # as npu_fusion_attention spells them
+
+
+def forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    """One call of the operator, for sequences of which every query has keys."""
+    out, row_max, row_sum, *_ = run(dense_call(problem, inputs))
+    return AttentionOutput(out, row_max[..., 0] + row_sum[..., 0].log() if problem.return_lse else None)
+
+
+def dense_call(problem: Problem, inputs: Inputs) -> Call:
+    """The call for sequences of which every query has keys."""
+    mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
+    arguments = _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS)
+    return Call(TRAINING, arguments | {"input_layout": "BSND"})
+
+
+class PackedPlan(NamedTuple):
+    """Packed sequences as the operator takes them: each with a query and a key, and every query with a key."""
+
+    ends_q: list[int]  # cumulative, without the leading 0
+    ends_k: list[int]
+    spans_q: list[tuple[int, int]]  # tokens of q, first and past the last, that are given to the operator
+    spans_k: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, offsets_q: Sequence[int], offsets_k: Sequence[int], window_right: int) -> PackedPlan:
+        """The plan for cu_seqlens_q and cu_seqlens_k."""
+        spans_q, spans_k = [], []
+        for (first_q, last_q), (first_k, last_k) in zip(
+            itertools.pairwise(offsets_q), itertools.pairwise(offsets_k), strict=True
+        ):
+            hidden = rows_without_keys(last_q - first_q, last_k - first_k, window_right)
+            if first_q + hidden < last_q:
+                spans_q.append((first_q + hidden, last_q))
+                spans_k.append((first_k, last_k))
+        return cls(_ends(spans_q), _ends(spans_k), spans_q, spans_k)
+
+
+def _ends(spans: list[tuple[int, int]]) -> list[int]:
+    return list(itertools.accumulate(last - first for first, last in spans))
+
+
+def forward_packed(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    """One call of the operator, for the queries that have keys."""
+    assert inputs.cu_seqlens_q is not None
+    assert inputs.cu_seqlens_k is not None
+    plan = PackedPlan.of(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), problem.window_right)
+    if not plan.spans_q:
+        return empty_output(problem, inputs)
+    check_size("tokens of k", inputs.k.shape[0], MAX_TOKENS)
+    kept_q = _kept(plan.spans_q, inputs.q)
+    kept_k = _kept(plan.spans_k, inputs.k)
+    given = inputs
+    if kept_q is not None:
+        given = given._replace(q=inputs.q[kept_q])
+    if kept_k is not None:
+        given = given._replace(k=inputs.k[kept_k], v=inputs.v[kept_k])
+    out, row_max, row_sum, *_ = run(packed_call(problem, given, plan))
+    lse = (row_max[..., 0] + row_sum[..., 0].log()).T  # (nheads, tokens)
+    if kept_q is None:
+        return AttentionOutput(out, lse.contiguous() if problem.return_lse else None)
+    output = empty_output(problem, inputs)
+    output.out[kept_q] = out
+    if output.lse is not None:
+        output.lse[:, kept_q] = lse
+    return output
+
+
+def packed_call(problem: Problem, inputs: Inputs, plan: PackedPlan) -> Call:
+    """The call for sequences of which every query has keys; inputs hold the plan's tokens only."""
+    mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
+    packed = {
+        "input_layout": "TND",
+        "actual_seq_qlen": plan.ends_q,
+        "actual_seq_kvlen": plan.ends_k,
+        # Otherwise the maxima of a sequence lie heads first, in a tensor that has the shape of tokens first.
+        "softmax_layout": "TND",
+    }
+    return Call(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | packed)
+
+
+def _kept(spans: list[tuple[int, int]], tensor: Tensor) -> Tensor | None:
+    """Indices of the tokens in `spans`, or None when those are all that `tensor` has."""
+    if sum(last - first for first, last in spans) == tensor.shape[0]:
+        return None
+    return torch.cat([torch.arange(first, last) for first, last in spans]).to(tensor.device)
+
+
+def _arguments(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "query": inputs.q.contiguous(),
+        "key": inputs.k.contiguous(),
+        "value": inputs.v.contiguous(),
+        "head_num": problem.nheads,
+        "scale": problem.softmax_scale,
+    }
+    return arguments if inputs.sinks is None else arguments | {"sink": inputs.sinks.contiguous()}
+
+
+def empty_output(problem: Problem, inputs: Inputs) -> AttentionOutput:
+    """The result of rows without keys: out 0, lse -inf, or the sink, which is then all that a row attends to."""
+    out = inputs.q.new_zeros(problem.out_shape, dtype=problem.dtype)
+    if not problem.return_lse:
+        return AttentionOutput(out, None)
+    lse = inputs.q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
+    return AttentionOutput(out, lse if inputs.sinks is None else lse.copy_(inputs.sinks.float().unsqueeze(-1)))

@@ -1,0 +1,178 @@
+"""The ascend backend without an NPU: what it refuses, who serves a call, and how a call becomes launches."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention import ArgumentError
+from fastattention.backends.ascend import call, vendor
+from fastattention.backends.ascend.backend import AscendBackend, why_not_kernels
+from fastattention.backends.ascend.chips import CHIPS
+from fastattention.backends.ascend.tiling import Tiling
+from fastattention.problem import Inputs, Problem
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+
+CHIP = CHIPS["910B2"]
+TILING = Tiling(outer_tile_m=16, outer_tile_n=64, inner_tile_m=8, preload=1, multibuffer=True)
+
+
+class OnNpu(AscendBackend):
+    """Believes that its tensors are on an NPU, and that torch_npu and a compiler are there."""
+
+    def _why_not_device(self, problem: Problem) -> str | None:
+        return None
+
+    def _why_no_operators(self) -> str | None:
+        return None
+
+    def _why_no_compiler(self) -> str | None:
+        return None
+
+
+def dense(seqlen_q: int = 5, seqlen_k: int = 9, nheads: int = 4, nheads_k: int = 2, **options: Any) -> Problem:
+    q = torch.zeros(2, seqlen_q, nheads, 32, dtype=torch.float16)
+    k = torch.zeros(2, seqlen_k, nheads_k, 32, dtype=torch.float16)
+    problem, _ = prepare_dense(q, k, k, Options(**options))
+    return problem
+
+
+def decode(seqlen_k: int = 4096, num_splits: int = 0) -> tuple[Problem, Inputs]:
+    cache = torch.zeros(1, seqlen_k, 2, 32, dtype=torch.float16)
+    arguments = KvCacheArguments(q=torch.zeros(1, 1, 8, 32, dtype=torch.float16), k_cache=cache, v_cache=cache.clone())
+    return prepare_kvcache(arguments, Options(return_lse=True), True, num_splits)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands for kernels.py, which needs Triton: only the names of its kernels are looked at here."""
+    stand_in = SimpleNamespace(attention_forward="attention_forward", merge_splits="merge_splits")
+    monkeypatch.setitem(sys.modules, "fastattention.backends.ascend.kernels", stand_in)
+    monkeypatch.setattr("fastattention.backends.ascend.kernels", stand_in, raising=False)
+    return stand_in
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    assert AscendBackend().why_not(dense()) == "tensors are on cpu; the ascend backend takes tensors on npu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p=0.1"),
+        ({"needs_grad": True}, "gradient"),
+        ({"has_bias": True}, "attn_bias"),
+        ({"headdim": 264}, "headdim=264"),
+        ({"headdim_v": 264}, "headdim_v=264"),
+    ],
+    ids=["dropout", "gradients", "bias", "headdim", "headdim-v"],
+)
+def test_the_kernels_refuse_what_they_cannot_do_and_name_it(fields: dict[str, Any], named: str) -> None:
+    reason = why_not_kernels(replace(dense(), **fields))
+    assert reason is not None
+    assert named in reason
+    assert OnNpu("triton").why_not(replace(dense(), **fields)) == f"triton: {reason}"
+
+
+def test_a_call_goes_to_the_vendor_where_it_is_exact_and_to_the_kernels_otherwise() -> None:
+    plain, capped = dense(), dense(softcap=5.0)
+    assert vendor.why_not(plain) is None
+    assert vendor.why_not(capped) is not None
+    assert OnNpu().implementation(plain) == "vendor"
+    assert OnNpu().implementation(capped) == "triton"
+    assert OnNpu("triton").implementation(plain) == "triton"
+    assert OnNpu("vendor").why_not(capped) == f"vendor: {vendor.why_not(capped)}"
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTENTION_ASCEND", "triton")
+    assert OnNpu().implementation(dense()) == "triton"
+    monkeypatch.setenv("FASTATTENTION_ASCEND", "ours")
+    with pytest.raises(ArgumentError, match="FASTATTENTION_ASCEND='ours' must be vendor or triton"):
+        OnNpu().implementation(dense())
+
+
+def test_every_refusal_is_told() -> None:
+    reason = OnNpu().why_not(replace(dense(), has_bias=True))
+    assert reason is not None
+    assert "vendor: " in reason
+    assert "triton: " in reason
+
+
+def test_a_short_decode_is_split_over_all_cores() -> None:
+    problem, _ = decode()
+    assert call.choose_num_splits(problem, TILING, CHIP) == CHIP.num_cores // 2  # two key heads
+    assert call.choose_num_splits(replace(problem, seqlen_k=100), TILING, CHIP) == 2  # tiles of 64 keys
+    assert call.choose_num_splits(replace(problem, num_splits=3), TILING, CHIP) == 3
+    assert call.choose_num_splits(replace(problem, batch_size=100), TILING, CHIP) == 1
+    assert call.choose_num_splits(replace(problem, seqlen_q=2), TILING, CHIP) == 1
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_of_a_decode_are_heads() -> None:
+    problem, inputs = decode(num_splits=1)
+    (launch,) = call.prepare(problem, inputs, TILING, CHIP).launches
+    arguments = launch.arguments
+    assert launch.constants["ROWS_ARE_HEADS"]
+    assert (arguments["nheads"], arguments["group_size"], arguments["num_m_tiles"]) == (2, 4, 1)
+    assert (arguments["q_stride_row"], arguments["q_stride_head"]) == (32, 128)
+    assert (arguments["lse_stride_row"], arguments["lse_stride_head"]) == (1, 4)
+    assert arguments["mask"] is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_splits_are_merged_by_a_second_kernel() -> None:
+    problem, inputs = decode(num_splits=3)
+    prepared = call.prepare(problem, inputs, TILING, CHIP)
+    forward, merge = prepared.launches
+    assert forward.arguments["out"] is merge.arguments["partial_out"]
+    assert forward.arguments["lse"] is merge.arguments["partial_lse"]
+    assert merge.arguments["partial_out"].shape == (3, 1, 1, 8, 32)
+    assert merge.arguments["partial_out"].dtype is torch.float32
+    output = call.finish(prepared.output)
+    assert output.lse is not None
+    assert output.lse.shape == problem.lse_shape
+    assert output.lse.is_contiguous()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_repeated_rows_are_copied() -> None:
+    """Triton-Ascend divides by the stride between rows."""
+    q = torch.zeros(1, 5, 2, 32, dtype=torch.float16)
+    k = torch.zeros(1, 1, 2, 32, dtype=torch.float16).expand(1, 9, 2, 32)
+    problem, inputs = prepare_dense(q, k, k, Options())
+    assert inputs.k.stride(1) == 0
+    (launch,) = call.prepare(problem, inputs, TILING, CHIP).launches
+    assert launch.arguments["k_stride_row"] == 64
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 9), (0, 0)])
+def test_nothing_is_launched_for_no_queries(seqlen_q: int, seqlen_k: int) -> None:
+    q, k = torch.zeros(2, seqlen_q, 4, 32), torch.zeros(2, seqlen_k, 4, 32)
+    problem, inputs = prepare_dense(q, k, k, Options(return_lse=True))
+    prepared = call.prepare(problem, inputs, TILING, CHIP)
+    assert prepared.launches == []
+    assert prepared.output.out.shape == problem.out_shape
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_window_wider_than_the_sequences_stays_within_int32() -> None:
+    (launch,) = prepare(dense(window_left=2**31 - 1, window_right=2**31 - 1))
+    assert launch.arguments["window_left"] == launch.arguments["window_right"] == 14
+
+
+def prepare(problem: Problem) -> list[call.Launch]:
+    q = torch.zeros(problem.batch_size, problem.seqlen_q, problem.nheads, problem.headdim, dtype=problem.dtype)
+    k = torch.zeros(problem.batch_size, problem.seqlen_k, problem.nheads_k, problem.headdim, dtype=problem.dtype)
+    return call.prepare(problem, Inputs(q, k, k), TILING, CHIP).launches
+
+
+@pytest.mark.parametrize(("headdim", "padded"), [(0, 16), (1, 16), (16, 16), (17, 32), (96, 128), (256, 256)])
+def test_headdims_are_padded_to_powers_of_two(headdim: int, padded: int) -> None:
+    assert call.tile_headdim(headdim) == padded

@@ -1,0 +1,200 @@
+"""Chosen tilings fit every chip; what does not fit is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from fastattention.backends.ascend import tiling as tilings
+from fastattention.backends.ascend.chips import CHIPS, Chip
+from fastattention.backends.ascend.mask_tile import MASK_TILE
+from fastattention.backends.ascend.simulator.estimate import row_block_estimate
+from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
+from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.tiling import Tiling, choose_tiling, compiler_options, tiling_for, why_not_fit
+from fastattention.problem import Layout, Problem
+
+CHIP = CHIPS["910B2"]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GOOD = Tiling(outer_tile_m=128, outer_tile_n=512, inner_tile_m=16, preload=2, multibuffer=True)
+
+
+def changed(tiling: Tiling, field: str, value: int) -> Tiling:
+    return Tiling(**{**asdict(tiling), field: value})
+
+
+def make_problem(
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    headdim: int = 128,
+    headdim_v: int | None = None,
+    dtype: torch.dtype = torch.float16,
+    nheads: int = 8,
+    nheads_k: int = 2,
+    batch_size: int = 1,
+    causal: bool = False,
+    page_block_size: int | None = None,
+) -> Problem:
+    return Problem(
+        layout=Layout.DENSE if page_block_size is None else Layout.KVCACHE,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        batch_size=batch_size,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        total_q=batch_size * seqlen_q,
+        nheads=nheads,
+        nheads_k=nheads_k,
+        headdim=headdim,
+        headdim_v=headdim if headdim_v is None else headdim_v,
+        softmax_scale=1.0,
+        window_left=-1,
+        window_right=0 if causal else -1,
+        page_block_size=page_block_size,
+    )
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("headdim", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 4096), (7, 100), (4096, 4096)], ids=["decode", "short", "long"])
+def test_chosen_tiling_fits(chip: Chip, dtype: torch.dtype, headdim: int, seqlen_q: int, seqlen_k: int) -> None:
+    chosen = choose_tiling(make_problem(seqlen_q, seqlen_k, headdim=headdim, dtype=dtype), chip)
+    assert why_not_fit(chosen, headdim, headdim, dtype, chip) is None
+
+
+@pytest.mark.parametrize(("headdim", "headdim_v"), [(1, 1), (40, 256), (256, 8), (192, 128), (129, 129)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, headdim_v: int, causal: bool) -> None:
+    chosen = choose_tiling(make_problem(300, 777, headdim=headdim, headdim_v=headdim_v, causal=causal), CHIP)
+    assert why_not_fit(chosen, headdim, headdim_v, torch.float16, CHIP) is None
+
+
+@pytest.mark.parametrize(
+    ("capacity", "buffer", "used", "allowed"),
+    [
+        ("l0a_bytes", "L0A", 2 * 128 * 16 * 2, 8191),
+        ("l0b_bytes", "L0B", 2 * 128 * 16 * 2, 1000),
+        ("l0c_bytes", "L0C", 2 * 128 * 16 * 4, 16000),
+        # Queries 32 KB, two chunks of keys of 32 KB, of values of 16 KB, weights 128 KB.
+        ("l1_bytes", "L1", (32 + 64 + 32 + 128) * 1024, 200_000),
+        # Two slices of scores of 32 KB, weights 16 KB, mask 8 KB; O and a product of 32 KB; statistics.
+        ("ub_bytes", "UB", (64 + 32 + 16 + 32 + 32) * 1024 + 3 * 64 * 4, 180_000),
+    ],
+    ids=["L0A", "L0B", "L0C", "L1", "UB"],
+)
+def test_tiling_that_is_too_large_is_refused_naming_buffer_and_bytes(
+    capacity: str, buffer: str, used: int, allowed: int
+) -> None:
+    small = Chip(**{**asdict(CHIP), capacity: allowed})
+    reason = why_not_fit(GOOD, 128, 128, torch.float16, small)
+    assert reason is not None
+    assert reason.startswith(f"{buffer} would hold {used} bytes (")
+    assert reason.endswith(f"910B2 allows {allowed}")
+    exact = Chip(**{**asdict(CHIP), capacity: used})
+    fits = why_not_fit(GOOD, 128, 128, torch.float16, exact)
+    assert fits is None or not fits.startswith(buffer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("outer_tile_m", 96, "outer_tile_m=96 is not possible; use a power of two from 16 on"),
+        ("outer_tile_n", 8, "outer_tile_n=8 is not possible; use a power of two from 16 on"),
+        ("inner_tile_m", 65, "inner_tile_m=65 is not possible; use 1 to 64"),
+        ("inner_tile_m", 0, "inner_tile_m=0 is not possible; use 1 to 64"),
+        ("preload", 0, "preload=0 is not possible; use 1 or more"),
+        ("outer_tile_n", 2048, "outer_tile_m=128 and outer_tile_n=2048 exceed the mask tile: their sum may be 2048"),
+        ("inner_tile_m", 64, "UB would hold"),
+    ],
+)
+def test_impossible_tiling_is_refused(field: str, value: int, reason: str) -> None:
+    given = why_not_fit(changed(GOOD, field, value), 128, 128, torch.float16, CHIP)
+    assert given is not None
+    assert given.startswith(reason)
+
+
+def test_single_buffers_take_less() -> None:
+    unified = Tiling(128, 512, 32, preload=1, multibuffer=False)
+    assert why_not_fit(unified, 128, 128, torch.float16, CHIP) is None
+    assert "UB" in (why_not_fit(replace(unified, multibuffer=True), 128, 128, torch.float16, CHIP) or "")
+
+
+@pytest.mark.parametrize(("page_block_size", "most"), [(16, 16), (48, 64), (128, 128), (1000, 1024)])
+@pytest.mark.parametrize("seqlen_q", [1, 512], ids=["decode", "prefill"])
+def test_no_tile_of_keys_exceeds_a_page(page_block_size: int, most: int, seqlen_q: int) -> None:
+    chosen = choose_tiling(make_problem(seqlen_q, 4096, page_block_size=page_block_size), CHIP)
+    assert 16 <= chosen.outer_tile_n <= most
+
+
+@pytest.mark.parametrize(("nheads", "nheads_k", "rows"), [(8, 8, 16), (32, 8, 16), (64, 1, 64)])
+def test_rows_of_a_decode_are_the_heads_that_share_keys(nheads: int, nheads_k: int, rows: int) -> None:
+    chosen = choose_tiling(make_problem(1, 8192, nheads=nheads, nheads_k=nheads_k), CHIP)
+    assert chosen.outer_tile_m <= rows
+
+
+def test_windows_of_every_chosen_tiling_lie_in_the_mask_tile() -> None:
+    for seqlen in (16, 500, 4096):
+        chosen = choose_tiling(make_problem(seqlen, seqlen, causal=True), CHIP)
+        assert chosen.outer_tile_m + chosen.outer_tile_n <= MASK_TILE
+
+
+WORKLOADS = {
+    "1K": Workload(1, 1024, 1024, 1, 1, 128, 128, torch.float16),
+    "8K": Workload(1, 8192, 8192, 1, 1, 128, 128, torch.float16),
+    "causal": Workload(1, 4096, 4096, 12, 12, 128, 128, torch.float16, window_right=0),
+    "float32": Workload(1, 2048, 2048, 8, 8, 256, 256, torch.float32),
+    "headdim 64": Workload(2, 2048, 2048, 16, 4, 64, 64, torch.bfloat16),
+    "decode": Workload(4, 1, 8192, 32, 8, 128, 128, torch.float16),
+    "short": Workload(1, 300, 300, 16, 16, 16, 16, torch.float16),
+}
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
+def test_chosen_tiling_is_among_the_fastest_by_the_whole_simulator(workload: Workload) -> None:
+    fitting = tilings._candidates(workload, CHIP, tilings.LONGEST)
+    fastest = min(predict(workload, tiling, CHIP).seconds for tiling in fitting)
+    assert predict(workload, tiling_for(workload, CHIP), CHIP).seconds <= 1.03 * fastest
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
+def test_estimate_stays_near_the_simulation(workload: Workload) -> None:
+    for tiling in tilings._candidates(workload, CHIP, tilings.LONGEST):
+        simulated = predict(workload, tiling, CHIP).seconds * CHIP.clock_hz
+        assert estimate_cycles(workload, tiling, CHIP, row_block_estimate) == pytest.approx(simulated, rel=0.25)
+
+
+def test_choice_is_made_once() -> None:
+    problem = make_problem(640, 640)
+    assert choose_tiling(problem, CHIP) is choose_tiling(problem, CHIP)
+    # Lengths that differ little share a choice: it need not be made anew for every prompt.
+    before = tilings._fastest.cache_info().misses
+    for seqlen in range(3000, 3050):
+        choose_tiling(make_problem(seqlen, seqlen), CHIP)
+    assert tilings._fastest.cache_info().misses <= before + 1
+
+
+def test_problem_of_no_tokens_gets_a_tiling() -> None:
+    assert why_not_fit(choose_tiling(make_problem(0, 0), CHIP), 128, 128, torch.float16, CHIP) is None
+
+
+def test_compiler_is_told_the_slices_of_both_units() -> None:
+    assert compiler_options(GOOD, CHIP) == {
+        "multibuffer": True,
+        "enable_auto_bind_sub_block": True,
+        "tile_mix_vector_loop": 4,
+        "tile_mix_cube_loop": 4,
+        "set_workspace_multibuffer": 2,
+    }
+    assert "set_workspace_multibuffer" not in compiler_options(replace(GOOD, preload=1), CHIP)
+
+
+@pytest.mark.parametrize("seqlen", [16, 100, 1000, 10000])
+def test_compiler_options_are_those_that_exist(seqlen: int) -> None:
+    options = compiler_options(choose_tiling(make_problem(seqlen, seqlen), CHIP), CHIP)
+    assert options["tile_mix_vector_loop"] in (1, 2, 4, 8)
+    assert options["tile_mix_cube_loop"] in (1, 2, 4, 8)
+    assert options.get("set_workspace_multibuffer", 2) in (2, 4)

@@ -1,0 +1,237 @@
+"""The vendor's operators without torch_npu: what is refused, masks in their words, plans of packed sequences."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastattention.backends.ascend import vendor
+from fastattention.backends.ascend.mask_tile import mask_tile
+from fastattention.backends.ascend.vendor.masks import SparseMode, rows_without_keys, sparse_mask
+from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, check
+from fastattention.backends.ascend.vendor.prefill import PackedPlan
+from fastattention.problem import Layout, Problem
+
+DENSE = Problem(
+    layout=Layout.DENSE,
+    device=torch.device("cpu"),
+    dtype=torch.float16,
+    batch_size=2,
+    seqlen_q=100,
+    seqlen_k=120,
+    total_q=200,
+    nheads=8,
+    nheads_k=2,
+    headdim=64,
+    headdim_v=64,
+    softmax_scale=0.125,
+    window_left=-1,
+    window_right=0,
+)
+PACKED = replace(DENSE, layout=Layout.PACKED)
+CACHE = replace(DENSE, layout=Layout.KVCACHE, seqlen_q=5, total_q=10)
+DECODE = replace(CACHE, seqlen_q=1, total_q=2)
+PAGES = replace(CACHE, page_block_size=128)
+DECODE_PAGES = replace(DECODE, page_block_size=16)
+
+
+@pytest.mark.parametrize("problem", [DENSE, PACKED, CACHE, DECODE, PAGES, DECODE_PAGES])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"window_left": 7, "window_right": 3},
+        {"softmax_scale": -0.5, "return_lse": True, "num_splits": 3, "deterministic": True},
+        {"headdim": 128, "headdim_v": 128},
+        {"nheads": 128, "nheads_k": 2},
+    ],
+)
+def test_ordinary_calls_are_served(problem: Problem, fields: dict[str, Any]) -> None:
+    assert vendor.why_not(replace(problem, **fields)) is None
+
+
+def test_an_append_with_rotary_is_served_since_it_comes_first() -> None:
+    assert vendor.why_not(replace(CACHE, seqlen_new=5, rotary_dim=32)) is None
+
+
+@pytest.mark.parametrize("problem", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": torch.float32},
+        {"has_sinks": True},
+        {"headdim": 59, "headdim_v": 40},
+        {"headdim": 768, "headdim_v": 768},
+        {"nheads": 130, "nheads_k": 1},
+        {"seqlen_k": 2**20},
+    ],
+)
+def test_prefills_have_two_operators_to_choose_from(problem: Problem, fields: dict[str, Any]) -> None:
+    assert vendor.why_not(replace(problem, **fields)) is None
+
+
+REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
+    *(
+        (problem, fields, named)
+        for problem in (DENSE, PACKED, CACHE, DECODE)
+        for fields, named in (
+            ({"needs_grad": True}, "gradient"),
+            ({"dropout_p": 0.1}, "dropout_p=0.1"),
+            ({"softcap": 2.0}, "softcap=2.0"),
+            ({"has_alibi": True}, "alibi_slopes"),
+            ({"has_bias": True}, "attn_bias"),
+            ({"has_alibi": True, "softcap": 3.0}, "alibi_slopes and softcap=3.0"),
+            ({"nheads": 264}, "nheads=264; npu_f"),
+            ({"headdim": 64, "headdim_v": 80}, "headdim_v=80 must"),
+        )
+    ),
+    (DENSE, {"headdim": 800}, "headdim=800; npu_fusion_attention takes at most 768"),
+    (DENSE, {"dtype": torch.float32, "seqlen_k": 2**20 + 1}, "seqlen_k=1048577"),
+    (PACKED, {"batch_size": 1025}, "batch_size=1025"),
+    (PACKED, {"total_q": 2**20 + 1}, "total_q=1048577"),
+    (PACKED, {"page_block_size": 128}, "block_table"),
+    (CACHE, {"dtype": torch.float32}, "float32"),
+    (CACHE, {"has_sinks": True}, "sinks"),
+    (CACHE, {"headdim": 64, "headdim_v": 48}, "headdim_v=48 must equal headdim=64"),
+    (CACHE, {"headdim": 40, "headdim_v": 40}, "headdim=40 must be a multiple of 16"),
+    (DECODE, {"headdim": 528, "headdim_v": 528}, "headdim=528; npu_fused_infer_attention_score takes at most 512"),
+    (CACHE, {"nheads": 65, "nheads_k": 1}, "nheads / nheads_k=65"),
+    (CACHE, {"nheads": 256, "nheads_k": 8, "headdim": 256, "headdim_v": 256}, "nheads * headdim=65536"),
+    (CACHE, {"batch_size": 65537}, "batch_size=65537"),
+    (DECODE, {"seqlen_k": 262145}, "seqlen_k=262145; npu_fused_infer_attention_score takes at most 262144"),
+    (PAGES, {"page_block_size": 64}, "page_block_size=64; npu_fused_infer_attention_score takes multiples of 128"),
+    (PAGES, {"page_block_size": 640}, "up to 512 for seqlen_q=5"),
+    (
+        DECODE_PAGES,
+        {"page_block_size": 24},
+        "page_block_size=24; npu_fused_infer_attention_score takes multiples of 16",
+    ),
+    (DECODE_PAGES, {"page_block_size": 1024}, "up to 512 for seqlen_q=1"),
+]
+
+
+@pytest.mark.parametrize(("problem", "fields", "named"), REFUSED, ids=[named for _, _, named in REFUSED])
+def test_a_refusal_names_what_was_given_and_what_is_taken(problem: Problem, fields: dict[str, Any], named: str) -> None:
+    assert vendor.why_not(problem) is None
+    assert named in (vendor.why_not(replace(problem, **fields)) or "served")
+
+
+def visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:
+    """Which keys a query sees under a bottom-right aligned window, one key after the other."""
+    return [
+        [
+            (left == -1 or j - (i + seqlen_k - seqlen_q) >= -left)
+            and (right == -1 or j - (i + seqlen_k - seqlen_q) <= right)
+            for j in range(seqlen_k)
+        ]
+        for i in range(seqlen_q)
+    ]
+
+
+def visible_to_the_vendor(seqlen_q: int, seqlen_k: int, left: int, right: int) -> list[list[bool]]:
+    """Which keys the operators say they attend to."""
+    mode, pre_tokens, next_tokens = sparse_mask(left, right, seqlen_q, seqlen_k)
+    if mode is SparseMode.NO_MASK:
+        return [[True] * seqlen_k for _ in range(seqlen_q)]
+    if mode is SparseMode.CAUSAL:
+        pre_tokens, next_tokens = 10**9, 0
+    last_query, last_key = seqlen_q - 1, seqlen_k - 1  # these two meet in the bottom right corner
+    return [
+        [-pre_tokens <= (key - last_key) - (query - last_query) <= next_tokens for key in range(seqlen_k)]
+        for query in range(seqlen_q)
+    ]
+
+
+def test_every_small_window_is_what_the_operator_attends_to() -> None:
+    sides = (-1, 0, 1, 2, 5, 30)
+    for seqlen_q, seqlen_k, left, right in itertools.product(range(1, 8), range(1, 8), sides, sides):
+        asked = visible(seqlen_q, seqlen_k, left, right)
+        assert visible_to_the_vendor(seqlen_q, seqlen_k, left, right) == asked, (seqlen_q, seqlen_k, left, right)
+        empty = rows_without_keys(seqlen_q, seqlen_k, right)
+        assert [any(row) for row in asked] == [False] * empty + [True] * (seqlen_q - empty)
+        assert visible(seqlen_q - empty, seqlen_k, left, right) == asked[empty:], "the rest is the same problem"
+
+
+@pytest.mark.parametrize(
+    ("window", "mode"),
+    [
+        ((-1, -1), SparseMode.NO_MASK),
+        ((-1, 0), SparseMode.CAUSAL),
+        ((8, 0), SparseMode.BAND),
+        ((9, 0), SparseMode.CAUSAL),  # as wide as the keys are long
+        ((9, 6), SparseMode.NO_MASK),
+        ((-1, 5), SparseMode.BAND),
+        ((0, -1), SparseMode.BAND),
+    ],
+)
+def test_the_cheapest_mode_is_taken(window: tuple[int, int], mode: SparseMode) -> None:
+    assert sparse_mask(*window, seqlen_q=7, seqlen_k=10).mode is mode
+
+
+def test_tokens_of_a_band_cannot_overflow() -> None:
+    for window in ((5, -1), (-1, 5), (5, 2**31 - 1), (2**31 - 1, 5)):
+        _, pre_tokens, next_tokens = sparse_mask(*window, seqlen_q=100, seqlen_k=2**20)
+        assert max(pre_tokens, next_tokens) <= 2**20
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.sampled_from([-1, 0, 1, 4]))
+def test_a_packed_plan_holds_the_queries_with_keys_and_no_others(lengths: list[tuple[int, int]], right: int) -> None:
+    offsets_q, offsets_k = ([0, *itertools.accumulate(each[axis] for each in lengths)] for axis in (0, 1))
+    plan = PackedPlan.of(offsets_q, offsets_k, right)
+    wanted_q, wanted_k, wanted_lengths = [], [], []
+    for first_q, first_k, (seqlen_q, seqlen_k) in zip(offsets_q, offsets_k, lengths, strict=False):
+        seen = [first_q + i for i, row in enumerate(visible(seqlen_q, seqlen_k, -1, right)) if any(row)]
+        if seen:
+            wanted_q += seen
+            wanted_k += range(first_k, first_k + seqlen_k)
+            wanted_lengths.append((len(seen), seqlen_k))
+    assert [token for span in plan.spans_q for token in range(*span)] == wanted_q
+    assert [token for span in plan.spans_k for token in range(*span)] == wanted_k
+    assert plan.ends_q == list(itertools.accumulate(each[0] for each in wanted_lengths))
+    assert plan.ends_k == list(itertools.accumulate(each[1] for each in wanted_lengths))
+
+
+def call(operator: str, **changed: Any) -> Call:
+    k = torch.zeros(1, 3, 2, 16)
+    heads = {"head_num": 4} if operator == TRAINING else {"num_heads": 4, "num_key_value_heads": 2}
+    return Call(operator, {"query": torch.zeros(1, 3, 4, 16), "key": k, "value": k, **heads} | changed)
+
+
+@pytest.mark.parametrize("operator", [TRAINING, INFERENCE])
+def test_a_mode_without_the_mask_tile_is_never_called(operator: str) -> None:
+    tile = mask_tile(torch.device("cpu"))
+    check(call(operator))
+    check(call(operator, sparse_mode=3, atten_mask=tile))
+    for wrong in (None, tile[:5, :5], tile.to(torch.uint8), tile.T):
+        with pytest.raises(ValueError, match="atten_mask"):
+            check(call(operator, sparse_mode=3, atten_mask=wrong))
+    with pytest.raises(ValueError, match="sparse_mode=2"):
+        check(call(operator, sparse_mode=2, atten_mask=tile))
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "heads"), [(TRAINING, "head_num", 3), (INFERENCE, "num_key_value_heads", 3)]
+)
+def test_heads_that_do_not_divide_are_never_called(operator: str, name: str, heads: int) -> None:
+    with pytest.raises(ValueError, match="query heads cannot share"):
+        check(call(operator, **{name: heads}))
+
+
+def test_without_torch_npu_the_reason_says_so() -> None:
+    code = "from fastattention.backends.ascend import vendor; import sys; print('torch_npu' in sys.modules); "
+    code += "print(vendor.why_unavailable())"
+    command = [sys.executable, "-c", code]
+    loaded, reason = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split(
+        "\n"
+    )[:2]
+    assert loaded == "False"
+    assert "torch_npu" in reason

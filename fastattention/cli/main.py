@@ -13,6 +13,9 @@ from fastattention.cli.console import errors_as_messages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
+plan = typer.Typer(no_args_is_help=True, help="Predict what a device would do, without it.")
+app.add_typer(plan, name="plan")
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -42,7 +45,7 @@ def info() -> None:
 def bench(
     questions: Annotated[
         list[str] | None,
-        typer.Argument(help="prefill, decode, packed, overhead: the processor; gpu. All without any."),
+        typer.Argument(help="prefill, decode, packed, overhead: the processor; gpu; npu. All without any."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")
@@ -54,7 +57,7 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of everyone. Default: as torch decides.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
-    """Measure this machine against every peer that is installed: its GPU if it has one, and its processor."""
+    """Measure this machine against every peer that is installed: its GPU or NPU if it has one, and its processor."""
     from fastattention.cli.bench import command
 
     with errors_as_messages():
@@ -145,6 +148,37 @@ def warmup(
 
     with errors_as_messages():
         command.warmup(device, headdim or [64, 96, 128, 256], [one.value for one in dtype or KernelDtype])
+
+
+@plan.command("ascend")
+def plan_ascend(
+    seqlen: Annotated[int, typer.Option(min=1, help="Keys of every sequence, and its queries too.")],
+    seqlen_q: Annotated[int | None, typer.Option(min=1, help="Queries, if fewer or more: 1 for a decode.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of queries.")] = 1,
+    heads_k: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values. Default: of queries.")] = None,
+    headdim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    causal: Annotated[bool, typer.Option("--causal", help="Every query sees the keys up to its own.")] = False,
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    chip: Annotated[str, typer.Option(help="910B1, 910B2, 910B3 or 910B4.")] = "910B2",
+    output: Annotated[Path | None, typer.Option(help="Draw the timeline: a file ending in .png or .svg.")] = None,
+) -> None:
+    """Tiles, latency, gains and timeline of attention on an Ascend NPU. All predicted; needs no NPU."""
+    from fastattention.cli.plan import ascend as command
+
+    with errors_as_messages():
+        command.plan(
+            seqlen=seqlen,
+            seqlen_q=seqlen_q,
+            nheads=heads,
+            nheads_k=heads_k,
+            headdim=headdim,
+            batch_size=batch,
+            causal=causal,
+            dtype=dtype,
+            chip_name=chip,
+            output=output,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`fastattention bench`: this machine, its processor and its GPU, against every peer that is installed."""
+"""`fastattention bench`: this machine, its processor and its GPU or NPU, against every peer that is installed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 
 import fastattention
-from fastattention.cli.bench import gpu
+from fastattention.backends.ascend.backend import AscendBackend
+from fastattention.cli.bench import gpu, npu
 from fastattention.cli.bench.session import answer, publish, show_header, start_session
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.workload import Workload
 from fastattention.errors import ArgumentError
 
-GPU, GPU_ROUNDS = "gpu", 9
+DEVICES, DEVICE_ROUNDS = {"gpu": gpu.answer, "npu": npu.answer}, 9
 FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # a workload: 3 to 5 minutes and less than one in all on two cores
 
 
@@ -33,11 +34,13 @@ def bench(
     short = quick or seqlen is not None
     suite = quick_suite(seqlen or 2048) if short else full_suite()
     for question in questions:
-        if question not in (*suite, GPU):
-            raise ArgumentError(f"question {question!r} is not known; choose from {', '.join([*suite, GPU])}")
-    if GPU in questions or (not questions and torch.cuda.is_available()):
-        gpu.answer(gpu.QUICK_SEQLENS if short else gpu.FULL_SEQLENS, GPU_ROUNDS, output)
-    of_processor = [question for question in questions or suite if question != GPU]
+        if question not in (*suite, *DEVICES):
+            raise ArgumentError(f"question {question!r} is not known; choose from {', '.join([*suite, *DEVICES])}")
+    present = {"gpu": torch.cuda.is_available(), "npu": AscendBackend().why_unavailable() is None}
+    for device, answer_on in DEVICES.items():
+        if device in questions or (not questions and present[device]):
+            answer_on(gpu.QUICK_SEQLENS if short else gpu.FULL_SEQLENS, DEVICE_ROUNDS, output)
+    of_processor = [question for question in questions or suite if question not in DEVICES]
     if of_processor:
         _bench_processor(
             of_processor, suite, seconds or (QUICK_SECONDS if short else FULL_SECONDS), num_threads, output

@@ -11,7 +11,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_func
+from fastattention.backends.base import Backend
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import ARCHS, arch_of
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
@@ -62,7 +63,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
-def measure(backends: dict[str, CudaBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def measure(backends: Mapping[str, Backend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """A record for every head dimension, mask and length, and one for packed sequences."""
     records = []
     problems = list(itertools.product((64, 128), (False, True)))
@@ -79,14 +80,14 @@ def measure(backends: dict[str, CudaBackend], seqlens: Sequence[int], rounds: in
     return records
 
 
-def tensors(*tokens: int, headdim: int) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(*tokens: int, headdim: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (*tokens, heads, headdim)."""
-    q, k, v = (torch.randn(*tokens, HIDDEN // headdim, headdim, device="cuda").half() for _ in range(3))
+    q, k, v = (torch.randn(*tokens, HIDDEN // headdim, headdim, device=device).half() for _ in range(3))
     return q, k, v
 
 
 def dense_calls(
-    backends: dict[str, CudaBackend], headdim: int, causal: bool, seqlen: int
+    backends: Mapping[str, Backend], headdim: int, causal: bool, seqlen: int
 ) -> tuple[dict[str, Call], float]:
     """Every path and peer on sequences of one length, and the floating-point operations of a call."""
     q, k, v = tensors(TOKENS // seqlen, seqlen, headdim=headdim)
@@ -109,7 +110,7 @@ def sdpa(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def packed_calls(backends: dict[str, CudaBackend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
+def packed_calls(backends: Mapping[str, Backend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
     """Every path on packed sequences of uneven length."""
     lengths = [round(TOKENS * part) for part in UNEVEN]
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
@@ -120,7 +121,7 @@ def packed_calls(backends: dict[str, CudaBackend], headdim: int, causal: bool) -
     return calls, sum(4.0 * length**2 * HIDDEN for length in lengths) * (0.5 if causal else 1.0)
 
 
-def dense_equivalent(backends: dict[str, CudaBackend], headdim: int, causal: bool, rounds: int) -> dict[str, float]:
+def dense_equivalent(backends: Mapping[str, Backend], headdim: int, causal: bool, rounds: int) -> dict[str, float]:
     """The rate of every path on dense batches of the packed lengths, together: what packing is measured against."""
     work, seconds = 0.0, dict.fromkeys(backends, 0.0)
     for part in UNEVEN:
@@ -135,9 +136,9 @@ def dense_equivalent(backends: dict[str, CudaBackend], headdim: int, causal: boo
 
 
 def record(
-    tokens: str, headdim: int, causal: bool, flops: float, calls: dict[str, Call], rounds: int
+    tokens: str, headdim: int, causal: bool, flops: float, calls: dict[str, Call], rounds: int, device: str = "cuda"
 ) -> dict[str, Any]:
-    """Times the calls in turns; a peer that does not serve this GPU or problem is left out, with its reason."""
+    """Times the calls in turns; a peer that does not serve this device or problem is left out, with its reason."""
     reasons: dict[str, str] = {}
     for name, call in calls.items():
         try:
@@ -145,19 +146,20 @@ def record(
         except RuntimeError as error:
             reasons[name] = next(iter(str(error).splitlines()), type(error).__name__)
     served = {name: call for name, call in calls.items() if name not in reasons}
-    tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(served, rounds).items()}
+    tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(served, rounds, device).items()}
     return {"headdim": headdim, "causal": causal, "tokens": tokens, "tflops": tflops, "reasons": reasons}
 
 
-def interleaved(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median seconds of a call."""
+def interleaved(calls: dict[str, Call], rounds: int, device: str = "cuda") -> dict[str, float]:
+    """Median seconds of a call. device: whose events take the time, the name of a module of torch."""
+    module = getattr(torch, device)
     for call in calls.values():
         call()
         call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (module.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(CALLS_A_TURN):
                 call()

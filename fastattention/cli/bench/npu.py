@@ -1,0 +1,113 @@
+"""The question "npu": how fast is prefill on an Ascend NPU, by our kernels, through us and by torch_npu itself?
+
+16384 tokens in all, hidden size 2048, float16, heads of 64 and 128, causal and not; and one head of 128, whose
+latencies have been published for a 910B2. Beside every time of our kernel stands what the simulator predicted.
+Medians of interleaved rounds, timed by the NPU. Written without an NPU at hand: nobody has run it yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastattention.backends.ascend.backend import AscendBackend
+from fastattention.backends.ascend.chips import Chip, find_chip
+from fastattention.backends.ascend.mask_tile import mask_tile
+from fastattention.backends.ascend.simulator.whole_chip import predict
+from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.tiling import choose_tiling
+from fastattention.cli.bench.gpu import HIDDEN, TOKENS, heads_first, record, tensors
+from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
+from fastattention.cli.machine import describe_machine
+from fastattention.errors import ArgumentError
+from fastattention.problem import Inputs, Problem
+from fastattention.validation import Options, prepare_dense
+
+DEVICE = "npu"
+ONE_HEAD_SEQLENS = (1024, 2048, 4096, 8192, 16384, 32768)
+OURS = "our Triton kernel"
+Call = Callable[[], object]
+
+
+def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
+    """Measure the current NPU, print a table, write npu.json into `output`. Raises ArgumentError without one."""
+    reason = AscendBackend().why_unavailable()
+    if reason is not None:
+        raise ArgumentError(f"question 'npu' needs an Ascend NPU: {reason}")
+    name = torch.npu.get_device_name()  # type: ignore[attr-defined]
+    torch_npu = importlib.import_module("torch_npu")
+    machine = {**describe_machine(), "npu": name, "torch_npu": torch_npu.__version__}
+    report = {"machine": machine, "measurements": measure(find_chip(name), seqlens, rounds)}
+    show(report)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "npu.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
+
+
+def measure(chip: Chip, seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """A record for every head dimension, mask and length, and for one head at the published lengths."""
+    shapes = [
+        (headdim, causal, TOKENS // seqlen, seqlen, HIDDEN // headdim)
+        for headdim, causal, seqlen in itertools.product((64, 128), (False, True), seqlens)
+    ]
+    shapes += [(128, False, 1, seqlen, 1) for seqlen in ONE_HEAD_SEQLENS]
+    records = []
+    with progress_bar() as bar:
+        for headdim, causal, batch_size, seqlen, nheads in bar.track(shapes, description="prefill"):
+            q, k, v = (tensor[:, :, :nheads] for tensor in tensors(batch_size, seqlen, headdim=headdim, device=DEVICE))
+            problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
+            flops = 4.0 * batch_size * seqlen**2 * nheads * headdim * (0.5 if causal else 1.0)
+            what = f"{batch_size} x {seqlen}, {nheads} heads"
+            one = record(what, headdim, causal, flops, calls_of(problem, inputs), rounds, DEVICE)
+            records.append({**one, "predicted_tflops": {OURS: flops / predicted_seconds(problem, chip) / 1e12}})
+    return records
+
+
+def predicted_seconds(problem: Problem, chip: Chip) -> float:
+    """What the simulator says of our kernel."""
+    return predict(Workload.of(problem), choose_tiling(problem, chip), chip).seconds
+
+
+def calls_of(problem: Problem, inputs: Inputs) -> dict[str, Call]:
+    """Ours by both implementations, and what torch_npu's users call, heads before tokens as it likes them."""
+    q, k, v = heads_first(inputs.q), heads_first(inputs.k), heads_first(inputs.v)
+    return {
+        OURS: partial(AscendBackend("triton").forward, problem, inputs),
+        "torch_npu through us": partial(AscendBackend("vendor").forward, problem, inputs),
+        "npu_fusion_attention": partial(_npu_fusion_attention, problem, q, k, v),
+        "SDPA": partial(scaled_dot_product_attention, q, k, v, is_causal=problem.is_causal),
+    }
+
+
+def _npu_fusion_attention(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> object:
+    """The operator itself. Its sparse_mode 3 is the bottom-right causal mask, by a compressed mask."""
+    torch_npu = importlib.import_module("torch_npu")
+    mask = {"atten_mask": mask_tile(q.device), "sparse_mode": 3} if problem.is_causal else {}
+    return torch_npu.npu_fusion_attention(q, k, v, problem.nheads, "BNSD", scale=problem.softmax_scale, **mask)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table."""
+    names = list(dict.fromkeys(name for one in report["measurements"] for name in one["tflops"]))
+    title = f"useful TFLOPS, {report['machine']['npu']}"
+    table = Table("headdim", "causal", "call", *names, f"{OURS}, predicted", title=title)
+    for one in report["measurements"]:
+        rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
+        predicted = f"{one['predicted_tflops'][OURS]:.0f}"
+        table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates, predicted)
+    OUTPUT.print(table)
+    reasons = {name: reason for one in report["measurements"] for name, reason in one["reasons"].items()}
+    for name, reason in reasons.items():
+        OUTPUT.print(escape(f"{name}: {reason}"))

@@ -1,0 +1,172 @@
+"""`fastattention plan ascend`: tiles, time and where it goes on an Ascend 910B, predicted. Needs no device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+
+from fastattention.backends.ascend.chips import Chip, find_chip
+from fastattention.backends.ascend.mask_tile import MASK_TILE
+from fastattention.backends.ascend.simulator.gains import ablation, causes
+from fastattention.backends.ascend.simulator.tiles import Tiling
+from fastattention.backends.ascend.simulator.whole_chip import Prediction, predict, simulate_row_block
+from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.tiling import buffer_uses, tiling_for
+from fastattention.cli.bench.report import in_words
+from fastattention.cli.console import OUTPUT, require_extra
+from fastattention.errors import ArgumentError
+
+MAX_HEADDIM = 256
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SUFFIXES = (".png", ".svg")
+DRAWN_TILES = 6
+NOTE = "Every time and rate is predicted: no Ascend device has run this. docs/ascend.md says what the model assumes."
+
+
+def plan(
+    *,
+    seqlen: int,
+    seqlen_q: int | None,
+    nheads: int,
+    nheads_k: int | None,
+    headdim: int,
+    batch_size: int,
+    causal: bool,
+    dtype: str,
+    chip_name: str,
+    output: Path | None,
+) -> None:
+    """Print the plan of a call, and draw its timeline to `output` if given. Raises ArgumentError for a wrong option."""
+    chip = find_chip(chip_name)
+    workload = make_workload(batch_size, seqlen_q or seqlen, seqlen, nheads, nheads_k or nheads, headdim, causal, dtype)
+    if output is not None:
+        check_output(output)
+    tiling = tiling_for(workload, chip)
+    prediction = predict(workload, tiling, chip)
+    OUTPUT.print(_summary(prediction))
+    OUTPUT.print(_buffers(workload, tiling, chip))
+    OUTPUT.print(_ablation(workload, tiling, chip))
+    if tiling.outer_tile_n < workload.seqlen_k:
+        OUTPUT.print(_causes(workload, tiling, chip))
+    OUTPUT.print(_where_time_goes(prediction))
+    if output is not None:
+        _draw(prediction, output)
+    OUTPUT.print(NOTE)
+
+
+def make_workload(
+    batch_size: int, seqlen_q: int, seqlen_k: int, nheads: int, nheads_k: int, headdim: int, causal: bool, dtype: str
+) -> Workload:
+    """A call by the command's options. Raises ArgumentError, naming the option, for a wrong one."""
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype={dtype!r} is not known; choose from {', '.join(DTYPES)}")
+    if not 1 <= headdim <= MAX_HEADDIM:
+        raise ArgumentError(f"headdim={headdim} is not served by the ascend backend; use 1 to {MAX_HEADDIM}")
+    if nheads % nheads_k:
+        raise ArgumentError(f"heads_k={nheads_k} does not divide heads={nheads}")
+    right = 0 if causal else -1
+    return Workload(
+        batch_size, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim, DTYPES[dtype], window_right=right
+    )
+
+
+def check_output(path: Path) -> None:
+    """Raises ArgumentError for a picture that could not be drawn."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ArgumentError(f"output={str(path)!r} has no suffix of a picture; use {' or '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ArgumentError(f"output={str(path)!r} cannot be written: its folder does not exist")
+    require_extra("plot", "matplotlib")
+
+
+def _summary(prediction: Prediction) -> Table:
+    workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip
+    table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
+    full_mask = workload.seqlen_q * workload.seqlen_k
+    slices = tiling.outer_tile_m // chip.vectors_per_core // tiling.inner_tile_m
+    rows = {
+        "chip": f"{chip.name}: {chip.num_cores} AI Cores at {chip.clock_ghz} GHz, peak {chip.peak_tflops:.0f} TFLOPS",
+        "outer tile (Cube)": f"{tiling.outer_tile_m} queries x {tiling.outer_tile_n} keys",
+        "inner tile (Vector)": f"{tiling.inner_tile_m} rows x {tiling.outer_tile_n} keys, {slices} for each Vector",
+        "preload": f"{tiling.preload}: score tiles computed ahead {tiling.preload - 1}",
+        "double buffering": "yes" if tiling.multibuffer else "no: too little room",
+        "row blocks": f"{prediction.num_row_blocks}, splits of the keys {prediction.num_splits}",
+        "predicted latency": in_words(prediction.seconds),
+        "predicted rate": f"{prediction.tflops:.3g} TFLOPS, {prediction.fraction_of_peak:.0%} of the peak",
+    }
+    if workload.has_window:
+        rows["mask"] = f"{MASK_TILE**2} bytes at any length; a full one would have {full_mask}"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _buffers(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
+    table = Table(title="Buffers of a core", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("buffer")
+    table.add_column("bytes", justify="right")
+    table.add_column("of", justify="right")
+    table.add_column("full", justify="right")
+    table.add_column("holds")
+    for use in buffer_uses(tiling, workload.shape, chip):
+        parts = ", ".join(f"{part} {size}" for part, size in use.parts.items())
+        table.add_row(use.buffer, str(use.used), str(use.allowed), f"{use.used / use.allowed:.0%}", parts)
+    return table
+
+
+def _ablation(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
+    table = Table(title="Ablation, predicted", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("strategy")
+    for heading in ("time", "TFLOPS", "gain", "in all"):
+        table.add_column(heading, justify="right")
+    steps = ablation(workload, tiling, chip)
+    for step in steps:
+        seconds = step.prediction.seconds
+        total = steps[0].prediction.seconds / seconds
+        cells = (in_words(seconds), f"{step.prediction.tflops:.3g}", f"{step.gain:.2f}x", f"{total:.2f}x")
+        table.add_row(step.name, *cells)
+    if not workload.has_window:
+        table.caption, table.caption_justify = (
+            "Without a mask there is nothing for the tiling-mask: see --causal",
+            "left",
+        )
+    return table
+
+
+def _causes(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
+    heading = "Why two-level tiling is faster, predicted"
+    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("cause, one after another")
+    table.add_column("factor", justify="right")
+    for cause in causes(workload, tiling, chip):
+        table.add_row(cause.name, f"{cause.factor:.2f}x")
+    return table
+
+
+def _where_time_goes(prediction: Prediction) -> Table:
+    table = Table(title="Where the time goes, predicted", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("a core's Cube")
+    table.add_column("share", justify="right")
+    table.add_column("pipe")
+    table.add_column("busy", justify="right")
+    spent = [(reason, f"{share:.1%}") for reason, share in prediction.spent.items()]
+    busy = [(" ".join(pipe), f"{share:.1%}") for pipe, share in prediction.busy.items()]
+    for row in range(max(len(spent), len(busy))):
+        left = spent[row] if row < len(spent) else ("", "")
+        right = busy[row] if row < len(busy) else ("", "")
+        table.add_row(*left, *right)
+    return table
+
+
+def _draw(prediction: Prediction, path: Path) -> None:
+    from fastattention.cli.plan.timeline import write_timeline  # needs an extra
+
+    workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip
+    most = max(tiles for tiles, _ in workload.row_blocks(tiling))
+    run = simulate_row_block(workload, tiling, chip, min(most, DRAWN_TILES))
+    heading = f"First tiles of a row block of {workload.seqlen_q} queries and {workload.seqlen_k} keys"
+    write_timeline(run.events, tiling, chip, heading, path, run.row_block.cycles)
+    OUTPUT.print(f"timeline: {path}", soft_wrap=True, markup=False)

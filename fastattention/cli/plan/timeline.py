@@ -1,0 +1,87 @@
+"""A row block in time: what each pipe of the Cube and of both Vector units does, as a picture. Needs the plot extra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from fastattention.backends.ascend.chips import Chip
+from fastattention.backends.ascend.simulator.core import CUBE, CUBE_PIPES, VECTOR_PIPES, VECTORS
+from fastattention.backends.ascend.simulator.events import Event
+from fastattention.backends.ascend.simulator.tiles import Tiling
+
+COLORS = {
+    "queries": "#937860",
+    "QK": "#4c72b0",
+    "softmax": "#55a868",
+    "PV": "#c44e52",
+    "O update": "#8172b3",
+    "result": "#ccb974",
+    "flag": "#444444",
+}
+PIPES = [*((CUBE, pipe) for pipe in CUBE_PIPES), *((unit, pipe) for unit in VECTORS for pipe in VECTOR_PIPES)]
+WHAT_PIPES_DO = {
+    (CUBE, "MTE2"): "memory to L1",
+    (CUBE, "MTE1"): "L1 to L0",
+    (CUBE, "M"): "products",
+    (CUBE, "FIX"): "L0C to memory",
+    (VECTORS[0], "MTE2"): "memory to UB",
+    (VECTORS[0], "V"): "vectors",
+    (VECTORS[0], "MTE3"): "UB to memory",
+}
+MERGED_GAP = 1.0  # cycles: slices that follow each other so closely are drawn as one bar
+LABELLED = 0.02  # of the width: what a bar must have to hold its tile's number
+
+
+def write_timeline(events: list[Event], tiling: Tiling, chip: Chip, heading: str, path: Path, cycles: float) -> None:
+    """Draw the first `cycles` of a row block; the suffix of `path`, .png or .svg, says how."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    panel = figure.subplots()
+    for row, pipe in enumerate(PIPES):
+        _draw(panel, row, [event for event in events if (event.unit, event.pipe) == pipe], chip, cycles)
+    names = [
+        f"{unit} {pipe}: {WHAT_PIPES_DO.get((VECTORS[0] if unit != CUBE else unit, pipe))}" for unit, pipe in PIPES
+    ]
+    panel.set_yticks(range(len(PIPES)), names, fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlim(0, cycles / chip.clock_hz * 1e6)
+    panel.set_xlabel("predicted microseconds since the row block began", fontsize=8)
+    panel.tick_params(axis="x", labelsize=8)
+    panel.set_title(f"{heading}\n{in_words(tiling)}; {chip.name}, predicted, one core", fontsize=9, loc="left")
+    handles = [Patch(color=color, label=stage) for stage, color in COLORS.items()]
+    panel.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles), fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def in_words(tiling: Tiling) -> str:
+    """A tiling in one line."""
+    return (
+        f"tiles {tiling.outer_tile_m} x {tiling.outer_tile_n}, Vector slices of {tiling.inner_tile_m} rows, "
+        f"score tiles computed ahead: {tiling.preload - 1}"
+    )
+
+
+def _draw(panel: Axes, row: int, events: list[Event], chip: Chip, cycles: float) -> None:
+    scale = 1e6 / chip.clock_hz
+    for stage, tile, start, end in _bars(events):
+        if start >= cycles:
+            continue
+        width = min(end, cycles) - start
+        panel.barh(row, width * scale, left=start * scale, height=0.8, color=COLORS[stage], edgecolor="white", lw=0.3)
+        if width > LABELLED * cycles:
+            middle = (start + width / 2) * scale
+            panel.text(middle, row, str(tile), ha="center", va="center", fontsize=7, color="white")
+
+
+def _bars(events: list[Event]) -> list[tuple[str, int, float, float]]:
+    """Stage, tile, start and end of what a pipe does without a gap."""
+    bars: list[tuple[str, int, float, float]] = []
+    for event in events:
+        if bars and bars[-1][:2] == (event.stage, event.tile) and event.start - bars[-1][3] <= MERGED_GAP:
+            bars[-1] = (*bars[-1][:3], event.end)
+        else:
+            bars.append((event.stage, event.tile, event.start, event.end))
+    return bars

@@ -14,6 +14,7 @@ from conformance.calls import Call
 from conformance.case import Case, KvCacheCase
 from conformance.cases import CASES
 from conformance.check import check
+from conformance.devices import moved
 from conformance.engines import Engine, forget_backends
 from torch import Tensor
 
@@ -40,22 +41,11 @@ class DeviceEngine(Engine):
         return verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = _moved(call).run(self.backend)
+        out, lse = moved(call, "cuda").run(self.backend)
         return out.cpu(), lse.cpu()
 
     def run_without_lse(self, call: Call) -> Tensor:
-        return _moved(call).run_without_lse(self.backend).cpu()
-
-
-def _moved(call: Call) -> Call:
-    arguments = {name: _on_gpu(value) if isinstance(value, Tensor) else value for name, value in call.arguments.items()}
-    return replace(call, arguments=arguments)
-
-
-def _on_gpu(tensor: Tensor) -> Tensor:
-    """The same tensor, strides and all, in a copy of the whole memory behind it."""
-    memory = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    return memory.cuda().as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return moved(call, "cuda").run_without_lse(self.backend).cpu()
 
 
 def _target() -> int:

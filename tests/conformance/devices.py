@@ -1,0 +1,35 @@
+"""Calls on another device than the CPU, where their tensors are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from conformance.calls import Call
+
+
+def moved(call: Call, device: str) -> Call:
+    """The same call with its tensors on `device`."""
+    arguments = {
+        name: _moved(value, device) if isinstance(value, Tensor) else value for name, value in call.arguments.items()
+    }
+    return replace(call, arguments=arguments)
+
+
+def copied_back(call: Call, from_device: Call) -> None:
+    """Writes the memory behind a moved call's caches into the tensors of the call on the CPU."""
+    for name in ("k_cache", "v_cache"):
+        if name in call.arguments:
+            _memory(call.arguments[name]).copy_(_memory(from_device.arguments[name]))
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The whole memory behind a tensor."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _moved(tensor: Tensor, device: str) -> Tensor:
+    """The same tensor, strides and all, in a copy of the whole memory behind it."""
+    return _memory(tensor).to(device).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

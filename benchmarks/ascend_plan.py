@@ -1,0 +1,298 @@
+"""What would an Ascend 910B do, and what does each of the paper's strategies gain there? Predicted; needs no NPU.
+
+    python benchmarks/ascend_plan.py
+
+The simulator's constants come from published cycle counts of single stages. Its predictions of whole kernels stand
+beside published latencies, on which nothing was fitted. Everything else is what no Ascend device has run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich import box
+from rich.table import Table
+
+from fastattention.backends.ascend.chips import CHIPS
+from fastattention.backends.ascend.mask_tile import MASK_TILE
+from fastattention.backends.ascend.simulator import published
+from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, PUBLISHED_STAGES, Costs
+from fastattention.backends.ascend.simulator.gains import PAPER_PRELOAD, ablation, causes, unified_tiling
+from fastattention.backends.ascend.simulator.standard import StandardKind, predict_standard
+from fastattention.backends.ascend.simulator.tiles import Tiling
+from fastattention.backends.ascend.simulator.whole_chip import predict, simulate_row_block
+from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.tiling import tiling_for
+from fastattention.cli.bench.report import SCHEMA
+from fastattention.cli.console import OUTPUT, errors_as_messages
+from fastattention.cli.machine import source_commit
+
+RESULTS = Path(__file__).parent / "results"
+CHIP = published.MEASURED_CHIP
+HARDWARE_HANDOVER = 1000  # cycles: the other published figure of a synchronisation, fitted to hardware
+DRAWN_MICROSECONDS, DRAWN_TILES = 14.0, 12
+NHEADS = 32  # of the problems that fill every core
+
+Record = dict[str, Any]
+
+
+def main(longest: int = 131072, output: Path = RESULTS) -> None:
+    """Lengths from 1K to `longest`; write ascend_plan.json and two pictures into `output`."""
+    with errors_as_messages():
+        seqlens = [1024 << step for step in range((longest // 1024).bit_length())]
+        record: Record = {
+            "schema": SCHEMA,
+            "question": "ascend_plan",
+            "note": "Times and rates are predicted by a simulator, except where a name begins with measured.",
+            "commit": source_commit() or "an installed package",
+            "chip": asdict(CHIP),
+            "costs": asdict(DEFAULT_COSTS),
+            "calibration": calibration(),
+            "validation": validation(),
+            "shown_not_judged": not_judged(),
+            "gains": [gains(published.single_head(seqlen)) for seqlen in seqlens],
+            "gains_causal": [gains(many_heads(seqlen, causal=True)) for seqlen in seqlens],
+            "sensitivity": sensitivity(),
+            "standard": [standard(seqlen, causal) for causal in (False, True) for seqlen in seqlens],
+            "mask": [mask(seqlen) for seqlen in seqlens],
+            "best": list(best()),
+        }
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "ascend_plan.json").write_text(json.dumps(record, indent=1) + "\n")
+        show(record)
+        draw(output)
+
+
+def many_heads(seqlen: int, causal: bool = False, headdim: int = 128, dtype: torch.dtype = torch.float16) -> Workload:
+    """A prompt with as many heads as a 7B model."""
+    right = 0 if causal else -1
+    return Workload(1, seqlen, seqlen, NHEADS, NHEADS, headdim, headdim, dtype, window_right=right)
+
+
+def calibration() -> list[Record]:
+    """Stages by themselves, beside the published cycle counts."""
+    simulated, errors = published.simulated_stages(), published.residuals()
+    return [
+        {"stage": stage, "published_cycles": cycles, "predicted_cycles": simulated[stage], "error": errors[stage]}
+        for stage, cycles in PUBLISHED_STAGES.items()
+    ]
+
+
+def validation() -> list[Record]:
+    """Whole kernels, beside the published latencies."""
+    return [
+        {
+            "seqlen": one.seqlen,
+            "measured_us": one.measured.open_kernel,
+            "predicted_us": one.prediction.seconds * 1e6,
+            "error": one.error,
+            "allowed_error": one.allowed,
+            "measured_torch_npu_us": one.measured.torch_npu,
+        }
+        for one in published.validate()
+    ]
+
+
+def not_judged() -> list[Record]:
+    """What else was published: other versions, other chips; and the validation by other readings of the calibration."""
+    cases = [
+        (f"{seqlen_q} queries, {seqlen_k} keys", replace(published.single_head(seqlen_k), seqlen_q=seqlen_q), measured)
+        for (seqlen_q, seqlen_k), measured in published.FEW_CORES.items()
+    ]
+    cases += [
+        (f"A3 as if a 910B2, 12 heads, {seqlen}", published.of_a3(seqlen), us) for seqlen, us in published.A3.items()
+    ]
+    records = []
+    for name, workload, measured in cases:
+        predicted = predict(workload, published.MEASURED_TILING, CHIP).seconds * 1e6
+        records.append(
+            {"case": name, "measured_us": measured, "predicted_us": predicted, "error": predicted / measured - 1}
+        )
+    readings = {
+        "with 3 tiles ahead": (replace(published.MEASURED_TILING, preload=4), DEFAULT_COSTS),
+        "with the nominal rate of writes": (published.MEASURED_TILING, replace(DEFAULT_COSTS, write_share=1.0)),
+    }
+    for reading, (tiling, costs) in readings.items():
+        for seqlen, (measured, _) in published.MEASURED.items():
+            predicted = predict(published.single_head(seqlen), tiling, CHIP, costs).seconds * 1e6
+            case = {"case": f"{seqlen} {reading}", "measured_us": measured, "predicted_us": predicted}
+            records.append({**case, "error": predicted / measured - 1})
+    return records
+
+
+def gains(workload: Workload) -> Record:
+    """What each strategy gains, and why two-level tiling does, with the tiles that are chosen."""
+    tiling = tiling_for(workload, CHIP)
+    steps = ablation(workload, tiling, CHIP)
+    return {
+        "seqlen": workload.seqlen_k,
+        "nheads": workload.nheads,
+        "causal": workload.has_window,
+        "unified_tiling": asdict(unified_tiling(workload, CHIP)),
+        "tiling": asdict(tiling),
+        "ablation": [
+            {
+                "strategy": step.name,
+                "predicted_us": step.prediction.seconds * 1e6,
+                "predicted_tflops": step.prediction.tflops,
+                "gain": step.gain,
+            }
+            for step in steps
+        ],
+        "causes": [asdict(cause) for cause in causes(workload, tiling, CHIP)],
+        "where_time_goes": steps[-1].prediction.spent,
+        "pipes_busy": {" ".join(pipe): share for pipe, share in steps[-1].prediction.busy.items()},
+    }
+
+
+def sensitivity() -> list[Record]:
+    """Two-level over unified tiling if something were otherwise, one head of 8K and 32K."""
+    found = []
+    for seqlen in (8192, 32768):
+        workload = published.single_head(seqlen)
+        unified = unified_tiling(workload, CHIP)
+        paper = replace(tiling_for(workload, CHIP), preload=PAPER_PRELOAD)
+        sliced = replace(unified, inner_tile_m=published.MEASURED_TILING.inner_tile_m)
+        variants: dict[str, tuple[Tiling, Tiling, Costs]] = {
+            "as chosen": (unified, paper, DEFAULT_COSTS),
+            "the measured kernel's 256 keys a tile": (unified, published.MEASURED_TILING, DEFAULT_COSTS),
+            "synchronisation of 1000 cycles": (unified, paper, replace(DEFAULT_COSTS, handover=HARDWARE_HANDOVER)),
+            "synchronisation for nothing": (unified, paper, replace(DEFAULT_COSTS, handover=0.0)),
+            "unified tiling has slices too": (sliced, paper, DEFAULT_COSTS),
+            "unified tiling has slices and one tile ahead too": (
+                replace(sliced, preload=PAPER_PRELOAD),
+                paper,
+                DEFAULT_COSTS,
+            ),
+        }
+        for name, (before, after, costs) in variants.items():
+            seconds = [predict(workload, tiling, CHIP, costs).seconds for tiling in (before, after)]
+            found.append(
+                {
+                    "seqlen": seqlen,
+                    "variant": name,
+                    "predicted_unified_us": seconds[0] * 1e6,
+                    "predicted_two_level_us": seconds[1] * 1e6,
+                    "gain": seconds[0] / seconds[1],
+                }
+            )
+    return found
+
+
+def standard(seqlen: int, causal: bool) -> Record:
+    """Attention that stores its scores, beside ours."""
+    workload = many_heads(seqlen, causal)
+    ours = predict(workload, tiling_for(workload, CHIP), CHIP).seconds
+    record: Record = {"seqlen": seqlen, "causal": causal, "predicted_ours_us": ours * 1e6}
+    for kind in StandardKind:
+        theirs = predict_standard(workload, CHIP, kind)
+        record[kind.value] = {
+            "predicted_us": theirs.seconds * 1e6,
+            "gain": theirs.seconds / ours,
+            "score_bytes": theirs.score_bytes,
+        }
+    return record
+
+
+def mask(seqlen: int) -> Record:
+    """Bytes of the mask of a causal call."""
+    return {"seqlen": seqlen, "tiling_mask_bytes": MASK_TILE**2, "full_mask_bytes": seqlen**2}
+
+
+def best() -> Iterator[Record]:
+    """The fastest plan of every chip, head dimension and dtype at 32K, and of a 910B2 if scores were float16."""
+    for chip in CHIPS.values():
+        for headdim in (64, 128, 256):
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                workload = many_heads(32768, headdim=headdim, dtype=dtype)
+                prediction = predict(workload, tiling_for(workload, chip), chip)
+                yield {
+                    "chip": chip.name,
+                    "peak_tflops": chip.peak_tflops,
+                    "headdim": headdim,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "score_bytes": workload.score_bytes,
+                    "tiling": asdict(prediction.tiling),
+                    "predicted_tflops": prediction.tflops,
+                    "fraction_of_peak": prediction.fraction_of_peak,
+                }
+    workload = many_heads(32768)
+    prediction = predict(replace(workload, score_bytes=2), tiling_for(workload, CHIP), CHIP)
+    yield {
+        "chip": CHIP.name,
+        "peak_tflops": CHIP.peak_tflops,
+        "headdim": workload.headdim,
+        "dtype": "float16",
+        "score_bytes": 2,
+        "tiling": asdict(prediction.tiling),
+        "predicted_tflops": prediction.tflops,
+        "fraction_of_peak": prediction.fraction_of_peak,
+    }
+
+
+def show(record: Record) -> None:
+    """Print the tables that the documentation quotes."""
+    _print("Calibration: cycles of a stage", record["calibration"])
+    _print("Validation: 910B2, one head of 128, microseconds", record["validation"])
+    _print("Published too, shown and not judged", record["shown_not_judged"])
+    for name in ("gains", "gains_causal"):
+        for one in record[name]:
+            heading = f"{one['seqlen']} tokens, {one['nheads']} heads{', causal' * one['causal']}: {_tiles(one)}"
+            _print(heading, [*one["ablation"]])
+            _print("two-level tiling is faster by", one["causes"])
+    _print("Two-level over unified tiling if something were otherwise", record["sensitivity"])
+    rows = [
+        {
+            "seqlen": one["seqlen"],
+            "causal": one["causal"],
+            **{f"gain over {kind.value}": one[kind.value]["gain"] for kind in StandardKind},
+        }
+        for one in record["standard"]
+    ]
+    _print(f"Over standard attention; the paper has up to {published.PAPER_GAIN}", rows)
+    columns = ("chip", "headdim", "dtype", "score_bytes", "predicted_tflops", "peak_tflops")
+    rows = [{name: one[name] for name in columns} for one in record["best"]]
+    _print(f"Best plans at 32K; the paper has {published.PAPER_TFLOPS} TFLOPS", rows)
+
+
+def _tiles(one: Record) -> str:
+    tiling = one["tiling"]
+    return f"tiles {tiling['outer_tile_m']} x {tiling['outer_tile_n']}, slices of {tiling['inner_tile_m']} rows"
+
+
+def _print(heading: str, rows: list[Record]) -> None:
+    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for name in rows[0]:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    OUTPUT.print(table)
+
+
+def draw(output: Path) -> None:
+    """Both tilings over the same stretch of time, the two-level one on the paper's schedule."""
+    from fastattention.cli.plan.timeline import write_timeline
+
+    workload = published.single_head(8192)
+    cycles = DRAWN_MICROSECONDS * CHIP.clock_hz / 1e6
+    pictures: list[tuple[str, str, Tiling]] = [
+        ("unified", "Unified tiling", unified_tiling(workload, CHIP)),
+        ("two_level", "Two-level tiling on the paper's schedule", published.MEASURED_TILING),
+    ]
+    for name, heading, tiling in pictures:
+        events = simulate_row_block(workload, tiling, CHIP, DRAWN_TILES).events
+        written = [event for event in events if (event.stage, event.unit, event.pipe) == ("PV", "Cube", "FIX")]
+        done = {event.tile for event in written if event.end <= cycles}
+        keys = len(done - {event.tile for event in written if event.end > cycles}) * tiling.outer_tile_n
+        heading = f"{heading}: {keys} keys multiplied with their values in {DRAWN_MICROSECONDS:.0f} microseconds"
+        write_timeline(events, tiling, CHIP, heading, output / f"ascend_plan_{name}.png", cycles)
+
+
+if __name__ == "__main__":
+    typer.run(main)

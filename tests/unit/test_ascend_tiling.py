@@ -81,8 +81,9 @@ def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, he
         ("l0c_bytes", "L0C", 2 * 128 * 16 * 4, 16000),
         # Queries 32 KB, two chunks of keys of 32 KB, of values of 16 KB, weights 128 KB.
         ("l1_bytes", "L1", (32 + 64 + 32 + 128) * 1024, 200_000),
-        # Two slices of scores of 32 KB, weights 16 KB, mask 8 KB; O and a product of 32 KB; statistics.
-        ("ub_bytes", "UB", (64 + 32 + 16 + 32 + 32) * 1024 + 3 * 64 * 4, 180_000),
+        # Two slices of scores of 32 KB, weights 16 KB, mask 8 KB; an intermediate slice, O and a product of 32 KB each;
+        # statistics.
+        ("ub_bytes", "UB", (64 + 32 + 16 + 32 + 32 + 32) * 1024 + 3 * 64 * 4, 180_000),
     ],
     ids=["L0A", "L0B", "L0C", "L1", "UB"],
 )
@@ -118,9 +119,14 @@ def test_impossible_tiling_is_refused(field: str, value: int, reason: str) -> No
 
 
 def test_single_buffers_take_less() -> None:
-    unified = Tiling(128, 512, 32, preload=1, multibuffer=False)
+    unified = Tiling(128, 256, 32, preload=1, multibuffer=False)
     assert why_not_fit(unified, 128, 128, torch.float16, CHIP) is None
     assert "UB" in (why_not_fit(replace(unified, multibuffer=True), 128, 128, torch.float16, CHIP) or "")
+
+
+def test_a_kernel_written_by_hand_needs_no_intermediates() -> None:
+    assert "UB" in (why_not_fit(GOOD, 128, 128, torch.float16, CHIP) or "")
+    assert why_not_fit(GOOD, 128, 128, torch.float16, CHIP, in_place=True) is None
 
 
 @pytest.mark.parametrize(("page_block_size", "most"), [(16, 16), (48, 64), (128, 128), (1000, 1024)])

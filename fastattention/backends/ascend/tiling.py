@@ -57,8 +57,13 @@ class BufferUse:
         return sum(self.parts.values())
 
 
-def why_not_fit(tiling: Tiling, headdim: int, headdim_v: int, dtype: torch.dtype, chip: Chip) -> str | None:
-    """Why a chip's buffers do not hold a tiling: the buffer, the bytes, what is allowed. None when they do."""
+def why_not_fit(
+    tiling: Tiling, headdim: int, headdim_v: int, dtype: torch.dtype, chip: Chip, in_place: bool = False
+) -> str | None:
+    """Why a chip's buffers do not hold a tiling: the buffer, the bytes, what is allowed. None when they do.
+
+    in_place: as buffer_uses takes it.
+    """
     for name in ("outer_tile_m", "outer_tile_n"):
         size = getattr(tiling, name)
         if size < MINIMUM or size & (size - 1):
@@ -72,15 +77,19 @@ def why_not_fit(tiling: Tiling, headdim: int, headdim_v: int, dtype: torch.dtype
             f"outer_tile_m={tiling.outer_tile_m} and outer_tile_n={tiling.outer_tile_n} exceed the mask tile: "
             f"their sum may be {MASK_TILE}"
         )
-    for use in buffer_uses(tiling, Shape(padded(headdim), padded(headdim_v), dtype.itemsize), chip):
+    for use in buffer_uses(tiling, Shape(padded(headdim), padded(headdim_v), dtype.itemsize), chip, in_place):
         if use.used > use.allowed:
             parts = ", ".join(f"{part} {size}" for part, size in use.parts.items())
             return f"{use.buffer} would hold {use.used} bytes ({parts}); {chip.name} allows {use.allowed}"
     return None
 
 
-def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip) -> list[BufferUse]:
-    """What a tiling takes of every buffer of a core; those of level 0 first, whose sizes decide the others."""
+def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, in_place: bool = False) -> list[BufferUse]:
+    """What a tiling takes of every buffer of a core; those of level 0 first, whose sizes decide the others.
+
+    in_place: a kernel written by hand computes a slice of scores in place. A compiler keeps intermediates beside it, a
+    mask that is widened to be compared or row maxima spread over the columns; room for one such slice is left to it.
+    """
     rows, copies, size = tiling.outer_tile_m, tiling.num_buffers, shape.element_bytes
     cut = cube_tiles(tiling, shape, chip)
     depth = max(cut.qk_depth, MINIMUM)
@@ -105,6 +114,7 @@ def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip) -> list[BufferUse]:
         "scores": copies * slice_elements * shape.score_bytes,
         "weights": copies * slice_elements * size,
         "mask": copies * slice_elements * MASK_BYTES,
+        "intermediates": 0 if in_place else slice_elements * FLOAT32_BYTES,
         "O": vector * shape.headdim_v * FLOAT32_BYTES,
         "product with values": update_rows(tiling, shape, chip) * shape.headdim_v * FLOAT32_BYTES,
         "row statistics": ROW_STATISTICS * vector * FLOAT32_BYTES,
@@ -118,8 +128,11 @@ def choose_tiling(problem: Problem, chip: Chip) -> Tiling:
     return tiling_for(Workload.of(problem), chip, problem.page_block_size)
 
 
-def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = None) -> Tiling:
-    """As choose_tiling. page_block_size: tokens of a page, which no tile of keys exceeds; None without pages."""
+def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = None, in_place: bool = False) -> Tiling:
+    """As choose_tiling. page_block_size: tokens of a page, which no tile of keys exceeds; None without pages.
+
+    in_place: as buffer_uses takes it; our kernel goes through a compiler.
+    """
     num_heads_k = max(_rounded(workload.batch_size * workload.nheads_k, MOST_HEADS), 1)
     representative = replace(
         workload,
@@ -133,14 +146,15 @@ def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = Non
         window_left=workload.window_left if workload.window_left < 0 else _rounded(workload.window_left, LONGEST),
         window_right=workload.window_right if workload.window_right < 1 else _rounded(workload.window_right, LONGEST),
     )
-    return _fastest(representative, chip, LONGEST if page_block_size is None else padded(page_block_size))
+    longest_tile = LONGEST if page_block_size is None else padded(page_block_size)
+    return _fastest(representative, chip, longest_tile, in_place)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(workload: Workload, chip: Chip, longest_tile: int) -> Tiling:
+def _fastest(workload: Workload, chip: Chip, longest_tile: int, in_place: bool) -> Tiling:
     cost = {
         tiling: estimate_cycles(workload, tiling, chip, row_block_estimate)
-        for tiling in _candidates(workload, chip, longest_tile)
+        for tiling in _candidates(workload, chip, longest_tile, in_place)
     }
     if not cost:
         raise UnsupportedError(
@@ -154,7 +168,7 @@ def _fastest(workload: Workload, chip: Chip, longest_tile: int) -> Tiling:
     return min(good, key=lambda tiling: (tiling.preload, -tiling.outer_tile_n, seconds[tiling]))
 
 
-def _candidates(workload: Workload, chip: Chip, longest_tile: int) -> Iterator[Tiling]:
+def _candidates(workload: Workload, chip: Chip, longest_tile: int, in_place: bool = False) -> Iterator[Tiling]:
     """Tilings that fit, and are not larger than the call; without double buffers only when none fits with them."""
     most_rows = padded(workload.num_rows)
     most_keys = min(padded(workload.seqlen_k), longest_tile)
@@ -162,7 +176,7 @@ def _candidates(workload: Workload, chip: Chip, longest_tile: int) -> Iterator[T
         found = False
         for rows in (rows for rows in OUTER_TILE_M if most_rows // MOST_ROW_BLOCKS <= rows <= most_rows):
             for keys in (keys for keys in OUTER_TILE_N if min(most_keys, SMALLEST_TILE_N) <= keys <= most_keys):
-                inner = _best_slices(rows, keys, multibuffer, workload, chip)
+                inner = _best_slices(Tiling(rows, keys, rows, 1, multibuffer), workload, chip, in_place)
                 if inner is None:
                     continue
                 found = True
@@ -172,12 +186,13 @@ def _candidates(workload: Workload, chip: Chip, longest_tile: int) -> Iterator[T
             return
 
 
-def _best_slices(rows: int, keys: int, multibuffer: bool, workload: Workload, chip: Chip) -> int | None:
-    """Rows of a slice: the fewest slices of which two fit side by side; None when no number of slices fits."""
+def _best_slices(tiling: Tiling, workload: Workload, chip: Chip, in_place: bool) -> int | None:
+    """Rows of a slice of a tiling: the fewest slices that fit; None when no number of them does."""
+    headdims, dtype = (workload.headdim, workload.headdim_v), workload.dtype
     for loops in VECTOR_LOOPS:
-        inner = rows // chip.vectors_per_core // loops
-        tiling = Tiling(rows, keys, inner, 1, multibuffer)
-        if inner and why_not_fit(tiling, workload.headdim, workload.headdim_v, workload.dtype, chip) is None:
+        inner = tiling.outer_tile_m // chip.vectors_per_core // loops
+        sliced = replace(tiling, inner_tile_m=inner)
+        if inner and why_not_fit(sliced, *headdims, dtype, chip, in_place) is None:
             return inner
     return None
 

@@ -37,12 +37,12 @@ def unified_tiling(workload: Workload, chip: Chip) -> Tiling:
     """FlashAttention as on a GPU: one small tile for both units, handed over each time, nothing computed ahead.
 
     UNIFIED_TILE or, where that does not fit the Vectors' buffers in one piece, the largest square tile that does; not
-    more rows than there are.
+    more rows than there are. Written by hand, as the kernels are that it stands for.
     """
     for size in (UNIFIED_TILE, UNIFIED_TILE // 2, UNIFIED_TILE // 4, UNIFIED_TILE // 8):
         rows = min(size, padded(workload.num_rows))
         tiling = Tiling(rows, size, rows // chip.vectors_per_core, preload=1, multibuffer=True)
-        if why_not_fit(tiling, workload.headdim, workload.headdim_v, workload.dtype, chip) is None:
+        if why_not_fit(tiling, workload.headdim, workload.headdim_v, workload.dtype, chip, in_place=True) is None:
             return tiling
     raise UnsupportedError(f"headdim={workload.headdim} fits no buffers of {chip.name} at any tile size")
 

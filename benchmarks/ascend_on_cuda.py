@@ -68,7 +68,14 @@ class UpstreamTritonBackend(AscendBackend):
     def _launch(self, launch: call.Launch) -> None:
         constants = launch.constants
         warps = 8 if constants["TILE_M"] * constants.get("TILE_N", 0) >= 128 * 128 else 4
-        launch.kernel[(launch.num_programs,)](**launch.arguments, **constants, num_warps=warps, num_stages=2)
+        kernel = _specialised(launch.kernel)
+        kernel[(launch.num_programs,)](**launch.arguments, **constants, num_warps=warps, num_stages=2)
+
+
+@functools.cache
+def _specialised(kernel: Any) -> Any:
+    """The kernel as Triton compiles it by default: on a GPU it must know which rows begin at multiples of 16."""
+    return importlib.import_module("triton").jit(kernel.fn)
 
 
 @functools.cache

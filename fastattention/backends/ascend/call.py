@@ -62,6 +62,8 @@ def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Pre
     num_splits = choose_num_splits(problem, tiling, chip)
     q = _with_rows(inputs.q, -2 if rows_are_heads(problem) else -3)
     inputs = inputs._replace(q=q, k=_with_rows(inputs.k, -3), v=_with_rows(inputs.v, -3))
+    if inputs.block_table is not None and inputs.block_table.shape[1] == 0:
+        inputs = inputs._replace(block_table=inputs.block_table.new_zeros(problem.batch_size, 1))  # one is always read
     out = q.new_empty(problem.out_shape)
     lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
     if out.numel() == 0:

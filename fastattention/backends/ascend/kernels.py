@@ -17,6 +17,8 @@ Rows of a tile are the queries of one head, or, when ROWS_ARE_HEADS, the one que
 a decoded token then reads every key once.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
@@ -31,14 +33,18 @@ window_column = triton.jit(mask_tile.window_column)
 # A row's maximum before its first key. Finite, so that the difference to a hidden score, -inf, is not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
-# Numbers that change from call to call: the compiler must not make a new kernel when one becomes 1 or a multiple of 16.
-_SIZES = [
-    "num_items", "nheads", "group_size", "num_m_tiles", "num_splits", "seqlen_q", "seqlen_k", "seqlen_new",
-    "page_block_size", "window_left", "window_right",
-]  # fmt: skip
+
+def _compiled_once(kernel):
+    """Compiles `kernel` for any values of what is not a constexpr: not anew when a number is 1 or a multiple of 16.
+
+    Ascend's compiler takes seconds for a kernel and gains nothing from knowing such numbers.
+    """
+    parameters = inspect.signature(kernel).parameters.values()
+    varying = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
+    return triton.jit(do_not_specialize=varying)(kernel)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@_compiled_once
 def attention_forward(
     q,  # rows of headdim elements
     k,  # rows of headdim elements, or pages of them
@@ -54,25 +60,13 @@ def attention_forward(
     block_table,  # int32 (batch_size, ...) or None
     alibi_slopes,  # float32 (nheads,) or (batch_size, nheads), or None
     sinks,  # float32 (nheads,) or None
-    q_stride_batch,  # strides are in elements; that of the batch is that of tokens when packed
-    q_stride_row,
-    q_stride_head,
-    k_stride_batch,
-    k_stride_row,
-    k_stride_head,
-    v_stride_batch,
-    v_stride_row,
-    v_stride_head,
-    out_stride_split,
-    out_stride_batch,
-    out_stride_row,
-    out_stride_head,
-    lse_stride_split,
-    lse_stride_batch,
-    lse_stride_row,
-    lse_stride_head,
-    alibi_stride_batch,
-    table_stride_batch,
+    # Strides are in elements; that of the batch is that of tokens when packed.
+    q_stride_batch, q_stride_row, q_stride_head,
+    k_stride_batch, k_stride_row, k_stride_head,
+    v_stride_batch, v_stride_row, v_stride_head,
+    out_stride_split, out_stride_batch, out_stride_row, out_stride_head,
+    lse_stride_split, lse_stride_batch, lse_stride_row, lse_stride_head,
+    alibi_stride_batch, table_stride_batch,
     num_items,  # batch_size * nheads * num_m_tiles * num_splits
     nheads,  # of queries; of keys when rows are heads
     group_size,  # heads of queries that share a head of keys
@@ -97,7 +91,7 @@ def attention_forward(
     HAS_LEFT: tl.constexpr,  # the mask has a left edge
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Attention of all work items: a tile of query rows of one head, over one split of the keys that it sees."""
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         split = item % num_splits
@@ -255,7 +249,8 @@ def _locate(
         position = max(page * page_block_size + in_page, seen_begin + first_k)
         key = position - first_k
         num_keys = min(page * page_block_size + end_in_page, seen_end + first_k) - position
-        place = tl.load(block_table + table_row + page, mask=exists & (num_keys > 0), other=0)
+        # Tables hold pages that a sequence has, and no more. (A mask would not do: of one element it is not heeded.)
+        place = tl.load(block_table + table_row + (page if exists & (num_keys > 0) else 0))
         place_row = position - page * page_block_size
     return key, (max(num_keys, 0) if exists else 0), place, place_row
 
@@ -362,7 +357,7 @@ def _window(mask, delta, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASK_SIZE: 
     return tl.load(block)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@_compiled_once
 def merge_splits(
     partial_out,  # float32 (num_splits, num_rows, headdim_v)
     partial_lse,  # float32 (num_splits, num_rows)
@@ -381,7 +376,7 @@ def merge_splits(
         row_max = tl.full([TILE_M], LOWEST, tl.float32)
         row_sum = tl.zeros([TILE_M], tl.float32)
         acc_o = tl.zeros([TILE_M, TILE_DV], tl.float32)
-        for split in range(num_splits):
+        for split in range(max(num_splits, 1)):
             first = split.to(tl.int64) * num_rows
             split_lse = tl.load(partial_lse + first + rows, mask=rows < num_rows, other=float("-inf"))
             base = partial_out + (first + row) * headdim_v

@@ -3,7 +3,7 @@
 python benchmarks/ascend_on_cuda.py
 
 It says nothing about an NPU. It shows what the source is worth where it can be run: the same kernel, in tiles that suit
-the GPU. tests/ascend/test_on_cuda.py runs the list of cases on it.
+the GPU. tests/ascend/test_on_device.py runs the list of cases on it.
 """
 
 from __future__ import annotations

@@ -324,6 +324,9 @@ PAGES = [
     KvCacheCase(name="pages-full", cache_seqlens=(48, 48), spare=0, lengths="full", page_block_size=16),
     KvCacheCase(name="pages-leftpad", seqlen_q=3, cache_seqlens=(30, 40, 77), leftpad=(0, 17, 33), page_block_size=16,
                 causal=True),
+    # A table ends with the pages in use: kernels that look up one page more read beyond it.
+    KvCacheCase(name="pages-leftpad-all", cache_seqlens=(32, 32), leftpad=(32, 32), page_block_size=16, spare=0),
+    KvCacheCase(name="pages-fewer-than-splits", cache_seqlens=(20, 5), page_block_size=16, num_splits=16, spare=0),
     KvCacheCase(name="pages-leftpad-append", seqlen_q=3, cache_seqlens=(30, 40), leftpad=(5, 17), page_block_size=16,
                 seqlen_new=3, causal=True),
     KvCacheCase(name="pages-shared-prefix", seqlen_q=2, cache_seqlens=(70, 40, 77), page_block_size=16, shared_pages=2,

@@ -152,6 +152,16 @@ def test_repeated_rows_are_copied() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+def test_a_table_without_pages_becomes_one_that_can_be_read() -> None:
+    problem, inputs = decode(num_splits=1)
+    inputs = inputs._replace(block_table=torch.zeros(1, 0, dtype=torch.int32))
+    (launch,) = call.prepare(replace(problem, page_block_size=16), inputs, TILING, CHIP).launches
+    table = launch.arguments["block_table"]
+    assert isinstance(table, torch.Tensor)
+    assert table.tolist() == [[0]]
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 9), (0, 0)])
 def test_nothing_is_launched_for_no_queries(seqlen_q: int, seqlen_k: int) -> None:
     q, k = torch.zeros(2, seqlen_q, 4, 32), torch.zeros(2, seqlen_k, 4, 32)

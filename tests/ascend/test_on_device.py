@@ -1,0 +1,75 @@
+"""The list of cases on hardware: on an NPU as users have it, and on a GPU through upstream Triton.
+
+Skipped where there is neither. A GPU shows that the kernels' logic is right on real hardware, and not what
+Triton-Ascend makes of the same source. On an NPU both implementations run: our kernels and the operators of torch_npu.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from ascend_on_cuda import UpstreamTritonBackend
+from conformance.calls import Call
+from conformance.case import Case
+from conformance.cases import CASES
+from conformance.check import check
+from conformance.devices import copied_back, moved
+from conformance.engines import Engine, forget_backends
+from torch import Tensor
+
+from fastattention.backends import registry
+from fastattention.backends.ascend.backend import AscendBackend
+from fastattention.problem import Problem
+
+
+class OnDevice(Engine):
+    """A backend on calls that are moved to a device; `isa` is what FASTATTENTION_ASCEND says meanwhile."""
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == UpstreamTritonBackend.name else "npu"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        order = {UpstreamTritonBackend.name: "ascend_on_cuda:UpstreamTritonBackend"}
+        with mock.patch.dict(registry.ORDER, order), mock.patch.dict(os.environ, FASTATTENTION_ASCEND=self.isa or ""):
+            forget_backends()
+            yield
+        forget_backends()
+
+    def refusal(self, problem: Problem) -> str | None:
+        with self.active():
+            return super().refusal(replace(problem, device=torch.device(self.device, 0)))
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        on_device = moved(call, self.device)
+        out, lse = on_device.run(self.backend)
+        copied_back(call, on_device)
+        return out.cpu(), lse.cpu()
+
+    def run_without_lse(self, call: Call) -> Tensor:
+        return moved(call, self.device).run_without_lse(self.backend).cpu()
+
+
+REASONS = {"cuda": UpstreamTritonBackend().why_unavailable(), "npu": AscendBackend().why_unavailable()}
+ENGINES = [
+    pytest.param(engine, id=engine.name, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
+    for engine in (OnDevice(UpstreamTritonBackend.name), OnDevice("ascend", "triton"), OnDevice("ascend", "vendor"))
+    for reason in [REASONS[engine.device]]
+]
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+# One skipped test says as much as a thousand.
+LIST = CASES if None in REASONS.values() else CASES[:1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("case", LIST, ids=[case.name for case in LIST])
+def test_is_right_repeats_and_writes_nothing_else(engine: OnDevice, case: Case, dtype: torch.dtype) -> None:
+    check(engine, case, dtype)

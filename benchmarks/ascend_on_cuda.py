@@ -22,6 +22,7 @@ import typer
 from fastattention.backends.ascend import call
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.ascend.chips import CHIPS, Chip
+from fastattention.backends.ascend.simulator.workload import padded
 from fastattention.backends.ascend.tiling import Tiling
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import arch_of
@@ -86,14 +87,14 @@ def _multiprocessors_as_cores(device: torch.device) -> Chip:
 
 def tiling(problem: Problem) -> Tiling:
     """Tiles that fit a multiprocessor: registers for the scores and the output, shared memory for keys and values."""
-    widest = call.tile_headdim(max(problem.headdim, problem.headdim_v))
+    widest = padded(max(problem.headdim, problem.headdim_v))
     rows = problem.group_size if call.rows_are_heads(problem) else problem.seqlen_q
     tile_m = 128 if rows > 64 and widest <= 128 else 64 if rows > 16 else 16
     tile_n = {64: 64, 128: 128, 256: 32}.get(widest, 64) if tile_m >= 64 else 64
     if problem.dtype is torch.float32:
         tile_m, tile_n = min(tile_m, 32), 32  # no matrix instructions: operands of products are registers
     if problem.page_block_size is not None:
-        tile_n = min(tile_n, call.tile_headdim(problem.page_block_size))
+        tile_n = min(tile_n, padded(problem.page_block_size))
     return Tiling(outer_tile_m=tile_m, outer_tile_n=tile_n, inner_tile_m=tile_m, preload=1, multibuffer=True)
 
 

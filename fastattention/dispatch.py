@@ -28,8 +28,9 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         chosen = self.backend
         lines = []
-        for name, reason in self.verdicts:
-            state = reason or ("serves this call" if name == chosen else "could serve this call")
+        for name, reason, how in self.verdicts:
+            served = "serves this call" if name == chosen else "could serve this call"
+            state = reason or (f"{served} by {how}" if how else served)
             lines.append(f"{'->' if name == chosen else '  '} {name}: {state}")
         return "\n".join(lines)
 

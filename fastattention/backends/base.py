@@ -34,6 +34,10 @@ class Backend(abc.ABC):
         For Layout.KVCACHE with `inputs.k_new`, first appends to the caches in place, rotating k_new and q.
         """
 
+    def how(self, problem: Problem) -> str:
+        """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""
+        return ""
+
     @abc.abstractmethod
     def describe(self) -> str:
         """One line for `fastattention info`: what it runs on here, e.g. instruction set and threads."""

@@ -24,6 +24,7 @@ class Verdict(NamedTuple):
 
     backend: str
     reason: str | None  # None: it can serve the problem
+    how: str = ""  # by which of several means it would
 
 
 @functools.cache
@@ -40,7 +41,8 @@ def get_backend(name: str) -> Backend:
 def verdict(problem: Problem, name: str) -> Verdict:
     """Whether the backend called `name` can serve `problem`, and if not, why."""
     backend = get_backend(name)
-    return Verdict(name, backend.why_unavailable() or backend.why_not(problem))
+    reason = backend.why_unavailable() or backend.why_not(problem)
+    return Verdict(name, reason, backend.how(problem) if reason is None else "")
 
 
 def verdicts(problem: Problem) -> list[Verdict]:
@@ -56,8 +58,8 @@ def select_backend(problem: Problem, name: str = "auto") -> Backend:
     Raises UnsupportedError with every reason when there is none, ArgumentError for an unknown name.
     """
     considered = verdicts(problem) if name == "auto" else [verdict(problem, name)]
-    for backend, reason in considered:
+    for backend, reason, _ in considered:
         if reason is None:
             return get_backend(backend)
-    reasons = "\n".join(f"  {backend}: {reason}" for backend, reason in considered)
+    reasons = "\n".join(f"  {backend}: {reason}" for backend, reason, _ in considered)
     raise UnsupportedError(f"no backend can serve this call:\n{reasons}")

@@ -30,7 +30,7 @@ def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
         "+ deeper preload",
         "+ tiling-mask: hidden tiles skipped",
         "+ tiling-mask: no full mask read",
-        "fewer synchronisations",
+        "number of synchronisations",
         "waiting for softmax",
         "Vector 1 MTE3",
         "no Ascend device has run this",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from fastattention import ArgumentError
+from fastattention import ArgumentError, UnsupportedError
 from fastattention.backends.ascend import call, vendor
 from fastattention.backends.ascend.backend import AscendBackend, why_not_kernels
-from fastattention.backends.ascend.chips import CHIPS
+from fastattention.backends.ascend.chips import CHIPS, Chip, find_chip
 from fastattention.backends.ascend.tiling import Tiling
 from fastattention.problem import Inputs, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
 
 CHIP = CHIPS["910B2"]
 TILING = Tiling(outer_tile_m=16, outer_tile_n=64, inner_tile_m=8, preload=1, multibuffer=True)
@@ -33,6 +35,9 @@ class OnNpu(AscendBackend):
 
     def _why_no_compiler(self) -> str | None:
         return None
+
+    def _chip(self, problem: Problem) -> Chip:
+        return CHIP
 
 
 def dense(seqlen_q: int = 5, seqlen_k: int = 9, nheads: int = 4, nheads_k: int = 2, **options: Any) -> Problem:
@@ -87,6 +92,93 @@ def test_a_call_goes_to_the_vendor_where_it_is_exact_and_to_the_kernels_otherwis
     assert OnNpu().implementation(capped) == "triton"
     assert OnNpu("triton").implementation(plain) == "triton"
     assert OnNpu("vendor").why_not(capped) == f"vendor: {vendor.why_not(capped)}"
+
+
+class OnAnotherNpu(OnNpu):
+    def _chip(self, problem: Problem) -> Chip:
+        return find_chip("Ascend910_9392")
+
+
+def test_an_npu_whose_tiles_are_not_known_is_a_reason_and_no_surprise() -> None:
+    reason = OnAnotherNpu("triton").why_not(dense())
+    assert reason is not None
+    assert "no tiles are known for this NPU" in reason
+    assert "Ascend910_9392" in reason
+    assert OnAnotherNpu().implementation(dense()) == "vendor"
+
+
+def test_a_call_that_nobody_serves_is_refused_with_all_reasons() -> None:
+    with pytest.raises(UnsupportedError, match=r"vendor: .*softcap.*; triton: no tiles"):
+        OnAnotherNpu().implementation(dense(softcap=5.0))
+
+
+def test_explain_says_who() -> None:
+    assert OnNpu().how(dense()) == "operators of torch_npu"
+    assert OnNpu().how(dense(softcap=5.0)) == "our Triton kernels"
+
+
+def pages(**layout: Any) -> tuple[Problem, Inputs]:
+    """Two sequences of up to 32 tokens in pages of 16, which are a view of one pool of keys and values."""
+    pool = torch.zeros(5, 2, 16, 2, 32, dtype=torch.float16)
+    k, v = (pool[:, 0], pool[:, 1]) if layout.pop("interleaved") else (pool[:, 0].clone(), pool[:, 1].clone())
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    q = torch.zeros(2, 1, 8, 32, dtype=torch.float16)
+    arguments = KvCacheArguments(
+        q=q, k_cache=k, v_cache=v, cache_seqlens=torch.tensor([5, 32], dtype=torch.int32), block_table=table, **layout
+    )
+    return prepare_kvcache(arguments, Options(), True, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "implementation"),
+    [
+        ({"interleaved": False}, "vendor"),
+        ({"interleaved": True}, "triton"),
+        ({"interleaved": False, "cache_leftpad": torch.tensor([0, 3], dtype=torch.int32)}, "triton"),
+    ],
+    ids=["pages", "interleaved-pages", "leftpad"],
+)
+def test_caches_that_the_operators_would_copy_go_to_the_kernels(layout: dict[str, Any], implementation: str) -> None:
+    problem, inputs = pages(**layout)
+    assert OnNpu().implementation(problem) == "vendor"
+    assert OnNpu().implementation(problem, inputs) == implementation
+    assert OnNpu("vendor").implementation(problem, inputs) == "vendor"
+
+
+def test_more_packed_keys_than_the_operators_count_go_to_the_kernels() -> None:
+    half = 2**19
+    offsets_q = torch.tensor([0, 1, 3], dtype=torch.int32)
+    offsets_k = torch.tensor([0, half, 2 * half + 1], dtype=torch.int32)
+    q = torch.zeros(3, 1, 16, dtype=torch.float16)
+    k = q[:1].expand(2 * half + 1, 1, 16)
+    problem, inputs = prepare_packed(q, k, k, offsets_q, offsets_k, 2, half + 1, Options())
+    assert OnNpu().implementation(problem) == "vendor"
+    assert OnNpu().implementation(problem, inputs) == "triton"
+
+
+@pytest.mark.usefixtures("kernels")
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the current device, which may be another one."""
+    current = ["another"]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(str(chosen))
+        yield
+        current.pop()
+
+    launched_on = []
+
+    class OnSecondNpu(OnNpu):
+        def _launch(self, launch: call.Launch) -> None:
+            launched_on.append(current[-1])
+
+    # As torch names a device whose library is not there.
+    second = torch.device("privateuseone", 1)
+    monkeypatch.setattr(torch, second.type, SimpleNamespace(device=device), raising=False)
+    problem, inputs = decode(num_splits=3)
+    OnSecondNpu("triton").forward(replace(problem, device=second), inputs)
+    assert launched_on == [str(second)] * 2
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +273,3 @@ def prepare(problem: Problem) -> list[call.Launch]:
     q = torch.zeros(problem.batch_size, problem.seqlen_q, problem.nheads, problem.headdim, dtype=problem.dtype)
     k = torch.zeros(problem.batch_size, problem.seqlen_k, problem.nheads_k, problem.headdim, dtype=problem.dtype)
     return call.prepare(problem, Inputs(q, k, k), TILING, CHIP).launches
-
-
-@pytest.mark.parametrize(("headdim", "padded"), [(0, 16), (1, 16), (16, 16), (17, 32), (96, 128), (256, 256)])
-def test_headdims_are_padded_to_powers_of_two(headdim: int, padded: int) -> None:
-    assert call.tile_headdim(headdim) == padded

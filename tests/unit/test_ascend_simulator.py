@@ -327,8 +327,8 @@ def test_causes_multiply_to_the_whole_gain(seqlen: int) -> None:
     assert math.prod(cause.factor for cause in found) == pytest.approx(whole)
     assert all(cause.factor >= 0.999 for cause in found)
     assert [cause.name for cause in found if cause.factor > 1.02][:2] == [
-        "fewer synchronisations",
-        "fewer write-backs and updates of O",
+        "number of synchronisations",
+        "number of write-backs and updates of O",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -14,6 +15,7 @@ from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
+from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 
@@ -49,23 +51,38 @@ class AscendBackend(Backend):
         reasons = self._reasons(problem)
         if None in reasons.values():
             return None
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        return _listed(reasons)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends to the cache if asked to, then attends by the first implementation without a reason against it."""
+        implementation = self.implementation(problem, inputs)
         if inputs.k_new is not None:
             inputs = inputs._replace(q=append_tokens(problem, inputs))
-        if self.implementation(problem) == "vendor":
+        if implementation == "vendor":
             return vendor.forward(problem, inputs)
         chip = self._chip(problem)
         prepared = call.prepare(problem, inputs, self._tiling(problem, chip), chip)
-        for launch in prepared.launches:
-            self._launch(launch)
+        with _current_device(problem.device):
+            for launch in prepared.launches:
+                self._launch(launch)
         return call.finish(prepared.output)
 
-    def implementation(self, problem: Problem) -> str:
-        """Who serves a problem that why_not accepted: "vendor" or "triton"."""
-        return next(name for name, reason in self._reasons(problem).items() if reason is None)
+    def implementation(self, problem: Problem, inputs: Inputs | None = None) -> str:
+        """Who serves a problem: "vendor", or "triton" also where the operators would have to copy these inputs.
+
+        Raises UnsupportedError with the reasons when nobody does.
+        """
+        reasons = self._reasons(problem)
+        serving = [name for name, reason in reasons.items() if reason is None]
+        if not serving:
+            raise UnsupportedError(_listed(reasons))
+        if inputs is not None and serving == ["vendor", "triton"] and vendor.why_rather_not(problem, inputs):
+            return "triton"
+        return serving[0]
+
+    def how(self, problem: Problem) -> str:
+        """Who serves a problem that why_not accepted."""
+        return {"vendor": "operators of torch_npu", "triton": "our Triton kernels"}[self.implementation(problem)]
 
     def _reasons(self, problem: Problem) -> dict[str, str | None]:
         """Why each implementation that is allowed cannot serve `problem`, in the order in which they are tried."""
@@ -76,7 +93,14 @@ class AscendBackend(Backend):
         return self._why_no_operators() or vendor.why_not(problem)
 
     def _why_not_triton(self, problem: Problem) -> str | None:
-        return self._why_no_compiler() or why_not_kernels(problem)
+        return self._why_no_compiler() or why_not_kernels(problem) or self._why_no_chip(problem)
+
+    def _why_no_chip(self, problem: Problem) -> str | None:
+        try:
+            self._chip(problem)
+        except ArgumentError as error:
+            return f"no tiles are known for this NPU: {error}"
+        return None
 
     # What the tests, which have no NPU, do their own way.
 
@@ -89,7 +113,7 @@ class AscendBackend(Backend):
         return config.ascend_kernels() if self._forced is None else (self._forced,)
 
     def _why_no_operators(self) -> str | None:
-        return vendor.why_unavailable()
+        return _why_no_operators()
 
     def _why_no_compiler(self) -> str | None:
         return _why_no_triton()
@@ -102,6 +126,18 @@ class AscendBackend(Backend):
 
     def _launch(self, launch: call.Launch) -> None:
         launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.constants, **launch.options)
+
+
+def _listed(reasons: dict[str, str | None]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+
+
+def _current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, whichever the tensors are on."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    current: contextlib.AbstractContextManager[object] = getattr(torch, device.type).device(device)
+    return current
 
 
 def why_not_kernels(problem: Problem) -> str | None:
@@ -134,11 +170,18 @@ def _why_no_npu() -> str | None:
     return None
 
 
+_why_no_operators = functools.cache(vendor.why_unavailable)
+
+
 @functools.cache
 def _why_no_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton-ascend is not installed, which our kernels need; pip install triton-ascend"
-    if importlib.util.find_spec("triton.backends.ascend") is None:
+    try:
+        found = importlib.util.find_spec("triton.backends.ascend")
+    except Exception as error:  # it imports triton, and triton-ascend mixed with upstream Triton fails in many ways
+        return f"triton cannot be imported: {error}; uninstall every triton and install triton-ascend"
+    if found is None:
         return "the triton that is installed is not triton-ascend; uninstall it and install triton-ascend"
     return None
 

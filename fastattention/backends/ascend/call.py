@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE, mask_tile
+from fastattention.backends.ascend.simulator.workload import padded
 from fastattention.backends.ascend.tiling import Tiling, compiler_options
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
@@ -31,11 +32,6 @@ class Prepared(NamedTuple):
 
     launches: list[Launch]
     output: AttentionOutput
-
-
-def tile_headdim(headdim: int) -> int:
-    """The columns of a tile that holds rows of `headdim` elements: a power of two, 16 at least."""
-    return max(16, 1 << (headdim - 1).bit_length()) if headdim else 16
 
 
 def rows_are_heads(problem: Problem) -> bool:
@@ -127,7 +123,7 @@ def _prepare_split(
     lse = out.new_empty(rows, dtype=torch.float32)
     partial_strides = _Strides.of_queries(problem, partial_lse[0], partial_lse.stride(0))._replace(tensor=partial_lse)
     forward = _forward(problem, inputs, tiling, chip, num_splits, partial_out, partial_strides)
-    tile_dv = tile_headdim(problem.headdim_v)
+    tile_dv = padded(problem.headdim_v)
     tile_m = _MERGED_ELEMENTS // tile_dv
     merge = Launch(
         kernels.merge_splits,
@@ -159,13 +155,32 @@ def _forward(
     from fastattention.backends.ascend import kernels
 
     heads = rows_are_heads(problem)
+    sizes = _sizes(problem, tiling, num_splits)
+    constants = {
+        "TILE_M": tiling.outer_tile_m,
+        "TILE_N": tiling.outer_tile_n,
+        "TILE_D": padded(problem.headdim),
+        "TILE_DV": padded(problem.headdim_v),
+        "MASK_SIZE": MASK_TILE,
+        "ROWS_ARE_HEADS": heads,
+        "HAS_LEFT": problem.window_left != -1 and not heads,
+        "HAS_RIGHT": problem.window_right != -1 and not heads,
+        "HAS_SOFTCAP": problem.softcap != 0.0,
+    }
+    tensors = _tensors(problem, inputs, out, lse.tensor)
+    arguments = {**tensors, **_stride_arguments(problem, inputs, tensors, out, num_splits, lse), **sizes}
+    num_programs = min(chip.num_cores, int(sizes["num_items"]))
+    return Launch(kernels.attention_forward, num_programs, arguments, constants, compiler_options(tiling, chip))
+
+
+def _sizes(problem: Problem, tiling: Tiling, num_splits: int) -> dict[str, int | float]:
+    heads = rows_are_heads(problem)
     num_rows, nheads = (problem.group_size, problem.nheads_k) if heads else (problem.seqlen_q, problem.nheads)
     num_m_tiles = -(-num_rows // tiling.outer_tile_m)
-    num_items = problem.batch_size * nheads * num_m_tiles * num_splits
     # A window as wide as both sequences together hides nothing; capped, positions stay far from the end of int32.
     widest = problem.seqlen_q + problem.seqlen_k
-    sizes = {
-        "num_items": num_items,
+    return {
+        "num_items": problem.batch_size * nheads * num_m_tiles * num_splits,
         "nheads": nheads,
         "group_size": problem.group_size,
         "num_m_tiles": num_m_tiles,
@@ -181,21 +196,6 @@ def _forward(
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
     }
-    constants = {
-        "TILE_M": tiling.outer_tile_m,
-        "TILE_N": tiling.outer_tile_n,
-        "TILE_D": tile_headdim(problem.headdim),
-        "TILE_DV": tile_headdim(problem.headdim_v),
-        "MASK_SIZE": MASK_TILE,
-        "ROWS_ARE_HEADS": heads,
-        "HAS_LEFT": problem.window_left != -1 and not heads,
-        "HAS_RIGHT": problem.window_right != -1 and not heads,
-        "HAS_SOFTCAP": problem.softcap != 0.0,
-    }
-    tensors = _tensors(problem, inputs, out, lse.tensor)
-    arguments = {**tensors, **_stride_arguments(problem, inputs, tensors, out, num_splits, lse), **sizes}
-    num_programs = min(chip.num_cores, num_items)
-    return Launch(kernels.attention_forward, num_programs, arguments, constants, compiler_options(tiling, chip))
 
 
 def _tensors(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> dict[str, Tensor | int | float | None]:

@@ -143,8 +143,8 @@ def record(
     for name, call in calls.items():
         try:
             call()
-        except RuntimeError as error:
-            reasons[name] = next(iter(str(error).splitlines()), type(error).__name__)
+        except Exception as error:  # a peer that is not installed, or whatever the compiler of its kernel raises
+            reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
     served = {name: call for name, call in calls.items() if name not in reasons}
     tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(served, rounds, device).items()}
     return {"headdim": headdim, "causal": causal, "tokens": tokens, "tflops": tflops, "reasons": reasons}

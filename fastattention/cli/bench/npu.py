@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.backends.ascend.chips import Chip, find_chip
+from fastattention.backends.ascend.chips import find_chip
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.simulator.whole_chip import predict
 from fastattention.backends.ascend.simulator.workload import Workload
@@ -48,7 +48,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     name = torch.npu.get_device_name()  # type: ignore[attr-defined]
     torch_npu = importlib.import_module("torch_npu")
     machine = {**describe_machine(), "npu": name, "torch_npu": torch_npu.__version__}
-    report = {"machine": machine, "measurements": measure(find_chip(name), seqlens, rounds)}
+    report = {"machine": machine, "measurements": measure(name, seqlens, rounds)}
     show(report)
     output.mkdir(parents=True, exist_ok=True)
     path = output / "npu.json"
@@ -56,28 +56,38 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
-def measure(chip: Chip, seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """A record for every head dimension, mask and length, and for one head at the published lengths."""
+def measure(
+    name: str, seqlens: Sequence[int], rounds: int, one_head: Sequence[int] = ONE_HEAD_SEQLENS
+) -> list[dict[str, Any]]:
+    """A record for every head dimension, mask and length, and for one head at the published lengths.
+
+    name: of the NPU, for which predictions are made if it is known.
+    """
     shapes = [
         (headdim, causal, TOKENS // seqlen, seqlen, HIDDEN // headdim)
         for headdim, causal, seqlen in itertools.product((64, 128), (False, True), seqlens)
     ]
-    shapes += [(128, False, 1, seqlen, 1) for seqlen in ONE_HEAD_SEQLENS]
+    shapes += [(128, False, 1, seqlen, 1) for seqlen in one_head]
     records = []
     with progress_bar() as bar:
         for headdim, causal, batch_size, seqlen, nheads in bar.track(shapes, description="prefill"):
-            q, k, v = (tensor[:, :, :nheads] for tensor in tensors(batch_size, seqlen, headdim=headdim, device=DEVICE))
+            every_head = tensors(batch_size, seqlen, headdim=headdim, device=DEVICE)
+            q, k, v = (tensor[:, :, :nheads].contiguous() for tensor in every_head)
             problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
             flops = 4.0 * batch_size * seqlen**2 * nheads * headdim * (0.5 if causal else 1.0)
             what = f"{batch_size} x {seqlen}, {nheads} heads"
             one = record(what, headdim, causal, flops, calls_of(problem, inputs), rounds, DEVICE)
-            records.append({**one, "predicted_tflops": {OURS: flops / predicted_seconds(problem, chip) / 1e12}})
+            records.append({**one, "predicted_tflops": predicted_tflops(problem, flops, name)})
     return records
 
 
-def predicted_seconds(problem: Problem, chip: Chip) -> float:
-    """What the simulator says of our kernel."""
-    return predict(Workload.of(problem), choose_tiling(problem, chip), chip).seconds
+def predicted_tflops(problem: Problem, flops: float, name: str) -> dict[str, float]:
+    """What the simulator says of our kernel; nothing of an NPU that it does not know."""
+    try:
+        chip = find_chip(name)
+    except ArgumentError:
+        return {}
+    return {OURS: flops / predict(Workload.of(problem), choose_tiling(problem, chip), chip).seconds / 1e12}
 
 
 def calls_of(problem: Problem, inputs: Inputs) -> dict[str, Call]:
@@ -105,7 +115,7 @@ def show(report: dict[str, Any]) -> None:
     table = Table("headdim", "causal", "call", *names, f"{OURS}, predicted", title=title)
     for one in report["measurements"]:
         rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
-        predicted = f"{one['predicted_tflops'][OURS]:.0f}"
+        predicted = "".join(f"{rate:.0f}" for rate in one["predicted_tflops"].values())
         table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates, predicted)
     OUTPUT.print(table)
     reasons = {name: reason for one in report["measurements"] for name, reason in one["reasons"].items()}

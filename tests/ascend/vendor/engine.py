@@ -10,29 +10,26 @@ from conformance.engines import Engine, forget_backends
 
 from fastattention.backends import registry
 from fastattention.backends.ascend import vendor
-from fastattention.backends.base import Backend
-from fastattention.backends.common.kv_append import append_tokens
-from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.backends.ascend.backend import AscendBackend
+from fastattention.problem import Problem
 
 
-class VendorBackend(Backend):
+class VendorBackend(AscendBackend):
     """Tensors stay on the CPU, where training.py and inference.py have registered the operators."""
 
     name = "vendor"
 
+    def __init__(self) -> None:
+        super().__init__("vendor")
+
     def why_unavailable(self) -> str | None:
         return vendor.why_unavailable()
 
-    def why_not(self, problem: Problem) -> str | None:
-        return vendor.why_not(problem)
-
-    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
-        if inputs.k_new is not None:
-            inputs = inputs._replace(q=append_tokens(problem, inputs))
-        return vendor.forward(problem, inputs)
-
     def describe(self) -> str:
         return "operators of torch_npu on a CPU"
+
+    def _why_not_device(self, problem: Problem) -> str | None:
+        return None
 
 
 class VendorEngine(Engine):

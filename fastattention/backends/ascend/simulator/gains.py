@@ -82,13 +82,15 @@ def causes(workload: Workload, tiling: Tiling, chip: Chip) -> list[Cause]:
     fewer = unified.outer_tile_n / tiling.outer_tile_n
     syncs = replace(DEFAULT_COSTS, handover=DEFAULT_COSTS.handover * fewer)
     products = replace(syncs, product_share=fewer)
-    large = replace(unified, outer_tile_m=tiling.outer_tile_m, outer_tile_n=tiling.outer_tile_n)
-    large = replace(large, inner_tile_m=tiling.outer_tile_m // chip.vectors_per_core)
+    whole = tiling.outer_tile_m // chip.vectors_per_core
+    blocks = replace(unified, outer_tile_m=tiling.outer_tile_m, inner_tile_m=whole)
+    large = replace(blocks, outer_tile_n=tiling.outer_tile_n)
     sliced = replace(large, inner_tile_m=tiling.inner_tile_m)
     chain: list[tuple[str, Tiling, Costs]] = [
         ("", unified, DEFAULT_COSTS),
-        ("fewer synchronisations", unified, syncs),
-        ("fewer write-backs and updates of O", unified, products),
+        ("number of synchronisations", unified, syncs),
+        ("number of write-backs and updates of O", unified, products),
+        ("row blocks of another height: other cores have work", blocks, products),
         ("overlap of pipes: longer stages of the Cube", large, DEFAULT_COSTS),
         ("overlap of pipes: slices of the Vector", sliced, DEFAULT_COSTS),
         ("overlap of Cube and Vector", replace(tiling, preload=PAPER_PRELOAD), DEFAULT_COSTS),

@@ -12,7 +12,7 @@ npu_fusion_attention is documented for training, and takes packed sequences, flo
 Nothing here imports torch_npu: whoever has tensors on an NPU has imported it, and it registers torch.ops.npu.
 """
 
-from fastattention.backends.ascend.vendor.dispatch import forward
+from fastattention.backends.ascend.vendor.dispatch import forward, why_rather_not
 from fastattention.backends.ascend.vendor.limits import why_not
 from fastattention.backends.ascend.vendor.operators import why_unavailable
 from fastattention.backends.ascend.vendor.quantised import (
@@ -31,5 +31,6 @@ __all__ = [
     "why_not",
     "why_not_int8",
     "why_not_int8_kv",
+    "why_rather_not",
     "why_unavailable",
 ]

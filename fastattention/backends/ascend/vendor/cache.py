@@ -24,7 +24,7 @@ from fastattention.backends.ascend.vendor.prefill import empty_output
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 _TOKENS = ("pre_tokens", "next_tokens")
-_MAX_PAGED_ELEMENTS = 2**31 - 1  # of all pages: a decode counts them in int32 (torch_npu's documentation)
+MAX_PAGED_ELEMENTS = 2**31 - 1  # of all pages: a decode counts them in int32 (torch_npu's documentation)
 HIGH_PRECISION = 0  # inner_precise; the other values trade float16 accuracy for speed
 CORRECT_ROWS = 2  # high precision, and rows whose keys are all masked are corrected
 
@@ -86,10 +86,15 @@ def gather_keys(inputs: Inputs, lengths: list[int]) -> Inputs:
     return inputs._replace(k=inputs.k[row, position], v=inputs.v[row, position], block_table=None)
 
 
+def lies_heads_first(inputs: Inputs) -> bool:
+    """Whether k and v are contiguous as (rows or pages, heads, tokens, headdim), and not as they are given."""
+    return all(each.transpose(1, 2).is_contiguous() and not each.is_contiguous() for each in (inputs.k, inputs.v))
+
+
 def place(inputs: Inputs, longest: int) -> Placed:
     """`inputs` as the operator reads them. longest: keys of the longest sequence."""
     q, k, v, table = inputs.q, inputs.k, inputs.v, inputs.block_table
-    heads_first = all(each.transpose(1, 2).is_contiguous() and not each.is_contiguous() for each in (k, v))
+    heads_first = lies_heads_first(inputs)
     layout = "BNSD" if heads_first else "BSND"
     if heads_first:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -99,7 +104,7 @@ def place(inputs: Inputs, longest: int) -> Placed:
         capacity = k.shape[layout.index("S")]
         return Placed(layout, q.contiguous(), k.contiguous(), v.contiguous(), None, 0, capacity)
     size = k.shape[layout.index("S")]
-    check_size("elements of k_cache", k.numel(), _MAX_PAGED_ELEMENTS)
+    check_size("elements of k_cache", k.numel(), MAX_PAGED_ELEMENTS)
     if not heads_first:
         k, v = k.contiguous().flatten(2), v.contiguous().flatten(2)
     return Placed(layout, q.contiguous(), k, v, table.contiguous(), size, table.shape[1] * size)

@@ -23,6 +23,24 @@ def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:
     return _forward_dense(problem, inputs)
 
 
+def why_rather_not(problem: Problem, inputs: Inputs) -> str | None:
+    """Why a kernel that reads tensors where they lie should serve a call, though `why_not` accepts its problem.
+
+    The tensors are larger than the operators can count, which `forward` refuses, or would be copied in every call.
+    """
+    if problem.layout is Layout.PACKED and inputs.k.shape[0] > limits.MAX_TOKENS:
+        return f"k has {inputs.k.shape[0]} tokens; the operators take {limits.MAX_TOKENS} at most"
+    if inputs.cache_batch_idx is not None or inputs.cache_leftpad is not None:
+        return "cache_batch_idx and cache_leftpad are unknown to the operators: the keys in use would be copied"
+    if inputs.block_table is None:
+        return None
+    if inputs.k.numel() > cache.MAX_PAGED_ELEMENTS:
+        return f"k_cache has {inputs.k.numel()} elements; the operators take {cache.MAX_PAGED_ELEMENTS} at most"
+    if not (cache.lies_heads_first(inputs) or (inputs.k.is_contiguous() and inputs.v.is_contiguous())):
+        return "pages are contiguous neither tokens first nor heads first: all of them would be copied"
+    return None
+
+
 def _forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
     """Rows without keys are the first of every sequence and are not given to an operator."""
     hidden = rows_without_keys(problem.seqlen_q, problem.seqlen_k, problem.window_right)

@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
-.PHONY: demo test check sanitize wheel clean
+.PHONY: demo test test-ascend check sanitize wheel clean
 
 VENV := .venv
 KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
@@ -10,6 +10,9 @@ demo: $(VENV)/.installed  ## continue a real source file with three kinds of att
 
 test: $(VENV)/.installed  ## every test
 	scripts/test
+
+test-ascend:  ## kernels for Ascend NPUs and the vendor's operators, without an NPU
+	scripts/test_ascend
 
 check: $(VENV)/.installed  ## formatting, lint and types
 	scripts/check
@@ -26,4 +29,4 @@ $(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist fastattention/backends/cuda/cubins
+	rm -rf $(VENV) .venv-ascend build dist fastattention/backends/cuda/cubins

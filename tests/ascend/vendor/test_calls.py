@@ -116,7 +116,7 @@ def test_a_torch_npu_without_an_argument_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_pages_beyond_int32_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vendor.cache, "_MAX_PAGED_ELEMENTS", 100)
+    monkeypatch.setattr(vendor.cache, "MAX_PAGED_ELEMENTS", 100)
     case = KvCacheCase(name="pages", cache_seqlens=(40,), page_block_size=16)
     with pytest.raises(UnsupportedError, match=r"elements of k_cache: \d+.*at most 100.*triton"):
         vendor.forward(*build_call(case, torch.float16).prepare())

@@ -1,0 +1,123 @@
+"""The list of cases on our kernels: lowered by Triton-Ascend, compiled by LLVM, run on the processor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import hypothesis
+import pytest
+import torch
+from conformance import strategies
+from conformance.calls import build_call
+from conformance.case import Case, KvCacheCase
+from conformance.cases import CASES
+from conformance.check import check
+from hypothesis import given
+from hypothesis.strategies import SearchStrategy
+
+from ascend.engine import BACKENDS, ExecutedEngine, launches_of
+from ascend.executor import build_all
+from ascend.lowering import variant_of
+from fastattention.problem import Problem
+from fastattention.validation import Options, prepare_dense
+
+
+class Run(NamedTuple):
+    """One test of the list."""
+
+    case: Case
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name}-{str(self.dtype).removeprefix('torch.')}"
+
+
+def problem_of(case: Case, dtype: torch.dtype) -> Problem:
+    problem, _ = build_call(case, dtype).prepare()
+    return problem
+
+
+def refusal(case: Case, dtype: torch.dtype) -> str | None:
+    return BACKENDS[dtype]().why_not(problem_of(case, dtype))
+
+
+# Their tables end where their last page stands, and some tiles and splits lie past it: only here is that read noticed.
+AT_THE_END_OF_THE_TABLE = [
+    KvCacheCase(name="pages-fewer-than-splits", cache_seqlens=(20, 5), page_block_size=16, num_splits=16, spare=0),
+    KvCacheCase(name="pages-leftpad-all", cache_seqlens=(32, 32), leftpad=(32, 32), page_block_size=16, spare=0),
+    KvCacheCase(name="pages-of-empty-sequences", cache_seqlens=(0, 32, 0), page_block_size=16, spare=0),
+]
+
+# Every case in float32, in which rounding hides the least, and in one of the half precisions, whose tiles are others.
+# Kernels are compiled for each, which takes most of the time.
+HALVES = (torch.float16, torch.bfloat16)
+RUNS = [
+    Run(case, dtype)
+    for position, case in enumerate([*CASES, *AT_THE_END_OF_THE_TABLE])
+    for dtype in (torch.float32, HALVES[position % 2])
+    if refusal(case, dtype) is None
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries(request: pytest.FixtureRequest) -> None:
+    """Compiles what the selected tests need, on all processors at once."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    runs = [param["run"] for param in params if isinstance(param.get("run"), Run)]
+    build_all({variant_of(launch) for case, dtype in runs for launch in launches_of(build_call(case, dtype))})
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
+def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
+    check(ExecutedEngine.of(run.dtype), run.case, run.dtype)
+
+
+@pytest.mark.parametrize("dtype", BACKENDS, ids=str)
+def test_only_biases_are_refused(dtype: torch.dtype) -> None:
+    """The other tests leave out what is refused."""
+    reasons = {case.name: refusal(case, dtype) for case in CASES}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    assert refused.keys() == {case.name for case in CASES if case.bias is not None}
+    assert all("attn_bias" in reason for reason in refused.values())
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "token", "head"])
+def test_elements_may_lie_further_apart_than_int32_counts(axis: int) -> None:
+    """The third sequence, token or head of q, k and v begins 2^31 elements after the first."""
+    shape, strides = (3, 3, 3, 16), [9 * 16, 3 * 16, 16, 1]
+    strides[axis] = 2**30
+    memory = torch.empty(2**31 + 2**12, dtype=torch.float16)  # of which the system provides what is written
+    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).half() for i in range(3)]
+    apart = [memory.as_strided(shape, strides, 1024 * i).copy_(tensor) for i, tensor in enumerate(tensors)]
+    options = Options(causal=True, return_lse=True)
+    backend = BACKENDS[torch.float16]()
+    expected = backend.forward(*prepare_dense(*tensors, options))
+    assert torch.equal(backend.forward(*prepare_dense(*apart, options)).out, expected.out)
+
+
+# Nearly every random case needs a kernel of its own, which takes longer to compile than to run.
+FEW = hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+
+
+def without_bias(cases: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    return cases.map(lambda case: replace(case, bias=None))
+
+
+@FEW
+@given(case=without_bias(strategies.dense_cases()), dtype=strategies.DTYPES)
+def test_random_dense(case: Case, dtype: torch.dtype) -> None:
+    check(ExecutedEngine.of(dtype), case, dtype)
+
+
+@FEW
+@given(case=without_bias(strategies.packed_cases()), dtype=strategies.DTYPES)
+def test_random_packed(case: Case, dtype: torch.dtype) -> None:
+    check(ExecutedEngine.of(dtype), case, dtype)
+
+
+@FEW
+@given(case=without_bias(strategies.kvcache_cases()), dtype=strategies.DTYPES)
+def test_random_kvcache(case: Case, dtype: torch.dtype) -> None:
+    check(ExecutedEngine.of(dtype), case, dtype)

@@ -217,7 +217,7 @@ def best() -> Iterator[Record]:
                 yield _best(workload, tiling_for(workload, chip), chip, "ours")
     for headdim in (64, 128, 256):
         workload = many_heads(32768, headdim=headdim)
-        tiling = tiling_for(workload, CHIP, in_place=True)
+        tiling = tiling_for(workload, CHIP, by_hand=True)
         yield _best(workload, tiling, CHIP, "by hand")
         yield _best(replace(workload, score_bytes=2), tiling, CHIP, "by hand, float16 scores")
 

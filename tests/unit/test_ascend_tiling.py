@@ -18,7 +18,7 @@ from fastattention.problem import Layout, Problem
 
 CHIP = CHIPS["910B2"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-GOOD = Tiling(outer_tile_m=128, outer_tile_n=512, inner_tile_m=16, preload=2, multibuffer=True)
+GOOD = Tiling(outer_tile_m=128, outer_tile_n=256, inner_tile_m=16, preload=2, multibuffer=True)
 
 
 def changed(tiling: Tiling, field: str, value: int) -> Tiling:
@@ -79,11 +79,11 @@ def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, he
         ("l0a_bytes", "L0A", 2 * 128 * 16 * 2, 8191),
         ("l0b_bytes", "L0B", 2 * 128 * 16 * 2, 1000),
         ("l0c_bytes", "L0C", 2 * 128 * 16 * 4, 16000),
-        # Queries 32 KB, two chunks of keys of 32 KB, of values of 16 KB, weights 128 KB.
-        ("l1_bytes", "L1", (32 + 64 + 32 + 128) * 1024, 200_000),
-        # Two slices of scores of 32 KB, weights 16 KB, mask 8 KB; an intermediate slice, O and a product of 32 KB each;
+        # Queries 32 KB, two tiles of keys and two of values of 64 KB each, weights 64 KB.
+        ("l1_bytes", "L1", (32 + 128 + 128 + 64) * 1024, 200_000),
+        # Two slices of scores of 16 KB, weights 8 KB, mask 4 KB; one of intermediates; O and a product of 32 KB each;
         # statistics.
-        ("ub_bytes", "UB", (64 + 32 + 16 + 32 + 32 + 32) * 1024 + 3 * 64 * 4, 180_000),
+        ("ub_bytes", "UB", (32 + 16 + 8 + 16 + 32 + 32) * 1024 + 3 * 64 * 4, 130_000),
     ],
     ids=["L0A", "L0B", "L0C", "L1", "UB"],
 )
@@ -124,9 +124,17 @@ def test_single_buffers_take_less() -> None:
     assert "UB" in (why_not_fit(replace(unified, multibuffer=True), 128, 128, torch.float16, CHIP) or "")
 
 
-def test_a_kernel_written_by_hand_needs_no_intermediates() -> None:
-    assert "UB" in (why_not_fit(GOOD, 128, 128, torch.float16, CHIP) or "")
-    assert why_not_fit(GOOD, 128, 128, torch.float16, CHIP, in_place=True) is None
+@pytest.mark.parametrize(
+    ("tiling", "buffer"),
+    [
+        (replace(GOOD, inner_tile_m=32, outer_tile_n=256), "UB"),  # a slice of intermediates
+        (replace(GOOD, outer_tile_n=512, inner_tile_m=8), "L1"),  # whole tiles of keys and values
+    ],
+    ids=["UB", "L1"],
+)
+def test_a_kernel_written_by_hand_needs_less(tiling: Tiling, buffer: str) -> None:
+    assert (why_not_fit(tiling, 128, 128, torch.float16, CHIP) or "").startswith(buffer)
+    assert why_not_fit(tiling, 128, 128, torch.float16, CHIP, by_hand=True) is None
 
 
 @pytest.mark.parametrize(("page_block_size", "most"), [(16, 16), (48, 64), (128, 128), (1000, 1024)])
@@ -190,9 +198,10 @@ def test_problem_of_no_tokens_gets_a_tiling() -> None:
 def test_compiler_is_told_the_slices_of_both_units() -> None:
     assert compiler_options(GOOD, CHIP) == {
         "multibuffer": True,
+        "limit_auto_multi_buffer_only_for_local_buffer": False,
         "enable_auto_bind_sub_block": True,
         "tile_mix_vector_loop": 4,
-        "tile_mix_cube_loop": 4,
+        "tile_mix_cube_loop": 2,
         "set_workspace_multibuffer": 2,
     }
     assert "set_workspace_multibuffer" not in compiler_options(replace(GOOD, preload=1), CHIP)

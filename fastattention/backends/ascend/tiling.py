@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -58,11 +59,11 @@ class BufferUse:
 
 
 def why_not_fit(
-    tiling: Tiling, headdim: int, headdim_v: int, dtype: torch.dtype, chip: Chip, in_place: bool = False
+    tiling: Tiling, headdim: int, headdim_v: int, dtype: torch.dtype, chip: Chip, by_hand: bool = False
 ) -> str | None:
     """Why a chip's buffers do not hold a tiling: the buffer, the bytes, what is allowed. None when they do.
 
-    in_place: as buffer_uses takes it.
+    by_hand: as buffer_uses takes it.
     """
     for name in ("outer_tile_m", "outer_tile_n"):
         size = getattr(tiling, name)
@@ -77,18 +78,21 @@ def why_not_fit(
             f"outer_tile_m={tiling.outer_tile_m} and outer_tile_n={tiling.outer_tile_n} exceed the mask tile: "
             f"their sum may be {MASK_TILE}"
         )
-    for use in buffer_uses(tiling, Shape(padded(headdim), padded(headdim_v), dtype.itemsize), chip, in_place):
+    for use in buffer_uses(tiling, Shape(padded(headdim), padded(headdim_v), dtype.itemsize), chip, by_hand):
         if use.used > use.allowed:
             parts = ", ".join(f"{part} {size}" for part, size in use.parts.items())
             return f"{use.buffer} would hold {use.used} bytes ({parts}); {chip.name} allows {use.allowed}"
     return None
 
 
-def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, in_place: bool = False) -> list[BufferUse]:
+def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False) -> list[BufferUse]:
     """What a tiling takes of every buffer of a core; those of level 0 first, whose sizes decide the others.
 
-    in_place: a kernel written by hand computes a slice of scores in place. A compiler keeps intermediates beside it, a
-    mask that is widened to be compared or row maxima spread over the columns; room for one such slice is left to it.
+    by_hand: a kernel written by hand computes a slice of scores in place and has in L1 only the keys and values that it
+    is about to multiply. A compiler keeps intermediates beside a slice, a mask that is widened to be compared or row
+    maxima spread over the columns: room for one such slice is left to it. And Triton-Ascend, by its documentation, asks
+    of one product alone whether it needs cutting, so that two beside each other may run over L1 in silence: whole tiles
+    of keys and values must fit, with everything else.
     """
     rows, copies, size = tiling.outer_tile_m, tiling.num_buffers, shape.element_bytes
     cut = cube_tiles(tiling, shape, chip)
@@ -106,15 +110,15 @@ def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, in_place: bool = False
     ]
     in_l1 = {
         "queries": rows * shape.headdim * size,
-        "keys": copies * cut.qk_keys * shape.headdim * size,
-        "values": copies * keys * columns * size,
+        "keys": copies * (cut.qk_keys if by_hand else tiling.outer_tile_n) * shape.headdim * size,
+        "values": copies * (keys * columns if by_hand else tiling.outer_tile_n * shape.headdim_v) * size,
         "weights": rows * tiling.outer_tile_n * size,
     }
     in_ub = {
         "scores": copies * slice_elements * shape.score_bytes,
         "weights": copies * slice_elements * size,
         "mask": copies * slice_elements * MASK_BYTES,
-        "intermediates": 0 if in_place else slice_elements * FLOAT32_BYTES,
+        "intermediates": 0 if by_hand else slice_elements * FLOAT32_BYTES,
         "O": vector * shape.headdim_v * FLOAT32_BYTES,
         "product with values": update_rows(tiling, shape, chip) * shape.headdim_v * FLOAT32_BYTES,
         "row statistics": ROW_STATISTICS * vector * FLOAT32_BYTES,
@@ -128,10 +132,10 @@ def choose_tiling(problem: Problem, chip: Chip) -> Tiling:
     return tiling_for(Workload.of(problem), chip, problem.page_block_size)
 
 
-def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = None, in_place: bool = False) -> Tiling:
+def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = None, by_hand: bool = False) -> Tiling:
     """As choose_tiling. page_block_size: tokens of a page, which no tile of keys exceeds; None without pages.
 
-    in_place: as buffer_uses takes it; our kernel goes through a compiler.
+    by_hand: as buffer_uses takes it; our kernel goes through a compiler.
     """
     num_heads_k = max(_rounded(workload.batch_size * workload.nheads_k, MOST_HEADS), 1)
     representative = replace(
@@ -147,14 +151,14 @@ def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = Non
         window_right=workload.window_right if workload.window_right < 1 else _rounded(workload.window_right, LONGEST),
     )
     longest_tile = LONGEST if page_block_size is None else padded(page_block_size)
-    return _fastest(representative, chip, longest_tile, in_place)
+    return _fastest(representative, chip, longest_tile, by_hand)
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(workload: Workload, chip: Chip, longest_tile: int, in_place: bool) -> Tiling:
+def _fastest(workload: Workload, chip: Chip, longest_tile: int, by_hand: bool) -> Tiling:
     cost = {
         tiling: estimate_cycles(workload, tiling, chip, row_block_estimate)
-        for tiling in _candidates(workload, chip, longest_tile, in_place)
+        for tiling in _candidates(workload, chip, longest_tile, by_hand)
     }
     if not cost:
         raise UnsupportedError(
@@ -168,31 +172,26 @@ def _fastest(workload: Workload, chip: Chip, longest_tile: int, in_place: bool) 
     return min(good, key=lambda tiling: (tiling.preload, -tiling.outer_tile_n, seconds[tiling]))
 
 
-def _candidates(workload: Workload, chip: Chip, longest_tile: int, in_place: bool = False) -> Iterator[Tiling]:
-    """Tilings that fit, and are not larger than the call; without double buffers only when none fits with them."""
+def _candidates(workload: Workload, chip: Chip, longest_tile: int, by_hand: bool = False) -> Iterator[Tiling]:
+    """Tilings that fit, and are not larger than the call."""
     most_rows = padded(workload.num_rows)
     most_keys = min(padded(workload.seqlen_k), longest_tile)
-    for multibuffer in (True, False):
-        found = False
-        for rows in (rows for rows in OUTER_TILE_M if most_rows // MOST_ROW_BLOCKS <= rows <= most_rows):
-            for keys in (keys for keys in OUTER_TILE_N if min(most_keys, SMALLEST_TILE_N) <= keys <= most_keys):
-                inner = _best_slices(Tiling(rows, keys, rows, 1, multibuffer), workload, chip, in_place)
-                if inner is None:
-                    continue
-                found = True
-                for preload in PRELOADS if keys < workload.seqlen_k else PRELOADS[:1]:
-                    yield Tiling(rows, keys, inner, preload, multibuffer)
-        if found:
-            return
+    rows_of_tiles = [rows for rows in OUTER_TILE_M if most_rows // MOST_ROW_BLOCKS <= rows <= most_rows]
+    keys_of_tiles = [keys for keys in OUTER_TILE_N if min(most_keys, SMALLEST_TILE_N) <= keys <= most_keys]
+    for rows, keys, multibuffer in itertools.product(rows_of_tiles, keys_of_tiles, (True, False)):
+        inner = _best_slices(Tiling(rows, keys, rows, 1, multibuffer), workload, chip, by_hand)
+        if inner is not None:
+            for preload in PRELOADS if keys < workload.seqlen_k else PRELOADS[:1]:
+                yield Tiling(rows, keys, inner, preload, multibuffer)
 
 
-def _best_slices(tiling: Tiling, workload: Workload, chip: Chip, in_place: bool) -> int | None:
+def _best_slices(tiling: Tiling, workload: Workload, chip: Chip, by_hand: bool) -> int | None:
     """Rows of a slice of a tiling: the fewest slices that fit; None when no number of them does."""
     headdims, dtype = (workload.headdim, workload.headdim_v), workload.dtype
     for loops in VECTOR_LOOPS:
         inner = tiling.outer_tile_m // chip.vectors_per_core // loops
         sliced = replace(tiling, inner_tile_m=inner)
-        if inner and why_not_fit(sliced, *headdims, dtype, chip, in_place) is None:
+        if inner and why_not_fit(sliced, *headdims, dtype, chip, by_hand) is None:
             return inner
     return None
 
@@ -201,6 +200,8 @@ def compiler_options(tiling: Tiling, chip: Chip) -> dict[str, object]:
     """Triton-Ascend's options for a tiling: into how many parts each unit cuts its tile, and what is buffered."""
     options: dict[str, object] = {
         "multibuffer": tiling.multibuffer,
+        # Cube and Vector overlap by workspaces in global memory; without it the options below have no effect.
+        "limit_auto_multi_buffer_only_for_local_buffer": False,
         "enable_auto_bind_sub_block": True,  # both Vector units of a core, half of the rows each
         "tile_mix_vector_loop": vector_rows(tiling, chip) // tiling.inner_tile_m,
         "tile_mix_cube_loop": max(1, min(tiling.outer_tile_n // CHUNK_KEYS, VECTOR_LOOPS[-1])),

@@ -42,7 +42,7 @@ def unified_tiling(workload: Workload, chip: Chip) -> Tiling:
     for size in (UNIFIED_TILE, UNIFIED_TILE // 2, UNIFIED_TILE // 4, UNIFIED_TILE // 8):
         rows = min(size, padded(workload.num_rows))
         tiling = Tiling(rows, size, rows // chip.vectors_per_core, preload=1, multibuffer=True)
-        if why_not_fit(tiling, workload.headdim, workload.headdim_v, workload.dtype, chip, in_place=True) is None:
+        if why_not_fit(tiling, workload.headdim, workload.headdim_v, workload.dtype, chip, by_hand=True) is None:
             return tiling
     raise UnsupportedError(f"headdim={workload.headdim} fits no buffers of {chip.name} at any tile size")
 

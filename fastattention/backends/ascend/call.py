@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE, mask_tile
-from fastattention.backends.ascend.simulator.workload import padded
+from fastattention.backends.ascend.simulator.workload import decode_splits, padded
 from fastattention.backends.ascend.tiling import Tiling, compiler_options
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
@@ -45,9 +45,8 @@ def choose_num_splits(problem: Problem, tiling: Tiling, chip: Chip) -> int:
         return problem.num_splits
     if not rows_are_heads(problem):
         return 1
-    items = max(1, problem.batch_size * problem.nheads_k * -(-problem.group_size // tiling.outer_tile_m))
-    num_tiles = -(-problem.seqlen_k // tiling.outer_tile_n)
-    return max(1, min(chip.num_cores // items, num_tiles))
+    row_blocks = problem.batch_size * problem.nheads_k * -(-problem.group_size // tiling.outer_tile_m)
+    return decode_splits(row_blocks, -(-problem.seqlen_k // tiling.outer_tile_n), chip.num_cores)
 
 
 def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Prepared:

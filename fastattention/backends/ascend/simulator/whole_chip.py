@@ -14,7 +14,7 @@ from fastattention.backends.ascend.simulator.core import Setting
 from fastattention.backends.ascend.simulator.memory import cached, rate
 from fastattention.backends.ascend.simulator.row_block import Run, row_block, simulate
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Tiling
-from fastattention.backends.ascend.simulator.workload import MaskMode, Workload
+from fastattention.backends.ascend.simulator.workload import MaskMode, Workload, decode_splits
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,7 @@ def simulate_row_block(workload: Workload, tiling: Tiling, chip: Chip, num_tiles
 def _items(workload: Workload, tiling: Tiling, chip: Chip) -> _Items:
     blocks = workload.row_blocks(tiling)
     most = max(tiles for tiles, _ in blocks)
-    num_splits = 1
-    if workload.is_decode:  # every core gets some keys
-        num_splits = max(1, min(most, chip.num_cores // (len(blocks) * workload.num_heads)))
+    num_splits = decode_splits(len(blocks) * workload.num_heads, most, chip.num_cores) if workload.is_decode else 1
     # The last rows of a head first, and a row block's splits one after another.
     items = [(math.ceil(tiles / num_splits), masked) for tiles, masked in reversed(blocks) for _ in range(num_splits)]
     items = [(tiles, min(masked, tiles)) for tiles, masked in items]

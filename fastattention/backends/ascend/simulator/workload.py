@@ -141,3 +141,8 @@ class Workload:
 def padded(headdim: int) -> int:
     """The power of two, from 16 on, that the kernel's tiles have for a head dimension."""
     return max(16, 1 << (headdim - 1).bit_length())
+
+
+def decode_splits(num_row_blocks: int, num_tiles: int, num_cores: int) -> int:
+    """Parts that the keys of a decode are cut into, so that every core has some; no more than tiles of keys."""
+    return max(1, min(num_tiles, num_cores // max(num_row_blocks, 1)))

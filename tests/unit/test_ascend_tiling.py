@@ -78,7 +78,7 @@ def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, he
     [
         ("l0a_bytes", "L0A", 2 * 128 * 16 * 2, 8191),
         ("l0b_bytes", "L0B", 2 * 128 * 16 * 2, 1000),
-        ("l0c_bytes", "L0C", 2 * 128 * 16 * 4, 16000),
+        ("l0c_bytes", "L0C", 128 * 128 * 4, 16000),  # a whole product with values
         # Queries 32 KB, two tiles of keys and two of values of 64 KB each, weights 64 KB.
         ("l1_bytes", "L1", (32 + 128 + 128 + 64) * 1024, 200_000),
         # Two slices of scores of 16 KB, weights 8 KB, mask 4 KB; one of intermediates; O and a product of 32 KB each;

@@ -92,12 +92,14 @@ def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False)
     is about to multiply. A compiler keeps intermediates beside a slice, a mask that is widened to be compared or row
     maxima spread over the columns: room for one such slice is left to it. And Triton-Ascend, by its documentation, asks
     of one product alone whether it needs cutting, so that two beside each other may run over L1 in silence: whole tiles
-    of keys and values must fit, with everything else.
+    of keys and values must fit, with everything else. Nothing asks it to cut the columns of values either: a whole
+    product with them must fit L0C.
     """
     rows, copies, size = tiling.outer_tile_m, tiling.num_buffers, shape.element_bytes
     cut = cube_tiles(tiling, shape, chip)
     depth = max(cut.qk_depth, MINIMUM)
     columns, keys = max(cut.pv_columns, MINIMUM), max(cut.pv_keys, MINIMUM)
+    halves, whole = 2 * max(cut.qk_keys, columns), 0 if by_hand else shape.headdim_v
     slice_elements, vector = tiling.inner_tile_m * tiling.outer_tile_n, vector_rows(tiling, chip)
     level_0 = [
         BufferUse("L0A", {"queries or weights": 2 * rows * max(depth, keys) * size}, chip.l0a_bytes),
@@ -106,7 +108,7 @@ def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False)
             {"keys or values": 2 * size * max(max(cut.qk_keys, MINIMUM) * depth, keys * columns)},
             chip.l0b_bytes,
         ),
-        BufferUse("L0C", {"scores or products": 2 * rows * max(cut.qk_keys, columns) * FLOAT32_BYTES}, chip.l0c_bytes),
+        BufferUse("L0C", {"scores or products": FLOAT32_BYTES * rows * max(halves, whole)}, chip.l0c_bytes),
     ]
     in_l1 = {
         "queries": rows * shape.headdim * size,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import torch
 from conformance.calls import Call
-from conformance.engines import Engine, forget_backends
+from conformance.engines import RegisteredEngine
 
 from ascend.executor import CpuExecutedAscendBackend
-from fastattention.backends import registry
 from fastattention.backends.ascend.call import Launch
 from fastattention.backends.ascend.chips import CHIPS
-from fastattention.problem import Problem
 
 
 class On910B2(CpuExecutedAscendBackend):
@@ -33,24 +29,16 @@ class On910B4(CpuExecutedAscendBackend):
 BACKENDS = {torch.float16: On910B2, torch.bfloat16: On910B3, torch.float32: On910B4}
 
 
-class ExecutedEngine(Engine):
-    """A backend that is registered while it is active, and not otherwise."""
+class ExecutedEngine(RegisteredEngine):
+    """One of these backends."""
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> ExecutedEngine:
         return cls(BACKENDS[dtype].name)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        backends = {backend.name: f"{__name__}:{backend.__name__}" for backend in BACKENDS.values()}
-        with mock.patch.dict(registry.ORDER, backends):
-            forget_backends()
-            yield
-        forget_backends()
-
-    def refusal(self, problem: Problem) -> str | None:
-        with self.active():
-            return super().refusal(problem)
+    @property
+    def registered(self) -> dict[str, str]:
+        return {backend.name: f"{__name__}:{backend.__name__}" for backend in BACKENDS.values()}
 
 
 def launches_of(call: Call) -> list[Launch]:

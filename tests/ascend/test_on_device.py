@@ -20,32 +20,31 @@ from conformance.case import Case
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.devices import copied_back, moved
-from conformance.engines import Engine, forget_backends
+from conformance.engines import RegisteredEngine
 from torch import Tensor
 
-from fastattention.backends import registry
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.problem import Problem
 
 
-class OnDevice(Engine):
+class OnDevice(RegisteredEngine):
     """A backend on calls that are moved to a device; `isa` is what FASTATTENTION_ASCEND says meanwhile."""
 
     @property
     def device(self) -> str:
         return "cuda" if self.backend == UpstreamTritonBackend.name else "npu"
 
+    @property
+    def registered(self) -> dict[str, str]:
+        return {UpstreamTritonBackend.name: "ascend_on_cuda:UpstreamTritonBackend"}
+
     @contextmanager
     def active(self) -> Iterator[None]:
-        order = {UpstreamTritonBackend.name: "ascend_on_cuda:UpstreamTritonBackend"}
-        with mock.patch.dict(registry.ORDER, order), mock.patch.dict(os.environ, FASTATTENTION_ASCEND=self.isa or ""):
-            forget_backends()
+        with mock.patch.dict(os.environ, FASTATTENTION_ASCEND=self.isa or ""), super().active():
             yield
-        forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
-        with self.active():
-            return super().refusal(replace(problem, device=torch.device(self.device, 0)))
+        return super().refusal(replace(problem, device=torch.device(self.device, 0)))
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         on_device = moved(call, self.device)

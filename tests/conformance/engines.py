@@ -52,6 +52,26 @@ class Engine(NamedTuple):
         return verdict(problem, self.backend).reason
 
 
+class RegisteredEngine(Engine):
+    """An engine whose backends are registered while it is active, and not otherwise."""
+
+    @property
+    def registered(self) -> dict[str, str]:
+        """Name -> module:class, as in registry.ORDER."""
+        raise NotImplementedError
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with mock.patch.dict(ORDER, self.registered):
+            forget_backends()
+            yield
+        forget_backends()
+
+    def refusal(self, problem: Problem) -> str | None:
+        with self.active():
+            return super().refusal(problem)
+
+
 def forget_backends() -> None:
     """The next call asks the registry, and every backend the environment, anew."""
     get_backend.cache_clear()

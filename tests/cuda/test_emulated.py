@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import emulator
 import pytest
@@ -15,7 +12,7 @@ from conformance.calls import build_call
 from conformance.case import Case, KvCacheCase
 from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
-from conformance.engines import Engine, forget_backends
+from conformance.engines import RegisteredEngine
 from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
@@ -26,20 +23,12 @@ from fastattention.problem import Problem
 from fastattention.validation import Options, prepare_dense
 
 
-class EmulatedEngine(Engine):
-    """A backend that is registered while it is active, and not otherwise."""
+class EmulatedEngine(RegisteredEngine):
+    """One of the emulator's backends."""
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        backends = {backend.name: f"emulator:{backend.__name__}" for backend in emulator.EMULATED}
-        with mock.patch.dict(registry.ORDER, backends):
-            forget_backends()
-            yield
-        forget_backends()
-
-    def refusal(self, problem: Problem) -> str | None:
-        with self.active():
-            return super().refusal(problem)
+    @property
+    def registered(self) -> dict[str, str]:
+        return {backend.name: f"emulator:{backend.__name__}" for backend in emulator.EMULATED}
 
 
 class Run(NamedTuple):

@@ -8,6 +8,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from fastattention.backends.ascend.call import MAX_HEADDIM
 from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.gains import ablation, causes
@@ -19,7 +20,6 @@ from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT, require_extra
 from fastattention.errors import ArgumentError
 
-MAX_HEADDIM = 256
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 SUFFIXES = (".png", ".svg")
 DRAWN_TILES = 6

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+from conformance.engines import RegisteredEngine
 
-from conformance.engines import Engine, forget_backends
-
-from fastattention.backends import registry
 from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.problem import Problem
@@ -32,19 +27,12 @@ class VendorBackend(AscendBackend):
         return None
 
 
-class VendorEngine(Engine):
-    """Registered while it is active, and not otherwise."""
+class VendorEngine(RegisteredEngine):
+    """The backend above."""
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with mock.patch.dict(registry.ORDER, vendor=f"{__name__}:VendorBackend"):
-            forget_backends()
-            yield
-        forget_backends()
-
-    def refusal(self, problem: Problem) -> str | None:
-        with self.active():
-            return super().refusal(problem)
+    @property
+    def registered(self) -> dict[str, str]:
+        return {VendorBackend.name: f"{__name__}:{VendorBackend.__name__}"}
 
 
 ENGINE = VendorEngine("vendor")

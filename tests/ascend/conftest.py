@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from conformance.threads import one_torch_thread
 
 from ascend.llvm import TOOLS, find_tool
 
@@ -37,8 +37,5 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread_for_torch() -> Iterator[None]:
-    """Tensors are small: waking torch's threads for each costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        yield

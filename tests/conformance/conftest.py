@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-import torch
+
+from conformance.threads import one_torch_thread
 
 hypothesis.settings.register_profile("ci", max_examples=150, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
@@ -19,8 +20,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread_for_torch() -> Iterator[None]:
-    """Tensors are small: waking torch's threads for each costs more than it saves, ten times more on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        yield

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
+
+from conformance.threads import one_torch_thread
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_for_torch() -> Iterator[None]:
-    """Tensors are small: waking torch's threads for each costs more than it saves."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with one_torch_thread():
+        yield

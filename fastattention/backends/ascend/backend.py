@@ -6,17 +6,21 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+from typing import TYPE_CHECKING
 
 import torch
 
 from fastattention import config
-from fastattention.backends.ascend import call, vendor
 from fastattention.backends.ascend.chips import Chip, find_chip
-from fastattention.backends.ascend.tiling import Tiling, choose_tiling
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Problem
+
+# The first call on any machine imports this module, to hear that there is no NPU. The rest is for those that have one.
+if TYPE_CHECKING:
+    from fastattention.backends.ascend.call import Launch
+    from fastattention.backends.ascend.tiling import Tiling
 
 
 class AscendBackend(Backend):
@@ -55,6 +59,8 @@ class AscendBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends to the cache if asked to, then attends by the first implementation without a reason against it."""
+        from fastattention.backends.ascend import call, vendor
+
         implementation = self.implementation(problem, inputs)
         if inputs.k_new is not None:
             inputs = inputs._replace(q=append_tokens(problem, inputs))
@@ -72,6 +78,8 @@ class AscendBackend(Backend):
 
         Raises UnsupportedError with the reasons when nobody does.
         """
+        from fastattention.backends.ascend import vendor
+
         reasons = self._reasons(problem)
         serving = [name for name, reason in reasons.items() if reason is None]
         if not serving:
@@ -90,6 +98,8 @@ class AscendBackend(Backend):
         return {name: reasons[name](problem) for name in self._implementations()}
 
     def _why_not_vendor(self, problem: Problem) -> str | None:
+        from fastattention.backends.ascend import vendor
+
         return self._why_no_operators() or vendor.why_not(problem)
 
     def _why_not_triton(self, problem: Problem) -> str | None:
@@ -122,9 +132,11 @@ class AscendBackend(Backend):
         return find_chip(_device_name(problem.device.index or 0))
 
     def _tiling(self, problem: Problem, chip: Chip) -> Tiling:
+        from fastattention.backends.ascend.tiling import choose_tiling
+
         return choose_tiling(problem, chip)
 
-    def _launch(self, launch: call.Launch) -> None:
+    def _launch(self, launch: Launch) -> None:
         launch.kernel[(launch.num_programs,)](**launch.arguments, **launch.constants, **launch.options)
 
 
@@ -142,6 +154,8 @@ def _current_device(device: torch.device) -> contextlib.AbstractContextManager[o
 
 def why_not_kernels(problem: Problem) -> str | None:
     """Why our kernels cannot serve `problem` on any chip, or None."""
+    from fastattention.backends.ascend import call
+
     if problem.needs_grad:
         return "a gradient is needed and the kernels have no backward; use backend='sdpa' or torch.no_grad()"
     if problem.dropout_p > 0.0:
@@ -170,7 +184,11 @@ def _why_no_npu() -> str | None:
     return None
 
 
-_why_no_operators = functools.cache(vendor.why_unavailable)
+@functools.cache
+def _why_no_operators() -> str | None:
+    from fastattention.backends.ascend import vendor
+
+    return vendor.why_unavailable()
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,8 +105,7 @@ def main(rounds: int = 9, output: Path = RESULTS) -> None:
     machine: dict[str, Any] = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
     machine["triton"] = importlib.import_module("triton").__version__
     report = {"machine": machine, "measurements": gpu.measure(backends, gpu.FULL_SEQLENS, rounds)}
-    path = output / "ascend_on_cuda.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    gpu.write_report(report, output / "ascend_on_cuda.json")
 
 
 if __name__ == "__main__":

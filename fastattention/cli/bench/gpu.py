@@ -57,8 +57,12 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths}
     report = {"machine": machine, "call_us": call_microseconds(), "measurements": measure(backends, seqlens, rounds)}
     show(report)
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / "gpu.json"
+    write_report(report, output / "gpu.json")
+
+
+def write_report(report: dict[str, Any], path: Path) -> None:
+    """The report as JSON, in a folder that need not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
@@ -204,12 +208,17 @@ def show(report: dict[str, Any]) -> None:
         rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
         table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
     OUTPUT.print(table)
-    reasons = {name: reason for one in report["measurements"] for name, reason in one["reasons"].items()}
-    for name, reason in reasons.items():
-        OUTPUT.print(escape(f"{name}: {reason}"))
+    show_reasons(report)
     for one in report["measurements"]:
         for name, dense in one.get("dense_tflops", {}).items():
             what = f"packed, headdim {one['headdim']}, {'causal' if one['causal'] else 'full'}, {name}"
             OUTPUT.print(f"{what}: {one['tflops'][name] / dense:.2f} of dense batches of the same lengths")
     calls = ", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items())
     OUTPUT.print(f"processor time of a call: {calls}")
+
+
+def show_reasons(report: dict[str, Any]) -> None:
+    """Print why peers were left out."""
+    reasons = {name: reason for one in report["measurements"] for name, reason in one["reasons"].items()}
+    for name, reason in reasons.items():
+        OUTPUT.print(escape(f"{name}: {reason}"))

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,8 +25,8 @@ from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.simulator.whole_chip import predict
 from fastattention.backends.ascend.simulator.workload import Workload
 from fastattention.backends.ascend.tiling import choose_tiling
-from fastattention.cli.bench.gpu import HIDDEN, TOKENS, heads_first, record, tensors
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
+from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, record, show_reasons, tensors, write_report
+from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
 from fastattention.problem import Inputs, Problem
@@ -37,7 +35,6 @@ from fastattention.validation import Options, prepare_dense
 DEVICE = "npu"
 ONE_HEAD_SEQLENS = (1024, 2048, 4096, 8192, 16384, 32768)
 OURS = "our Triton kernel"
-Call = Callable[[], object]
 
 
 def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
@@ -50,10 +47,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     machine = {**describe_machine(), "npu": name, "torch_npu": torch_npu.__version__}
     report = {"machine": machine, "measurements": measure(name, seqlens, rounds)}
     show(report)
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / "npu.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
+    write_report(report, output / "npu.json")
 
 
 def measure(
@@ -118,6 +112,4 @@ def show(report: dict[str, Any]) -> None:
         predicted = "".join(f"{rate:.0f}" for rate in one["predicted_tflops"].values())
         table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates, predicted)
     OUTPUT.print(table)
-    reasons = {name: reason for one in report["measurements"] for name, reason in one["reasons"].items()}
-    for name, reason in reasons.items():
-        OUTPUT.print(escape(f"{name}: {reason}"))
+    show_reasons(report)

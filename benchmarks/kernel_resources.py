@@ -16,10 +16,10 @@ from typing import NamedTuple
 import typer
 
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.compiler import Resources
 from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 
 RESULTS = Path(__file__).parent / "results"

@@ -47,8 +47,8 @@ from volta_model.launch import TileKind
 from volta_model.paths import find_tiles
 from volta_model.sass import Function
 
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import compiler
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.cli.console import OUTPUT, errors_as_messages, fail
 from fastattention.cli.machine import source_commit
 

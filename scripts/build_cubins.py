@@ -18,9 +18,9 @@ import typer
 from rich.table import Table
 
 from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import cache, compiler
 from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 
 

@@ -11,9 +11,9 @@ import torch
 
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit.compiler import Cubin, compile_kernel
 from fastattention.backends.cuda.jit.variants import choose_variant
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.validation import Options, prepare_dense
 
 from . import peer, tools

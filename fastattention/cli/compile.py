@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention.backends.cuda.chips import ARCHS, CHIPS, Limits
-from fastattention.backends.cuda.heuristics import MAX_HEADDIM, KernelConfig
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.variants import choose_variant, known_limits
+from fastattention.backends.cuda.kernel_config import MAX_HEADDIM, KernelConfig
 from fastattention.cli.console import OUTPUT
 from fastattention.errors import ArgumentError
 

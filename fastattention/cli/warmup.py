@@ -15,10 +15,10 @@ from rich.table import Table
 
 from fastattention import config
 from fastattention.backends.cuda.chips import ARCHS
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import cache, module
 from fastattention.backends.cuda.jit.cache import Origin
 from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.cli.compile import check_headdims
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError

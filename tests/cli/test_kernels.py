@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.backends.cuda.jit import cache, compiler, module
 from fastattention.backends.cuda.jit.compiler import Cubin
 from fastattention.errors import CompileError

@@ -13,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
-from fastattention.backends.cuda.backend import CudaBackend, Plan
+from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
-from fastattention.backends.cuda.params import ForwardParams
-from fastattention.problem import Layout, Problem
+from fastattention.backends.cuda.kernel_config import Variant
+from fastattention.backends.cuda.params import AttentionParams, Params
+from fastattention.backends.cuda.plan import Step
+from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "emulator"
@@ -87,25 +88,27 @@ def build(name: str, source: Path, macros: Mapping[str, str]) -> Path:
     )
 
 
-def build_forward(config: KernelConfig) -> Path:
-    """The library of one variant of the forward kernel."""
-    return build(config.name, SOURCES / "forward.cpp", config.macros())
+def build_variant(variant: Variant) -> Path:
+    """The library of one variant of a kernel, which has all of its entries."""
+    return build(variant.name, SOURCES / variant.source.replace(".cuh", ".cpp"), variant.macros())
 
 
-def build_all(configs: Iterable[KernelConfig]) -> None:
+def build_all(variants: Iterable[Variant]) -> None:
     """Fills the cache, on all processors."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build_forward, configs))
+        list(pool.map(build_variant, variants))
 
 
 @functools.cache
-def _library(config: KernelConfig) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build_forward(config)))
+def _library(variant: Variant) -> ctypes.CDLL:
+    return ctypes.CDLL(str(build_variant(variant)))
 
 
-def launch(config: KernelConfig, params: ForwardParams, num_blocks: int, ranges: Sequence[Range]) -> Report:
-    """Runs a variant of the forward kernel. Raises EmulatorError when it does what it must not."""
-    return checked(_library(config).fastattention_emulate, config.name, params, num_blocks, ranges)
+def launch(step: Step, params: Params, ranges: Sequence[Range]) -> Report:
+    """Runs one kernel. Raises EmulatorError when it does what it must not."""
+    entry = step.variant.entries[step.entry]
+    emulate = getattr(_library(step.variant), entry.name.replace("fastattention_", "emulate_"))
+    return checked(emulate, f"{entry.name} of {step.variant.name}", params, step.num_blocks, ranges)
 
 
 def checked(
@@ -120,32 +123,46 @@ def checked(
     return report
 
 
-def ranges_of(params: ForwardParams, problem: Problem) -> list[Range]:
-    """The memory of q, k, v and out, from the first to the last element that the call has, pages one by one."""
-    packed = problem.layout is Layout.PACKED
-    batch = problem.batch_size
-    batches = 1 if packed else batch
-    tokens_q, tokens_k, pages = problem.seqlen_q, problem.seqlen_k, [0]
-    if packed:
-        tokens_q = (ctypes.c_int32 * (batch + 1)).from_address(params.cu_seqlens_q)[batch]
-        offsets_k = (ctypes.c_int32 * (batch + 1)).from_address(params.cu_seqlens_k)
-        tokens_k = offsets_k[batch]
-        if params.block_table:
-            lengths = [offsets_k[i + 1] - offsets_k[i] for i in range(batch)]
-            pages = _pages(params, lengths)
-            tokens_k = params.page_block_size
-    nheads_k = problem.nheads_k
+def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
+    """The memory that attention may access 16 bytes at a time, from the first to the last element that the call has."""
+    if not isinstance(params, AttentionParams):
+        return []
+    packed, batch = problem.layout is Layout.PACKED, problem.batch_size
+    tokens_q = _int32s(params.cu_seqlens_q, batch + 1)[-1] if packed else problem.seqlen_q
     ranges = [
-        _range(params, "q", 0, batches, tokens_q, problem.nheads, params.headdim),
-        _range(params, "out", 0, batches, tokens_q, problem.nheads, params.headdim_v),
+        _range(params, "q", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim),
+        _range(params, "out", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim_v),
+        Range(params.partial_out or 0, 4 * num_slots * params.partial_rows * params.headdim_v),
     ]
-    for page in pages:
-        ranges.append(_range(params, "k", page, batches, tokens_k, nheads_k, params.headdim))
-        ranges.append(_range(params, "v", page, batches, tokens_k, nheads_k, params.headdim_v))
+    for name, columns in (("k", params.headdim), ("v", params.headdim_v)):
+        for block, tokens in _blocks(params, problem):
+            ranges.append(_range(params, name, block, 1, tokens, problem.nheads_k, columns))
     return [part for part in ranges if part.bytes > 0]
 
 
-def _pages(params: ForwardParams, lengths: Sequence[int]) -> list[int]:
+def _int32s(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int32 * count).from_address(address)) if count else []
+
+
+def _blocks(params: AttentionParams, problem: Problem) -> list[tuple[int, int]]:
+    """Pages or rows of the batch that hold keys of the call, and up to which token in each."""
+    batch = problem.batch_size
+    if problem.layout is Layout.DENSE:
+        return [(i, problem.seqlen_k) for i in range(batch)]
+    if problem.layout is Layout.PACKED:
+        offsets = _int32s(params.cu_seqlens_k, batch + 1)
+        if not params.block_table:
+            return [(0, offsets[-1])]
+        lengths = [offsets[i + 1] - offsets[i] for i in range(batch)]
+    else:
+        lengths = [length + problem.seqlen_new for length in _int32s(params.cache_seqlens, batch)]
+    if params.block_table:
+        return [(page, params.page_block_size) for page in _pages(params, lengths)]
+    rows = _int32s(params.cache_batch_idx, batch) if params.cache_batch_idx else list(range(batch))
+    return list(zip(rows, lengths, strict=True))
+
+
+def _pages(params: AttentionParams, lengths: Sequence[int]) -> list[int]:
     """Every page that a sequence of one of these lengths uses."""
     pages: set[int] = set()
     for i, length in enumerate(lengths):
@@ -155,22 +172,24 @@ def _pages(params: ForwardParams, lengths: Sequence[int]) -> list[int]:
     return sorted(pages)
 
 
-def _range(params: ForwardParams, name: str, page: int, batches: int, tokens: int, heads: int, columns: int) -> Range:
-    """The memory of one tensor, or of one page of it."""
+def _range(
+    params: AttentionParams, name: str, block: int, batches: int, tokens: int, heads: int, columns: int
+) -> Range:
+    """The memory of one tensor from a page, or a row of the batch, on."""
     stride_batch, stride_row, stride_head = (
         getattr(params, f"{name}_stride_{axis}") for axis in ("batch", "row", "head")
     )
     if min(batches, tokens, heads) == 0:
         return Range(0, 0)
     last = (batches - 1) * stride_batch + (tokens - 1) * stride_row + (heads - 1) * stride_head
-    return Range(getattr(params, name) + 2 * page * stride_batch, 2 * (last + columns))
+    return Range(getattr(params, name) + 2 * block * stride_batch, 2 * (last + columns))
 
 
 class EmulatedCudaBackend(CudaBackend):
     """The cuda backend on tensors of the processor, as if on one chip."""
 
     limits: ClassVar[Limits]
-    report: Report  # of the last launch
+    reports: list[Report]  # of the launches of the last call
 
     def why_unavailable(self) -> str | None:
         return None
@@ -184,8 +203,13 @@ class EmulatedCudaBackend(CudaBackend):
     def _limits(self, problem: Problem) -> Limits:
         return self.limits
 
-    def _launch(self, plan: Plan, params: ForwardParams, problem: Problem) -> None:
-        self.report = launch(plan.config, params, plan.num_blocks, ranges_of(params, problem))
+    def _launch(self, step: Step, params: Params, problem: Problem) -> None:
+        split = self._plan(problem).split
+        self.reports.append(launch(step, params, ranges_of(params, problem, split.num_slots if split else 0)))
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        self.reports = []
+        return super().forward(problem, inputs)
 
 
 class EmulatedSm60(EmulatedCudaBackend):

@@ -9,15 +9,16 @@ import emulator
 import pytest
 import torch
 from conformance.calls import build_call
-from conformance.case import Case, KvCacheCase
+from conformance.case import Case
 from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
 from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
-from fastattention.backends.cuda.heuristics import choose_config
 from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.backends.cuda.kernel_config import Variant
+from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
 from fastattention.validation import Options, prepare_dense
@@ -47,14 +48,13 @@ class Run(NamedTuple):
         return self.dtype is torch.float16 or self.backend.limits.arch >= 80
 
 
-SERVED = [case for case in CASES if not isinstance(case, KvCacheCase)]
 # Where bfloat16 is computed in float16 kernels are the same, and only conversions are new.
 CONVERTED = [*VALUE_HEADDIMS, *SCORES, *BIASES]
 
 # Backends vary fastest, so that the expected result of a case is computed once.
 RUNS = [
     run
-    for case in SERVED
+    for case in CASES
     for dtype in (torch.float16, torch.bfloat16)
     for run in (Run(case, dtype, backend) for backend in emulator.EMULATED)
     if run.is_served_natively or case in CONVERTED
@@ -66,9 +66,7 @@ def libraries(request: pytest.FixtureRequest) -> None:
     """Compiles what the selected tests need, on all processors at once."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     runs = [param["run"] for param in params if isinstance(param.get("run"), Run)]
-    limits = [run.backend.limits for run in runs]
-    problems = [problem_of(run.case, run.dtype) for run in runs]
-    emulator.build_all({choose_config(p, limit.arch, limit) for p, limit in zip(problems, limits, strict=True)})
+    emulator.build_all({variant for run in runs for variant in variants_for(run)})
 
 
 def problem_of(case: Case, dtype: torch.dtype) -> Problem:
@@ -76,13 +74,17 @@ def problem_of(case: Case, dtype: torch.dtype) -> Problem:
     return problem
 
 
+def variants_for(run: Run) -> set[Variant]:
+    """The kernels that a run needs."""
+    plan = make_plan(problem_of(run.case, run.dtype), run.backend.limits.arch, run.backend.limits)
+    append = [] if plan.append is None else [plan.append]
+    return {step.variant for step in (*append, *plan.attention)}
+
+
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
 def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
-    limits = backend.limits
-    ran = {
-        choose_config(problem_of(run.case, run.dtype), limits.arch, limits) for run in RUNS if run.backend is backend
-    }
-    missing = [kernel.name for kernel in variants_of(limits) if kernel not in ran]
+    ran = {variant for run in RUNS if run.backend is backend for variant in variants_for(run)}
+    missing = [kernel.name for kernel in variants_of(backend.limits) if kernel not in ran]
     assert missing == []
 
 
@@ -92,15 +94,12 @@ def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_only_caches_and_float32_are_refused(case: Case) -> None:
+def test_only_float32_is_refused(case: Case) -> None:
     """The other tests skip what is refused."""
     for backend in emulator.EMULATED:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             reason = backend().why_not(problem_of(case, dtype))
-            if isinstance(case, KvCacheCase):
-                assert reason is not None
-                assert "cache" in reason
-            elif dtype is torch.float32:
+            if dtype is torch.float32:
                 assert reason is not None
                 assert "float32" in reason
             else:
@@ -118,7 +117,7 @@ def test_only_caches_and_float32_are_refused(case: Case) -> None:
     ids=["dropout", "gradients", "headdim", "headdim-v"],
 )
 def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) -> None:
-    problem = problem_of(SERVED[0], torch.float16)
+    problem = problem_of(CASES[0], torch.float16)
     for backend in emulator.EMULATED:
         assert backend().why_not(problem) is None
         reason = backend().why_not(replace(problem, **fields))

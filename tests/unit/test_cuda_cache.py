@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.backends.cuda.jit import cache, compiler
 from fastattention.backends.cuda.jit.cache import Origin
 from fastattention.backends.cuda.jit.compiler import Cubin

@@ -1,50 +1,73 @@
-"""The argument of every kernel: kernels/params.h, field by field."""
+"""The arguments of the kernels: kernels/params.h, field by field."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
+from typing import Any, ClassVar
 
-_POINTERS = "q k v out lse cu_seqlens_q cu_seqlens_k block_table alibi_slopes sinks attn_bias".split()
-_STRIDES = (
-    "q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head "
-    "out_stride_batch out_stride_head "
-    "lse_stride_batch lse_stride_head bias_stride_batch bias_stride_head bias_stride_row bias_stride_key "
-    "alibi_stride_batch block_table_stride"
-).split()
-_INTEGERS = (
-    "q_stride_row k_stride_row v_stride_row out_stride_row "
-    "batch_size seqlen_q seqlen_k nheads group_size headdim headdim_v page_block_size window_left window_right "
-    "bias_is_float num_m_tiles heads_together"
-).split()
-_FLOATS = "softmax_scale softcap".split()
+_TYPES: dict[str, type[Any]] = {"Q": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
-class ForwardParams(ctypes.Structure):
-    """Passed by value to the kernel."""
+class Params(ctypes.Structure):
+    """Passed by value to a kernel: pointers, then strides, then other numbers."""
 
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in _POINTERS]
-        + [(name, ctypes.c_int64) for name in _STRIDES]
-        + [(name, ctypes.c_int32) for name in _INTEGERS]
-        + [(name, ctypes.c_float) for name in _FLOATS]
+    _pointers: ClassVar[struct.Struct]
+    _rest: ClassVar[struct.Struct]
+
+    @classmethod
+    def template(cls, *values: float) -> bytes:
+        """The structure without its pointers: every other field in order."""
+        params = bytearray(ctypes.sizeof(cls))
+        cls._rest.pack_into(params, cls._pointers.size, *values)
+        return bytes(params)
+
+    @classmethod
+    def make(cls, template: bytes, *pointers: int) -> Params:
+        """The structure of a template with its pointers in order, 0 for null. Ten times faster than its constructor."""
+        params = cls.from_buffer_copy(template)
+        cls._pointers.pack_into(params, 0, *pointers)
+        return params
+
+
+def _fields(**names: str) -> list[tuple[str, type[Any]]]:
+    return [(name, _TYPES[code]) for code, listed in names.items() for name in listed.split()]
+
+
+def _formats(fields: list[tuple[str, type[Any]]]) -> tuple[struct.Struct, struct.Struct]:
+    codes = {type_: code for code, type_ in _TYPES.items()}
+    packed = "".join(codes[type_] for _, type_ in fields)
+    num_pointers = packed.count("Q")
+    return struct.Struct(packed[:num_pointers]), struct.Struct(packed[num_pointers:])
+
+
+class AttentionParams(Params):
+    """Of forward.cuh, decode.cuh and combine.cuh."""
+
+    _fields_ = _fields(
+        Q="""q k v out lse cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad block_table
+        alibi_slopes sinks attn_bias partial_out partial_stats""",
+        q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
+        out_stride_batch out_stride_head lse_stride_batch lse_stride_head
+        bias_stride_batch bias_stride_head bias_stride_row bias_stride_key alibi_stride_batch block_table_stride""",
+        i="""q_stride_row k_stride_row v_stride_row out_stride_row batch_size seqlen_q seqlen_k seqlen_new
+        max_cache_seqlen nheads group_size headdim headdim_v page_block_size window_left window_right bias_is_float
+        num_m_tiles heads_together num_ctas num_splits partial_rows""",
+        f="softmax_scale softcap",
     )
+    _pointers, _rest = _formats(_fields_)
 
 
-_POINTERS_FORMAT = struct.Struct(f"{len(_POINTERS)}Q")
-_REST_FORMAT = struct.Struct(f"{len(_STRIDES)}q{len(_INTEGERS)}i{len(_FLOATS)}f")
-_BLANK = bytes(ctypes.sizeof(ForwardParams))
+class AppendParams(Params):
+    """Of append.cuh."""
 
-
-def pack_template(*values: float) -> bytes:
-    """The structure without its pointers: every other field in order."""
-    params = bytearray(_BLANK)
-    _REST_FORMAT.pack_into(params, _POINTERS_FORMAT.size, *values)
-    return bytes(params)
-
-
-def make_params(template: bytes, *pointers: int) -> ForwardParams:
-    """The structure of a template with its pointers in order, 0 for null. Ten times faster than its constructor."""
-    params = ForwardParams.from_buffer_copy(template)
-    _POINTERS_FORMAT.pack_into(params, 0, *pointers)
-    return params
+    _fields_ = _fields(
+        Q="""k_new v_new k v q q_rotated rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad
+        block_table""",
+        q="""k_new_stride_batch k_new_stride_row k_new_stride_head v_new_stride_batch v_new_stride_row v_new_stride_head
+        k_stride_batch k_stride_row k_stride_head v_stride_batch v_stride_row v_stride_head
+        q_stride_batch q_stride_row q_stride_head block_table_stride""",
+        i="""batch_size seqlen_q seqlen_new nheads nheads_k headdim headdim_v page_block_size max_cache_seqlen
+        rotary_dim rotary_interleaved rotates_by_token""",
+    )
+    _pointers, _rest = _formats(_fields_)

@@ -29,6 +29,7 @@ FA_DEVICE int64_t block_index() { return emulator::block; }
 FA_DEVICE void block_barrier() { emulator::block_barrier(); }
 FA_DEVICE void warp_barrier() { emulator::warp_barrier(); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return emulator::shuffle(x, lane_index() ^ mask); }
+FA_DEVICE uint32_t shuffle(uint32_t x, int lane) { return emulator::shuffle(x, lane & 31); }
 FA_DEVICE float shuffle(float x, int lane) { return emulator::float_of_bits(emulator::shuffle(emulator::bits_of_float(x), lane)); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_index() ^ mask); }
 FA_DEVICE int computed_here(int x) { return x; }

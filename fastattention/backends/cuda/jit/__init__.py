@@ -1,1 +1,1 @@
-"""From a KernelConfig to a kernel that can be launched: compiler, cache of cubins, modules of a device."""
+"""From a variant to a kernel that can be launched: compiler, cache of cubins, modules of a device."""

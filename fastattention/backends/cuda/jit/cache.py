@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastattention import config
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import compiler
+from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.errors import CompileError
 
 BUILT_AHEAD = Path(__file__).parents[1] / "cubins"
@@ -42,7 +42,7 @@ HEADERS = (".h", ".hpp", ".cuh")
 
 def hash_sources(folders: tuple[Path, ...], suffixes: tuple[str, ...] = HEADERS) -> str:
     """Hash of every source in `folders` with its name below them: the same wherever the package is installed."""
-    digest = hashlib.sha256(compiler.SOURCE.encode())
+    digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(path for path in folder.rglob("*") if path.suffix in suffixes):
             content = path.read_bytes()
@@ -57,17 +57,17 @@ def source_hash() -> str:
     return hash_sources(compiler.INCLUDE_FOLDERS)
 
 
-def _file_name(kernel: KernelConfig, target: int, *more: str) -> str:
-    content = "\n".join([source_hash(), *compiler.options(kernel, target), *more])
+def _file_name(kernel: Variant, target: int, *more: str) -> str:
+    content = "\n".join([source_hash(), compiler.source(kernel), *compiler.options(kernel, target), *more])
     return f"{kernel.name}_on_sm{target}_{hashlib.sha256(content.encode()).hexdigest()[:24]}.cubin"
 
 
-def built_ahead_path(kernel: KernelConfig, target: int) -> Path:
+def built_ahead_path(kernel: Variant, target: int) -> Path:
     """Where the package keeps this cubin when it was built ahead, by whichever compiler."""
     return BUILT_AHEAD / _file_name(kernel, target)
 
 
-def cached_path(kernel: KernelConfig, target: int) -> Path:
+def cached_path(kernel: Variant, target: int) -> Path:
     """Where this machine keeps this cubin as its compiler makes it."""
     numbers = ".".join(map(str, compiler.version()))
     return config.kernel_cache() / _file_name(kernel, target, numbers)
@@ -109,7 +109,7 @@ def generation(target: int) -> int:
     return target // 10 * 10
 
 
-def obtain(kernel: KernelConfig, target: int) -> Obtained:
+def obtain(kernel: Variant, target: int) -> Obtained:
     """The machine code of a variant: built ahead, from the cache, or compiled now and cached. Raises CompileError."""
     for path in (built_ahead_path(kernel, target), built_ahead_path(kernel, generation(target))):
         if (code := _read(path)) is not None:
@@ -122,6 +122,6 @@ def obtain(kernel: KernelConfig, target: int) -> Obtained:
     return Obtained(code, Origin.COMPILER)
 
 
-def cubin(kernel: KernelConfig, target: int) -> bytes:
+def cubin(kernel: Variant, target: int) -> bytes:
     """The machine code of a variant, wherever it comes from. Raises CompileError."""
     return obtain(kernel, target).code

@@ -7,13 +7,11 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.errors import CompileError
 
 _BACKENDS = Path(__file__).parents[2]
 INCLUDE_FOLDERS = (_BACKENDS / "cuda" / "kernels", _BACKENDS / "common")
-SOURCE = '#include "forward.cuh"\n'
-ENTRY = "fastattention_forward"
 
 
 class Resources(NamedTuple):
@@ -108,19 +106,24 @@ def why_not_target(target: int) -> str | None:
     return f"NVRTC {numbers} builds for compute capabilities {targets[0]} to {targets[-1]}, not {target}; {advice}"
 
 
-def options(config: KernelConfig, target: int) -> list[str]:
+def options(config: Variant, target: int) -> list[str]:
     """Everything the compiler is told besides the source: part of the cache's key."""
     macros = [f"-D{name}={value}" for name, value in config.macros().items()]
     # Lambdas have no place for __device__ in standard C++, hence the last option.
     return [f"-arch=sm_{target}", "-std=c++17", "--ftz=true", "--device-as-default-execution-space", *macros]
 
 
-def compile_kernel(config: KernelConfig, target: int) -> Cubin:
+def source(config: Variant) -> str:
+    """What is compiled: one header."""
+    return f'#include "{config.source}"\n'
+
+
+def compile_kernel(config: Variant, target: int) -> Cubin:
     """Compiles one variant for one compute capability. Raises CompileError with the compiler's log."""
     nvrtc = _nvrtc()
     if (reason := why_not_target(target)) is not None:
         raise CompileError(reason)
-    program = _checked(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"forward.cu", 0, [], []))
+    program = _checked(nvrtc.nvrtcCreateProgram(source(config).encode(), b"kernel.cu", 0, [], []))
     try:
         folders = [f"-I{folder}" for folder in INCLUDE_FOLDERS]
         arguments = [option.encode() for option in (*options(config, target), *folders, "--ptxas-options=-v")]

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from fastattention.backends.cuda.chips import Limits
-from fastattention.backends.cuda.heuristics import KernelConfig
 from fastattention.backends.cuda.jit import cache, compiler
-from fastattention.backends.cuda.params import ForwardParams
+from fastattention.backends.cuda.kernel_config import Entry, Variant
 from fastattention.errors import CompileError
 
 
@@ -67,28 +66,39 @@ def device_limits(device_index: int) -> Limits:
     )
 
 
-class Kernel:
-    """One variant, loaded on the device that is current when it is made."""
+class Function:
+    """One entry of a variant, loaded on a device."""
 
-    def __init__(self, config: KernelConfig, target: int) -> None:
-        driver = _driver()
-        self._launch = driver.cuLaunchKernel
-        self._num_threads, self._shared_bytes = config.num_threads, config.shared_bytes
-        code = cache.cubin(config, target)
-        self._module = _checked(driver.cuModuleLoadData(code), f"loading {config.name}")
-        self._function = _checked(driver.cuModuleGetFunction(self._module, compiler.ENTRY.encode()), config.name)
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, limit, config.shared_bytes), config.name)
+    def __init__(self, entry: Entry, handle: Any) -> None:
+        self._launch = _driver().cuLaunchKernel
+        self._handle, self._num_threads, self._shared_bytes = handle, entry.num_threads, entry.shared_bytes
 
-    def launch(self, params: ForwardParams, num_blocks: int, stream: int) -> None:
-        """Enqueues the kernel on a stream of the current device; `params` is copied before this returns."""
+    def launch(self, params: ctypes.Structure, num_blocks: int, stream: int) -> None:
+        """Enqueues it on a stream of the current device; `params` is copied before this returns."""
         arguments = ctypes.c_void_p(ctypes.addressof(params))  # an array of one pointer
         address = ctypes.addressof(arguments)
         (status,) = self._launch(
-            self._function, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
+            self._handle, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
         )
         if status:
             raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
+
+
+class Kernel:
+    """One variant, loaded on the device that is current when it is made."""
+
+    functions: tuple[Function, ...]  # of the variant's entries
+
+    def __init__(self, config: Variant, target: int) -> None:
+        driver = _driver()
+        self._module = _checked(driver.cuModuleLoadData(cache.cubin(config, target)), f"loading {config.name}")
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        functions = []
+        for entry in config.entries:
+            handle = _checked(driver.cuModuleGetFunction(self._module, entry.name.encode()), config.name)
+            _checked(driver.cuFuncSetAttribute(handle, limit, entry.shared_bytes), config.name)
+            functions.append(Function(entry, handle))
+        self.functions = tuple(functions)
 
 
 def current_stream(device_index: int) -> int:
@@ -97,7 +107,7 @@ def current_stream(device_index: int) -> int:
 
 
 @functools.cache
-def load_kernel(config: KernelConfig, device_index: int) -> Kernel:
+def load_kernel(config: Variant, device_index: int) -> Kernel:
     """The kernel on a device, loaded once; compiled first when it was not built ahead and is not cached."""
     with torch.cuda.device(device_index):
         return Kernel(config, device_limits(device_index).target)

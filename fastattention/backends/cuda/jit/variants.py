@@ -10,7 +10,7 @@ import torch
 
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.heuristics import KernelConfig
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives

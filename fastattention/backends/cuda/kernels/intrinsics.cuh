@@ -39,6 +39,7 @@ FA_DEVICE void block_barrier() { __syncthreads(); }
 FA_DEVICE void warp_barrier() { __syncwarp(); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+FA_DEVICE uint32_t shuffle(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 FA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 // The same value, but to the compiler a new one: what depends on it is not computed ahead of a loop and kept in registers,
@@ -134,9 +135,18 @@ FA_DEVICE float float16_to_float(uint16_t bits) {
 }
 
 FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
     uint32_t x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
+#else
+    // To the nearest, ties to even; what is not a number has its highest bits set and stays one.
+    const auto rounded = [](float x) {
+        const uint32_t bits = __float_as_uint(x);
+        return x == x ? bits + 0x7fffu + (bits >> 16 & 1u) : 0x7fffffffu;
+    };
+    return rounded(low) >> 16 | (rounded(high) & 0xffff0000u);
+#endif
 }
 
 // 16 bytes from global to shared memory, or zeros: then `from` is not read.

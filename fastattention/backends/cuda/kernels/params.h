@@ -1,4 +1,4 @@
-// The argument of every kernel, passed by value. Mirrored field by field in ../params.py; a test holds the two together.
+// The arguments of the kernels, passed by value. Mirrored field by field in ../params.py; a test holds the two together.
 // Pointers are to device memory. Strides are in elements, never bytes.
 #pragma once
 
@@ -6,19 +6,26 @@
 
 namespace fastattention {
 
-struct ForwardParams {
+// Of attention: forward.cuh, decode.cuh and combine.cuh.
+struct AttentionParams {
     const uint16_t* q;  // (batch_size, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) when packed
-    const uint16_t* k;  // (batch_size, seqlen_k, nheads_k, headdim), packed, or pages of page_block_size tokens
+    const uint16_t* k;  // (batch_size, seqlen_k, nheads_k, headdim), packed, a cache, or pages of page_block_size tokens
     const uint16_t* v;
     uint16_t* out;      // as q, with headdim_v
     float* lse;         // (batch_size, nheads, seqlen_q), or (nheads, total_q) when packed; null when not asked for
 
     const int32_t* cu_seqlens_q;  // (batch_size + 1), null when sequences are equally long
     const int32_t* cu_seqlens_k;
-    const int32_t* block_table;   // (batch_size, pages of a sequence), null when not paged
-    const float* alibi_slopes;    // null without
-    const float* sinks;           // (nheads), null without
-    const void* attn_bias;        // null without
+    const int32_t* cache_seqlens;    // (batch_size), tokens before this call's append; null without a cache
+    const int32_t* cache_batch_idx;  // (batch_size), row of the cache, null when it is the sequence's own
+    const int32_t* cache_leftpad;    // (batch_size), null without
+    const int32_t* block_table;      // (batch_size, pages of a sequence), null when not paged
+    const float* alibi_slopes;       // null without
+    const float* sinks;              // (nheads), null without
+    const void* attn_bias;           // null without
+
+    float* partial_out;    // (slots, partial_rows, headdim_v), see schedule.cuh
+    float* partial_stats;  // (slots, partial_rows, 2): running maximum, sum
 
     int64_t q_stride_batch, q_stride_head;
     int64_t k_stride_batch, k_stride_head;  // when paged, stride_batch is a page's
@@ -31,7 +38,9 @@ struct ForwardParams {
 
     int32_t q_stride_row, k_stride_row, v_stride_row, out_stride_row;
     int32_t batch_size;
-    int32_t seqlen_q, seqlen_k;  // of every sequence, or the longest when packed
+    int32_t seqlen_q, seqlen_k;  // of every sequence, the longest when packed, the capacity of a cache
+    int32_t seqlen_new;          // tokens that this call appended to the cache
+    int32_t max_cache_seqlen;    // sequences with a longer cache have no room for the append: their results are NaN
     int32_t nheads;
     int32_t group_size;  // query heads that share a key head
     int32_t headdim, headdim_v;
@@ -40,8 +49,43 @@ struct ForwardParams {
     int32_t bias_is_float;              // otherwise it has the dtype of q
     int32_t num_m_tiles;                // of the longest sequence
     int32_t heads_together;             // heads whose tiles run at about the same time, see find_work
+    int32_t num_ctas;                   // that share the keys of all sequences evenly, see schedule.cuh
+    int32_t num_splits;                 // parts that the keys of each sequence are split into instead, 0 is off
+    int32_t partial_rows;               // query rows of a partial result
     float softmax_scale;
     float softcap;  // 0 is off
+};
+
+// Of append.cuh.
+struct AppendParams {
+    const uint16_t* k_new;  // (batch_size, seqlen_new, nheads_k, headdim)
+    const uint16_t* v_new;
+    uint16_t* k;  // the cache, as in AttentionParams
+    uint16_t* v;
+    const uint16_t* q;     // (batch_size, seqlen_q, nheads, headdim), null when it is not to be rotated
+    uint16_t* q_rotated;   // the same, contiguous
+    const uint16_t* rotary_cos;  // (positions, rotary_dim / 2), null without
+    const uint16_t* rotary_sin;
+
+    const int32_t* cache_seqlens;
+    const int32_t* cache_batch_idx;
+    const int32_t* cache_leftpad;
+    const int32_t* block_table;
+
+    int64_t k_new_stride_batch, k_new_stride_row, k_new_stride_head;
+    int64_t v_new_stride_batch, v_new_stride_row, v_new_stride_head;
+    int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a row of the cache or of a page
+    int64_t v_stride_batch, v_stride_row, v_stride_head;
+    int64_t q_stride_batch, q_stride_row, q_stride_head;
+    int64_t block_table_stride;
+
+    int32_t batch_size, seqlen_q, seqlen_new;
+    int32_t nheads, nheads_k, headdim, headdim_v;
+    int32_t page_block_size;
+    int32_t max_cache_seqlen;
+    int32_t rotary_dim;
+    int32_t rotary_interleaved;
+    int32_t rotates_by_token;  // query i by position cache_seqlens + i, otherwise all by cache_seqlens
 };
 
 }  // namespace fastattention

@@ -11,7 +11,9 @@ constexpr float kLn2 = 0.69314718055994530942f;
 constexpr float kLargest = 3.402823466e38f;
 
 FA_DEVICE float infinity() { return as_float(0x7f800000u); }
+FA_DEVICE float quiet_nan() { return as_float(0x7fffffffu); }
 FA_DEVICE float larger(float a, float b) { return a > b ? a : b; }
+FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
 // What the scores of one row, a query token of a query head, need.
 struct ScoreRow {
@@ -22,7 +24,7 @@ struct ScoreRow {
 
 // In log2 units. A finite score stays finite, however low: a row whose keys all have the lowest bias is their mean, not
 // empty.
-FA_DEVICE float modified_score(const ForwardParams& p, const ScoreRow& row, float product, int key, bool in_range) {
+FA_DEVICE float modified_score(const AttentionParams& p, const ScoreRow& row, float product, int key, bool in_range) {
     float s = product * p.softmax_scale;
     if (p.softcap != 0.0f) s = p.softcap * tanh_exact(s / p.softcap);
     if (row.slope != 0.0f) {

@@ -13,36 +13,66 @@ FA_DEVICE constexpr int pitch_of(int columns) {
     return columns * kBytesOfElement + 16;
 }
 
-// Rows of queries, keys or values of one head of one sequence.
+// Rows of queries, keys or values of one head of one sequence; kBlocked: in blocks of block_size rows, such as pages.
+template <bool kBlocked>
 struct SourceRows {
-    const uint16_t* base;  // row 0, or page 0
+    static constexpr bool kIsBlocked = kBlocked;
+
+    const uint16_t* base;  // row 0, or block 0
     int stride_row;        // less than 2^31 elements: addresses cost one multiplication
-    const int32_t* pages;  // of this sequence, null when not paged
-    int64_t stride_page;
-    int page_block_size;
-    int num_rows;     // beyond them tiles hold zeros
-    int num_columns;  // likewise
+    int num_rows;          // beyond them tiles hold zeros
+    int num_columns;       // likewise
+    const int32_t* table;  // where blocks lie, null when they lie in order
+    int64_t stride_block;
+    int block_size;
+    int first;  // rows of the first block that come before row 0
 
     FA_DEVICE const uint16_t* row(int index) const {
-        if (kPaged && pages != nullptr) {
-            const int page = index / page_block_size;
-            return base + pages[page] * stride_page + static_cast<int64_t>(index - page * page_block_size) * stride_row;
+        if constexpr (kBlocked) {
+            index += first;
+            const int block = index / block_size;
+            const int64_t at = table == nullptr ? block : table[block];
+            return base + at * stride_block + static_cast<int64_t>(index - block * block_size) * stride_row;
         }
         return base + static_cast<int64_t>(index) * stride_row;
     }
 };
 
+// Threads that copy a tile together and wait for each other.
+struct WholeCta {
+    static constexpr int kThreads = fastattention::kThreads;
+    static FA_DEVICE int index() { return thread_index(); }
+    static FA_DEVICE void barrier() { block_barrier(); }
+};
+
+struct OneWarp {
+    static constexpr int kThreads = 32;
+    static FA_DEVICE int index() { return lane_index(); }
+    static FA_DEVICE void barrier() { warp_barrier(); }
+};
+
+// What lies in memory as matrix products take it.
+FA_DEVICE Words4 as_operands(Words4 chunk) {
+    if constexpr (Element::kIsBfloat16 && !Operand::kIsBfloat16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            chunk.word[i] = Operand::pack(Element::widen(static_cast<uint16_t>(chunk.word[i])),
+                                          Element::widen(static_cast<uint16_t>(chunk.word[i] >> 16)));
+    }
+    return chunk;
+}
+
 // Copies one tile of kRows x kColumns after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has the
 // same columns in all of its rows. `begin` starts a copy, `finish` completes it for the thread itself: the others see it after
 // a barrier. Between the two, data is on its way (sm80) or waits in registers.
-template <class Arch, int kRows, int kColumns>
+template <class Arch, class Team, class Source, int kRows, int kColumns>
 class TileCopy {
 public:
     static constexpr int kPitch = pitch_of<Arch::kSharedBytes>(kColumns);
     static constexpr int kBytes = kRows * kPitch;
 
-    FA_DEVICE explicit TileCopy(const SourceRows& from) : from_(from) {
-        from_.base = computed_here(from.base + thread_index() % kLanesOfRow * 8);
+    FA_DEVICE explicit TileCopy(const Source& from) : from_(from) {
+        from_.base = computed_here(from.base + Team::index() % kLanesOfRow * 8);
     }
 
     FA_DEVICE void begin(int first_row, uint32_t to) {
@@ -53,8 +83,8 @@ public:
             if (!share.has_row(i)) break;
             const int row = first_row + share.row(i);
             const bool row_valid = row < from_.num_rows;
-            // A block table ends with the sequence.
-            const uint16_t* source = from_.row(kPaged && !row_valid ? 0 : row);
+            // A table of blocks ends with the sequence.
+            const uint16_t* source = from_.row(Source::kIsBlocked && !row_valid ? 0 : row);
 #pragma unroll
             for (int j = 0; j < kChunksOfThread; ++j) {
                 if (!share.has_column(j)) break;
@@ -87,7 +117,7 @@ public:
 
 private:
     static constexpr int kLanesOfRow = kColumns < 64 ? kColumns / 8 : 8;
-    static constexpr int kRowStep = kThreads / kLanesOfRow;
+    static constexpr int kRowStep = Team::kThreads / kLanesOfRow;
     static constexpr int kChunkStep = kLanesOfRow * 8;  // columns
     static constexpr int kRowsOfThread = (kRows + kRowStep - 1) / kRowStep;
     static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
@@ -96,7 +126,7 @@ private:
     class Share {
     public:
         FA_DEVICE Share() {
-            const int thread = computed_here(thread_index());
+            const int thread = computed_here(Team::index());
             row_ = thread / kLanesOfRow;
             column_ = thread % kLanesOfRow * 8;
         }
@@ -111,7 +141,7 @@ private:
         int row_, column_;
     };
 
-    SourceRows from_;  // from the thread's first column on
+    Source from_;  // from the thread's first column on
     Words4 staged_[Arch::kAsyncCopy ? 1 : kRowsOfThread][Arch::kAsyncCopy ? 1 : kChunksOfThread];
 };
 

@@ -1,7 +1,7 @@
 // What one variant of the kernel is compiled for. heuristics.py chooses the values; KernelConfig.macros names them.
 #pragma once
 
-#include "intrinsics.cuh"
+#include "element.cuh"
 
 namespace fastattention {
 
@@ -14,25 +14,21 @@ constexpr int kWarps = FA_WARPS;
 constexpr int kStages = FA_STAGES;              // tiles of keys, and of values, that fit shared memory
 constexpr bool kModifiesScores = FA_MODIFIES;   // softcap, ALiBi or bias may be on
 constexpr bool kPaged = FA_PAGED;
+// Rows are those of all query heads that share a key head, token by token, rather than the tokens of one head.
+constexpr bool kGroupedRows = FA_GROUPED_ROWS;
+// Every warp works on all rows, with keys of its own, rather than on rows of its own, with all keys.
+constexpr bool kWarpsShareRows = FA_WARPS_SHARE_ROWS;
 constexpr bool kQueriesInRegisters = FA_QUERIES_IN_REGISTERS;  // otherwise read from shared memory for every tile
 
 constexpr int kThreads = kWarps * 32;
+constexpr int kRowWarps = kWarpsShareRows ? 1 : kWarps;  // that share out the rows among themselves
+constexpr int kKeyWarps = kWarps / kRowWarps;            // likewise the keys
 
-// The 16-bit type of q, k, v and out.
-struct Float16 {
-    static FA_DEVICE uint32_t pack(float low, float high) { return pack_float16(low, high); }
-    static FA_DEVICE float widen(uint16_t bits) { return float16_to_float(bits); }
-};
-
-struct Bfloat16 {
-    static FA_DEVICE uint32_t pack(float low, float high) { return pack_bfloat16(low, high); }
-    static FA_DEVICE float widen(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }
-};
-
-#if FA_BFLOAT16
-using Element = Bfloat16;
+// The 16-bit type that matrix products take; what is bfloat16 in memory becomes float16 on paths that lack it.
+#if FA_BFLOAT16_OPERANDS
+using Operand = Bfloat16;
 #else
-using Element = Float16;
+using Operand = Float16;
 #endif
 
 }  // namespace fastattention

@@ -4,20 +4,20 @@
 
 #include FA_ARCH_HEADER
 
-#include "scores.cuh"
-#include "work.cuh"
+#include "results.cuh"
 
 namespace fastattention {
 
-constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
+constexpr int kSteps = kTileM / (kRowWarps * Arch::kStepRows);
 constexpr int kWarpRows = kSteps * Arch::kStepRows;
-static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
+static_assert(kSteps * kRowWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
 static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "products take so many at once");
 
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
 
-FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+// The first row of this warp among those of the CTA.
+FA_DEVICE int first_warp_row() { return kRowWarps == 1 ? 0 : warp_index() * kWarpRows; }
 
 // kSteps x Arch::kStepRows rows, which share nothing with those of other warps but the tiles in shared memory.
 class WarpRows {
@@ -25,20 +25,20 @@ public:
     using Scores = float[kSteps][kTileN / 8][Arch::kElements];
 
     // last_row: of the CTA's, that there is.
-    FA_DEVICE WarpRows(const ForwardParams& p, const Work& work, const BasicTileRange<int>& mask, int last_row)
+    FA_DEVICE WarpRows(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask, int last_row)
         : p_(p),
           work_(work),
           mask_(mask),
           last_row_(last_row),
-          warp_row_(work.m_tile * kTileM + warp_index() * kWarpRows),
-          seen_(mask_.rows(warp_row_, smaller(warp_row_ + kWarpRows - 1, last_row_))),
+          warp_row_(work.m_tile * kTileM + first_warp_row()),
+          seen_(mask_.rows(token_of(p, warp_row_), token_of(p, smaller(warp_row_ + kWarpRows - 1, last_row_)))),
           scale_log2_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
         clear();
     }
 
     // q_shared: the CTA's queries.
     FA_DEVICE void load_queries(uint32_t q_shared) {
-        queries_.load(q_shared + warp_index() * kWarpRows * pitch_of<Arch::kSharedBytes>(kHeaddim));
+        queries_.load(q_shared + first_warp_row() * pitch_of<Arch::kSharedBytes>(kHeaddim));
     }
 
     // What these rows see of a tile of keys.
@@ -78,9 +78,50 @@ public:
         }
     }
 
+    // The results become NaN.
+    FA_DEVICE void poison() {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) row_sum_[step][which] = quiet_nan();
+    }
+
+    // Leaves maximum and sum of each row in shared memory, as 8 bytes a row.
+    FA_DEVICE void leave_stats(uint32_t to) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const float sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
+                const uint32_t at = to + (first_warp_row() + step * Arch::kStepRows + Arch::row(which)) * 8;
+                if (Arch::score_column(0, 0) == 0) {
+                    store_shared_32(at, as_bits(row_max_[step][which]));
+                    store_shared_32(at + 4, as_bits(sum));
+                }
+            }
+    }
+
+    // Leaves columns kColumns * part ... of what was accumulated in shared memory, as floats, `pitch` bytes a row.
+    template <int kColumns>
+    FA_DEVICE void leave_values(uint32_t to, int pitch, int part) const {
+        static_assert(kColumns % 16 == 0, "the lanes' columns of 16 neighbours are those of two accumulators");
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kHeaddimV / 8; ++n) {
+                if (n / (kColumns / 8) != part) continue;
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) {
+                    const int row = first_warp_row() + step * Arch::kStepRows + Arch::row(Arch::row_of_element(i));
+                    const int column = Arch::value_column(n, i) - part * kColumns;
+                    store_shared_32(to + row * pitch + column * 4, as_bits(acc_o_[step][n][i]));
+                }
+            }
+    }
+
     // Writes out and lse. q_shared becomes memory of the output: since queries were last read there, all met at a barrier.
     FA_DEVICE void finish(uint32_t q_shared) {
-        const uint32_t warp_out = q_shared + warp_index() * kWarpRows * kOutPitch;
+        const uint32_t warp_out = q_shared + first_warp_row() * kOutPitch;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -126,11 +167,12 @@ private:
     }
 
     FA_DEVICE ScoreRow score_row(int row) const {
-        ScoreRow result{nullptr, 0.0f, row + mask_.seqlen_k - mask_.seqlen_q};
-        if (p_.alibi_slopes != nullptr) result.slope = p_.alibi_slopes[work_.batch * p_.alibi_stride_batch + work_.head];
+        const int token = token_of(p_, row), head = head_of(p_, work_, row);
+        ScoreRow result{nullptr, 0.0f, token + mask_.seqlen_k - mask_.seqlen_q};
+        if (p_.alibi_slopes != nullptr) result.slope = p_.alibi_slopes[work_.batch * p_.alibi_stride_batch + head];
         if (p_.attn_bias != nullptr) {
-            const int64_t offset = work_.batch * p_.bias_stride_batch + work_.head * p_.bias_stride_head +
-                                   (first_token(p_.cu_seqlens_q, work_.batch) + row) * p_.bias_stride_row;
+            const int64_t offset = work_.batch * p_.bias_stride_batch + head * p_.bias_stride_head +
+                                   (first_token(p_.cu_seqlens_q, work_.batch) + token) * p_.bias_stride_row;
             result.bias = static_cast<const char*>(p_.attn_bias) + offset * (p_.bias_is_float ? 4 : 2);
         }
         return result;
@@ -143,7 +185,7 @@ private:
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const int row = computed_here(warp_row_) + step * Arch::kStepRows + Arch::row(which);
+                const int row = token_of(p_, computed_here(warp_row_) + step * Arch::kStepRows + Arch::row(which));
                 const int begin = kHasLeft ? mask_.row_begin(row) - key : 0;
                 const int end = mask_.row_end(row) - key;
 #pragma unroll
@@ -180,9 +222,6 @@ private:
                 row_max_[step][which] = new_max;
             }
     }
-
-    // Of a row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
-    static FA_DEVICE float shift_of(float row_max) { return row_max == -infinity() ? 0.0f : row_max; }
 
     static FA_DEVICE float highest_score(const Scores& scores, int step, int which) {
         float highest = scores[step][0][first_element(which)];
@@ -228,19 +267,8 @@ private:
 
     // Divides, with the sink in the denominator.
     FA_DEVICE void finish_row(int step, int which, uint32_t warp_out) {
-        float row_max = row_max_[step][which];
-        float row_sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
-        float scale = 1.0f;
-        if (p_.sinks != nullptr) {
-            const float sink = p_.sinks[work_.head] * kLog2E;
-            const float highest = larger(row_max, sink);
-            if (highest != -infinity()) {
-                scale = exp2_approximate(row_max - highest);
-                row_sum = row_sum * scale + exp2_approximate(sink - highest);
-                row_max = highest;
-            }
-        }
-        const float factor = row_sum == 0.0f ? 0.0f : scale * reciprocal_approximate(row_sum);
+        const float sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
+        const Finished result = finished(p_, work_.head, row_max_[step][which], sum);
         const int row = step * Arch::kStepRows + Arch::row(which);
 #pragma unroll
         for (int n = 0; n < kHeaddimV / 8; ++n)
@@ -248,12 +276,11 @@ private:
             for (int i = 0; i < Arch::kElements; i += 2)
                 if (Arch::row_of_element(i) == which)
                     store_shared_32(warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
-                                    Element::pack(acc_o_[step][n][i] * factor, acc_o_[step][n][i + 1] * factor));
+                                    Element::pack(acc_o_[step][n][i] * result.factor, acc_o_[step][n][i + 1] * result.factor));
         const bool writes_lse = p_.lse != nullptr && work_.first_column == 0 && Arch::score_column(0, 0) == 0;
         if (writes_lse && warp_row_ + row <= last_row_) {
-            const float lse = row_sum == 0.0f ? -infinity() : (row_max + log2_approximate(row_sum)) * kLn2;
             p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
-                   first_token(p_.cu_seqlens_q, work_.batch) + warp_row_ + row] = lse;
+                   first_token(p_.cu_seqlens_q, work_.batch) + warp_row_ + row] = result.lse;
         }
     }
 
@@ -269,7 +296,7 @@ private:
         }
     }
 
-    const ForwardParams& p_;
+    const AttentionParams& p_;
     const Work& work_;
     const BasicTileRange<int>& mask_;
     const int last_row_, warp_row_;

@@ -1,7 +1,7 @@
-// Which tile of which head a CTA computes, and where its queries, keys and values lie.
+// Which tile of which head a CTA computes, how long its sequence is, and where its queries, keys and values lie.
 #pragma once
 
-#include "params.h"
+#include "cache.cuh"
 #include "shared_tile.cuh"
 
 #define FA_HOST_DEVICE FA_DEVICE
@@ -9,7 +9,7 @@
 
 namespace fastattention {
 
-// The tile of this CTA.
+// A tile of query rows: of one head, or of all the heads that share a key head (kGroupedRows), `head` being the first.
 struct Work {
     int m_tile, head, batch;
     int first_column;  // of v and out
@@ -17,7 +17,7 @@ struct Work {
 
 // CTAs start in the order of their index. Those of `heads_together` heads come together, so that their keys and values stay
 // in the second-level cache, and among them the last tiles, which see the most keys under a causal mask, come first.
-FA_DEVICE Work find_work(const ForwardParams& p) {
+FA_DEVICE Work find_work(const AttentionParams& p) {
     const int64_t heads = static_cast<int64_t>(p.batch_size) * p.nheads;
     const int64_t tiles_together = static_cast<int64_t>(p.heads_together) * p.num_m_tiles;
     const int64_t index = block_index() / kValueParts;
@@ -37,26 +37,51 @@ FA_DEVICE int seqlen_of(const int32_t* cu_seqlens, int batch, int seqlen) {
     return cu_seqlens == nullptr ? seqlen : cu_seqlens[batch + 1] - cu_seqlens[batch];
 }
 
-FA_DEVICE BasicTileRange<int> mask_of(const ForwardParams& p, int batch) {
-    return {seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q), seqlen_of(p.cu_seqlens_k, batch, p.seqlen_k), p.window_left,
-            p.window_right};
+// A sequence without room has no keys.
+FA_DEVICE BasicTileRange<int> mask_of(const AttentionParams& p, int batch) {
+    int seqlen_k = seqlen_of(p.cu_seqlens_k, batch, p.seqlen_k);
+    if (p.cache_seqlens != nullptr)
+        seqlen_k = is_within_capacity(p, batch) ? p.cache_seqlens[batch] + p.seqlen_new - leftpad_of(p, batch) : 0;
+    return {seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q), seqlen_k, p.window_left, p.window_right};
 }
 
-FA_DEVICE SourceRows query_rows(const ForwardParams& p, const Work& w, int seqlen_q) {
+// Which token, and which query head, a row of queries is.
+FA_DEVICE int token_of(const AttentionParams& p, int row) { return kGroupedRows ? row / p.group_size : row; }
+FA_DEVICE int head_of(const AttentionParams& p, const Work& w, int row) {
+    return kGroupedRows ? w.head + row % p.group_size : w.head;
+}
+
+FA_DEVICE SourceRows<kGroupedRows> query_rows(const AttentionParams& p, const Work& w, int num_rows) {
     const uint16_t* base = p.q + w.batch * p.q_stride_batch + first_token(p.cu_seqlens_q, w.batch) * p.q_stride_row +
                            w.head * p.q_stride_head;
-    return {base, p.q_stride_row, nullptr, 0, 0, seqlen_q, p.headdim};
+    if constexpr (kGroupedRows) {
+        // A token's heads are the rows of a block.
+        return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row, p.group_size, 0};
+    } else {
+        return {base, p.q_stride_row, num_rows, p.headdim, nullptr, 0, 1, 0};
+    }
 }
 
 // Keys or values up to key_end: a tile's rows beyond are zeros.
-FA_DEVICE SourceRows cache_rows(const ForwardParams& p, const Work& w, int key_end, const uint16_t* base,
-                                int64_t stride_batch, int stride_row, int64_t stride_head, int columns) {
+FA_DEVICE SourceRows<kPaged> cache_rows(const AttentionParams& p, const Work& w, int key_end, const uint16_t* base,
+                                        int64_t stride_batch, int stride_row, int64_t stride_head, int columns) {
     base += w.head / p.group_size * stride_head;
-    if (kPaged && p.block_table != nullptr)
-        return {base, stride_row, p.block_table + w.batch * p.block_table_stride, stride_batch, p.page_block_size, key_end,
-                columns};
-    base += w.batch * stride_batch + first_token(p.cu_seqlens_k, w.batch) * stride_row;
-    return {base, stride_row, nullptr, 0, 0, key_end, columns};
+    const int pad = leftpad_of(p, w.batch);
+    if constexpr (kPaged)
+        return {base, stride_row, key_end, columns, p.block_table + w.batch * p.block_table_stride, stride_batch,
+                p.page_block_size, pad};
+    const int64_t row = p.cache_batch_idx == nullptr ? w.batch : p.cache_batch_idx[w.batch];
+    base += row * stride_batch + (first_token(p.cu_seqlens_k, w.batch) + pad) * stride_row;
+    return {base, stride_row, key_end, columns, nullptr, 0, 1, 0};
+}
+
+FA_DEVICE SourceRows<kPaged> key_rows(const AttentionParams& p, const Work& w, int key_end) {
+    return cache_rows(p, w, key_end, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim);
+}
+
+FA_DEVICE SourceRows<kPaged> value_rows(const AttentionParams& p, const Work& w, int key_end) {
+    return cache_rows(p, w, key_end, p.v + w.first_column, p.v_stride_batch, p.v_stride_row, p.v_stride_head,
+                      p.headdim_v - w.first_column);
 }
 
 }  // namespace fastattention

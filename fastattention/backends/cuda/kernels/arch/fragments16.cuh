@@ -100,7 +100,7 @@ struct Fragments16 : Layout16 {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float* pair = &p[step][2 * group + i / 2][i % 2 * 2];
-                    a[step][i] = Element::pack(pair[0], pair[1]);
+                    a[step][i] = Operand::pack(pair[0], pair[1]);
                 }
 #pragma unroll
             for (int n = 0; n < kHeaddimV / 16; ++n) {

@@ -44,7 +44,7 @@ struct Arch {
         return combine(x, shuffle_xor(x, 2));
     }
 
-    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) { store_shared_128(to, chunk); }
+    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) { store_shared_128(to, as_operands(chunk)); }
 
     // Where a lane's row of an 8 x 8 operand begins.
     static FA_DEVICE int operand_row() { return lane_index() % 4 + lane_index() / 16 * 4; }
@@ -140,8 +140,8 @@ struct Arch {
             const bool second = lane_index() & 2;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const uint32_t row0 = Element::pack(p[4 * i], p[4 * i + 1]);
-                const uint32_t row1 = Element::pack(p[4 * i + 2], p[4 * i + 3]);
+                const uint32_t row0 = Operand::pack(p[4 * i], p[4 * i + 1]);
+                const uint32_t row1 = Operand::pack(p[4 * i + 2], p[4 * i + 3]);
                 const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
                 a[i] = second ? received : row0;
                 a[2 + i] = second ? row1 : received;

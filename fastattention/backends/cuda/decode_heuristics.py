@@ -1,0 +1,159 @@
+"""Which variant of the decode kernel serves a call over a cache, if not the forward kernel does: pure Python.
+
+A decode takes all query heads that share a key head as rows of one tile, and shares out the keys of all sequences among
+CTAs (kernels/schedule.cuh). Sequences with many queries fill the GPU without that: they go to the forward kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fastattention.backends.cuda.chips import Limits
+from fastattention.backends.cuda.heuristics import first_that_fits, modifies_scores, padded_headdim
+from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.problem import Layout, Problem
+
+# Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
+_MAX_ROWS = 128
+_FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
+
+
+class _Tiles(NamedTuple):
+    tile_m: int  # serves calls with as many rows at best
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    min_blocks: int
+    queries_in_registers: bool
+    warps_share_rows: bool
+    num_value_parts: int = 1
+
+
+# For head dimensions up to the key, the candidates, best first: of those with the fewest rows that hold the call's, or
+# with the most if none does, the first that fits the GPU is taken (docs/experiments.md).
+_TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
+    80: {
+        128: (
+            _Tiles(16, 16, 4, 3, 2, True, True),
+            _Tiles(16, 16, 4, 2, 2, True, True),
+            _Tiles(32, 16, 4, 3, 2, False, True),
+            _Tiles(32, 16, 4, 2, 1, False, True),
+            _Tiles(64, 64, 4, 2, 2, False, False),
+            _Tiles(64, 32, 4, 2, 1, False, False),
+            _Tiles(128, 64, 8, 2, 1, True, False),
+            _Tiles(128, 32, 8, 2, 1, True, False),
+        ),
+        256: (
+            _Tiles(16, 16, 4, 2, 1, False, True),
+            _Tiles(16, 16, 2, 2, 1, False, True),
+            _Tiles(64, 32, 4, 2, 1, False, False),
+            _Tiles(64, 16, 4, 2, 1, False, False),
+        ),
+    },
+    75: {
+        128: (
+            _Tiles(16, 16, 4, 1, 2, True, True),
+            _Tiles(64, 32, 4, 1, 2, False, False),
+            _Tiles(128, 32, 8, 1, 1, True, False),
+        ),
+        256: (_Tiles(16, 16, 2, 1, 1, False, True), _Tiles(64, 16, 4, 1, 1, False, False)),
+    },
+    70: {
+        128: (_Tiles(32, 16, 4, 1, 2, False, True), _Tiles(128, 16, 4, 1, 1, False, False)),
+        256: (_Tiles(32, 16, 4, 1, 1, False, True, 2), _Tiles(128, 16, 4, 1, 1, False, False, 2)),
+    },
+    60: {
+        64: (_Tiles(16, 16, 2, 1, 1, False, True), _Tiles(64, 32, 4, 1, 1, False, False)),
+        128: (_Tiles(16, 8, 2, 1, 1, False, True), _Tiles(32, 16, 2, 1, 1, False, False)),
+        256: (_Tiles(16, 8, 1, 1, 1, False, True),),
+    },
+}
+
+
+def num_rows(problem: Problem) -> int:
+    """Query rows that share a key head."""
+    return problem.seqlen_q * problem.group_size
+
+
+def is_decode(problem: Problem, limits: Limits) -> bool:
+    """Whether the decode kernel serves a problem, rather than the forward kernel."""
+    if problem.layout is not Layout.KVCACHE:
+        return False
+    ctas_of_forward = problem.batch_size * problem.nheads * -(-problem.seqlen_q // _FORWARD_TILE)
+    return num_rows(problem) <= _MAX_ROWS or ctas_of_forward < 2 * limits.num_sms
+
+
+def representative_rows(arch: int) -> list[int]:
+    """Numbers of rows, one for every tile that a code path has."""
+    return sorted({tiles.tile_m for by_headdim in _TILES[arch].values() for tiles in by_headdim})
+
+
+def configs_for(
+    arch: int, dtype: str, headdim: int, headdim_v: int, rows: int, modifies: bool, paged: bool
+) -> list[KernelConfig]:
+    """The candidates for a call, best first."""
+    columns = padded_headdim(headdim), padded_headdim(headdim_v)
+    tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
+    # The smallest tile that holds all rows; where there is none, the largest.
+    by_preference = sorted(tiles, key=lambda sizes: (sizes.tile_m < rows, abs(sizes.tile_m - rows)))
+    return [
+        KernelConfig(
+            arch=arch,
+            dtype=dtype,
+            headdim=columns[0],
+            headdim_v=columns[1] // sizes.num_value_parts,
+            tile_m=sizes.tile_m,
+            tile_n=sizes.tile_n,
+            num_warps=sizes.num_warps,
+            num_stages=sizes.num_stages,
+            min_blocks=sizes.min_blocks,
+            queries_in_registers=sizes.queries_in_registers,
+            num_value_parts=sizes.num_value_parts,
+            modifies_scores=modifies,
+            paged=paged,
+            decodes=True,
+            warps_share_rows=sizes.warps_share_rows,
+        )
+        for sizes in by_preference
+    ]
+
+
+def choose_decode(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
+    """The configuration for a decode on a GPU. Raises CompileError when none fits."""
+    dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
+    candidates = configs_for(
+        arch,
+        dtype,
+        problem.headdim,
+        problem.headdim_v,
+        num_rows(problem),
+        modifies_scores(problem),
+        problem.is_paged,
+    )
+    return first_that_fits(candidates, limits)
+
+
+class Split(NamedTuple):
+    """How a decode divides its work."""
+
+    num_m_tiles: int  # of a unit's query rows
+    num_ctas: int  # that share out all keys
+    num_splits: int  # of each sequence, where the call asked for them; otherwise 0
+    num_slots: int  # for partial results; 0 when there are none
+    partial_rows: int  # of a slot
+
+
+def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Split:
+    """As many CTAs as the GPU holds at once, unless the call sets num_splits. Lengths are known to the device alone."""
+    rows = num_rows(problem)
+    num_m_tiles = -(-rows // config.tile_m)
+    units = problem.batch_size * problem.nheads_k * num_m_tiles
+    most_tiles = max(1, -(-problem.seqlen_k // config.unit_tile))
+    if problem.num_splits > 0:
+        num_splits = min(problem.num_splits, most_tiles)
+        slots = units * num_splits if num_splits > 1 else 0
+        return Split(num_m_tiles, units * num_splits, num_splits, slots, min(rows, config.tile_m))
+    num_ctas = min(config.min_blocks * limits.num_sms, units * most_tiles)
+    return Split(num_m_tiles, num_ctas, 0, 2 * num_ctas if most_tiles > 1 else 0, min(rows, config.tile_m))

@@ -1,0 +1,210 @@
+"""KernelConfig: one variant of an attention kernel. AppendConfig: of the kernel that writes caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from fastattention.backends.cuda.chips import Limits
+
+MAX_HEADDIM = 256
+MAX_REGISTERS = 255  # of a thread, on every GPU
+
+
+class Entry(NamedTuple):
+    """A function of a compiled kernel, and how it is launched."""
+
+    name: str
+    num_threads: int
+    shared_bytes: int
+
+
+class Variant(Protocol):
+    """Anything that can be compiled and loaded. Equal ones are the same machine code."""
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+
+    @property
+    def source(self) -> str:
+        """The header in kernels/ that is compiled."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its functions."""
+
+    def macros(self) -> dict[str, str]:
+        """What it is compiled with."""
+
+    def __hash__(self) -> int: ...
+
+
+class ArchFacts(NamedTuple):
+    """What kernels/arch/sm*.cuh say of themselves."""
+
+    step_rows: int  # query rows that a warp's matrix instruction takes
+    elements: int  # floats a lane holds of step_rows x 8 accumulators
+    shared_bytes: int  # of an element in shared memory
+
+
+ARCH_FACTS = {
+    60: ArchFacts(16, 4, 4),
+    70: ArchFacts(32, 8, 2),
+    75: ArchFacts(16, 4, 2),
+    80: ArchFacts(16, 4, 2),
+}
+
+
+COMBINE_WARPS = 4  # of a CTA that merges partial results, a row each; kernels/combine.cuh says the same
+APPEND_WARPS = 4  # likewise kernels/append.cuh
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One variant of kernels/forward.cuh or kernels/decode.cuh."""
+
+    arch: int  # code path: 60, 70, 75 or 80
+    dtype: str  # "float16" or "bfloat16"
+    headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
+    headdim_v: int  # likewise, of a CTA
+    tile_m: int  # query rows of a CTA
+    tile_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int  # tiles of keys, and of values, in shared memory
+    min_blocks: int  # CTAs of a multiprocessor for which the compiler leaves registers
+    queries_in_registers: bool  # otherwise they are read from shared memory for every tile of keys
+    num_value_parts: int  # CTAs that share the columns of v, where one has too few registers for all
+    modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
+    paged: bool
+    decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
+    warps_share_rows: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
+
+    @property
+    def source(self) -> str:
+        """The header in kernels/ that is compiled."""
+        return "decode.cuh" if self.decodes else "forward.cuh"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its functions: a decode and the merge of its partial results, or a forward."""
+        if not self.decodes:
+            return (Entry("fastattention_forward", self.num_threads, self.shared_bytes),)
+        return (
+            Entry("fastattention_decode", self.num_threads, self.shared_bytes),
+            Entry("fastattention_combine", 32 * COMBINE_WARPS, 0),
+        )
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.num_warps
+
+    @property
+    def key_warps(self) -> int:
+        """Warps that share out the keys of a tile of decode.cuh among themselves."""
+        return self.num_warps if self.warps_share_rows else 1
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that share out the rows."""
+        return self.num_warps // self.key_warps
+
+    @property
+    def unit_tile(self) -> int:
+        """Keys that a CTA takes at a time."""
+        return self.tile_n * self.key_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA; the kernels assert the same."""
+        size = ARCH_FACTS[self.arch].shared_bytes
+        query_pitch, value_pitch = _pitch(self.headdim, size), _pitch(self.headdim_v, size)
+        stages = self.key_warps * self.num_stages * self.tile_n * (query_pitch + value_pitch)
+        if self.decodes:
+            return self.tile_m * query_pitch + stages + self.key_warps * self.tile_m * 8
+        return self.tile_m * max(query_pitch, _pitch(self.headdim_v, 2)) + stages
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread that hold scores, results and queries; the rest of a kernel takes about 40 more."""
+        facts = ARCH_FACTS[self.arch]
+        steps = self.tile_m // (self.row_warps * facts.step_rows)
+        queries = self.headdim * facts.step_rows // 64 if self.queries_in_registers else 0
+        return steps * ((self.tile_n + self.headdim_v) // 8 * facts.elements + queries)
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        parts = f"p{self.num_value_parts}" * (self.num_value_parts > 1)
+        layout = "r" * self.warps_share_rows + "q" * self.queries_in_registers + parts
+        features = "_scores" * self.modifies_scores + "_paged" * self.paged
+        return (
+            f"{'decode' if self.decodes else 'forward'}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
+            f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_blocks}{layout}{features}"
+        )
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/variant.cuh is compiled with."""
+        return {
+            "FA_ARCH_HEADER": f'"arch/sm{self.arch}.cuh"',
+            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
+            "FA_BFLOAT16_OPERANDS": str(int(self.dtype == "bfloat16" and self.arch >= 80)),
+            "FA_HEADDIM": str(self.headdim),
+            "FA_HEADDIM_V": str(self.headdim_v),
+            "FA_TILE_M": str(self.tile_m),
+            "FA_TILE_N": str(self.tile_n),
+            "FA_WARPS": str(self.num_warps),
+            "FA_STAGES": str(self.num_stages),
+            "FA_MIN_BLOCKS": str(self.min_blocks),
+            "FA_QUERIES_IN_REGISTERS": str(int(self.queries_in_registers)),
+            "FA_VALUE_PARTS": str(self.num_value_parts),
+            "FA_MODIFIES": str(int(self.modifies_scores)),
+            "FA_PAGED": str(int(self.paged)),
+            "FA_GROUPED_ROWS": str(int(self.decodes)),
+            "FA_WARPS_SHARE_ROWS": str(int(self.warps_share_rows)),
+            "FA_SHARED_BYTES": str(self.shared_bytes),
+        }
+
+
+def _pitch(columns: int, element_bytes: int) -> int:
+    """Bytes of a row in shared memory (kernels/shared_tile.cuh)."""
+    return columns * element_bytes + 16
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """One variant of kernels/append.cuh."""
+
+    dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"append_{self.dtype}"
+
+    @property
+    def source(self) -> str:
+        """The header in kernels/ that is compiled."""
+        return "append.cuh"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_append", 32 * APPEND_WARPS, 0),)
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/element.cuh is compiled with."""
+        return {"FA_BFLOAT16": str(int(self.dtype == "bfloat16"))}
+
+
+def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:
+    """Why a GPU cannot run a configuration, or None."""
+    if config.shared_bytes > limits.shared_per_block:
+        return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_block} a CTA"
+    if config.min_blocks * config.shared_bytes > limits.shared_per_sm:
+        return f"{config.min_blocks} CTAs of {config.shared_bytes} bytes, the GPU has {limits.shared_per_sm}"
+    registers = limits.registers_per_sm // (config.num_threads * config.min_blocks)
+    if config.accumulators > min(registers, MAX_REGISTERS) - 24:
+        return f"{config.accumulators} registers of accumulators, a thread has {min(registers, MAX_REGISTERS)}"
+    return None

@@ -1,0 +1,171 @@
+// Attention of few query rows over many keys: the CTAs share out the keys of all sequences evenly (schedule.cuh), read those
+// of a key head once for all query heads of its group, and leave partial results that combine.cuh merges.
+//
+// What bounds it is memory. So every warp has keys of its own and fetches them ahead without waiting for the others; only at
+// the end of its stretch are the warps' results merged. With more rows than a warp can hold, the warps share out the rows
+// instead, and the keys pass through memory that all of them read.
+#pragma once
+
+#include "combine.cuh"
+#include "key_loop.cuh"
+
+namespace fastattention {
+
+template <bool kIsOneWarp>
+struct TeamOf {
+    using Type = WholeCta;
+};
+template <>
+struct TeamOf<true> {
+    using Type = OneWarp;
+};
+
+using Loop = KeyLoop<TeamOf<kWarpsShareRows>::Type>;
+
+// The results of the warps are merged where queries, keys and values were, as many columns at a time as fit.
+constexpr int kLoopBytes = Loop::kQueryBytes + kKeyWarps * Loop::kTeamBytes;
+constexpr int kResultRows = kKeyWarps * kTileM;
+
+FA_DEVICE constexpr int merge_pitch(int columns) { return columns * 4 + 16; }
+FA_DEVICE constexpr int merged_together() {
+    int columns = kHeaddimV;
+    for (int parts = 1; kResultRows * merge_pitch(columns) > kLoopBytes || columns % 16 != 0; ++parts)
+        columns = kHeaddimV / parts;
+    return columns;
+}
+
+constexpr int kMergeColumns = merged_together();
+constexpr int kMergePitch = merge_pitch(kMergeColumns);
+constexpr int kMergeParts = kHeaddimV / kMergeColumns;
+static_assert(kMergeParts * kMergeColumns == kHeaddimV, "parts are equally wide");
+
+constexpr int kSharedMemory = kLoopBytes + kResultRows * 8;
+static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
+
+// A stretch of the tiles of one unit.
+struct Piece {
+    Work work;
+    int first_tile, end_tile;
+    bool is_whole;  // it is all of the unit
+    int64_t slot;   // of its partial result, otherwise
+};
+
+class Decode {
+public:
+    FA_DEVICE explicit Decode(const AttentionParams& p)
+        : p_(p), shared_(shared_memory()), stats_shared_(shared_ + kLoopBytes) {}
+
+    FA_DEVICE void run() const {
+        const Schedule schedule(p_);
+        const int64_t cta = block_index() / kValueParts;
+        if (cta >= schedule.num_ctas()) return;
+        Stretch rest = schedule.stretch(cta);
+        if (rest.begin >= rest.end) return;
+        SequenceTiles sequence = schedule.sequence_with(rest.begin);
+        for (bool first = true; rest.begin < rest.end; first = false) {
+            if (rest.begin >= sequence.begin + schedule.units() * sequence.tiles) sequence = schedule.next(sequence);
+            const Piece piece = piece_of(schedule, sequence, cta, rest);
+            if (!first) block_barrier();  // everyone is done with what lies in shared memory
+            attend(piece);
+            rest.begin += piece.end_tile - piece.first_tile;
+        }
+    }
+
+private:
+    FA_DEVICE Piece piece_of(const Schedule& schedule, const SequenceTiles& sequence, int64_t cta,
+                             const Stretch& rest) const {
+        const int64_t within = rest.begin - sequence.begin;
+        const int unit = static_cast<int>(within / sequence.tiles), first = static_cast<int>(within % sequence.tiles);
+        const int end = static_cast<int>(smaller_of(first + (rest.end - rest.begin), sequence.tiles));
+        const Work work{unit % p_.num_m_tiles, unit / p_.num_m_tiles * p_.group_size, sequence.batch,
+                        static_cast<int>(block_index() % kValueParts) * kHeaddimV};
+        return {work, first, end, end - first == sequence.tiles, schedule.slot(cta, first == 0)};
+    }
+
+    FA_DEVICE void attend(const Piece& piece) const {
+        const Work& work = piece.work;
+        const BasicTileRange<int> mask = mask_of(p_, work.batch);
+        const int num_rows = p_.seqlen_q * p_.group_size, first_row = work.m_tile * kTileM;
+        const int last_row = smaller(first_row + kTileM, num_rows) - 1;
+        const int base = Schedule::first_key(mask);
+        const int end = smaller(base + piece.end_tile * kUnitTile, mask.row_end(p_.seqlen_q - 1));
+        const int team = kWarpsShareRows ? warp_index() : 0;
+        WarpRows rows(p_, work, mask, last_row);
+        Loop loop(query_rows(p_, work, num_rows), key_rows(p_, work, end), value_rows(p_, work, end), shared_,
+                  shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes, rows);
+        loop.run(first_row, {base + piece.first_tile * kUnitTile + team * kTileN, end, kUnitTile, 0, 0});
+        if (!is_within_capacity(p_, work.batch)) rows.poison();
+        rows.leave_stats(stats_shared_ + team * kTileM * 8);
+#pragma unroll
+        for (int part = 0; part < kMergeParts; ++part) {
+            block_barrier();  // everyone is done with what lies there
+            rows.template leave_values<kMergeColumns>(shared_ + team * kTileM * kMergePitch, kMergePitch, part);
+            block_barrier();
+            merge(piece, last_row - first_row + 1, part);
+        }
+    }
+
+    // Every thread merges eight columns of a row at a time.
+    FA_DEVICE void merge(const Piece& piece, int num_rows, int part) const {
+        constexpr int kChunks = kMergeColumns / 8;
+        for (int i = thread_index(); i < num_rows * kChunks; i += kThreads) {
+            const int row = i / kChunks, chunk = i % kChunks;
+            const int column = piece.work.first_column + part * kMergeColumns + chunk * 8;
+            if (column >= p_.headdim_v) continue;
+            float results[8] = {};
+            const RowStats stats = merge_row(row, chunk * 8, results);
+            if (piece.is_whole) {
+                const int at = piece.work.m_tile * kTileM + row;
+                write_results(p_, piece.work.batch, head_of(p_, piece.work, at), token_of(p_, at), column, stats, results);
+            } else {
+                leave_partial(piece.slot * p_.partial_rows + row, column, stats, results);
+            }
+        }
+    }
+
+    FA_DEVICE RowStats merge_row(int row, int column, float (&results)[8]) const {
+        RowStats stats{-infinity(), 0.0f};
+        RowStats of_warp[kKeyWarps];
+#pragma unroll
+        for (int warp = 0; warp < kKeyWarps; ++warp) {
+            const Words2 words = load_shared_64(stats_shared_ + (warp * kTileM + row) * 8);
+            of_warp[warp] = {as_float(words.word[0]), as_float(words.word[1])};
+            stats.max = larger(of_warp[warp].max, stats.max);
+        }
+#pragma unroll
+        for (int warp = 0; warp < kKeyWarps; ++warp) {
+            const float weight = exp2_approximate(of_warp[warp].max - shift_of(stats.max));
+            stats.sum += weight * of_warp[warp].sum;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Words4 words = load_shared_128(shared_ + (warp * kTileM + row) * kMergePitch + (column + half * 4) * 4);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) results[half * 4 + i] += weight * as_float(words.word[i]);
+            }
+        }
+        return stats;
+    }
+
+    FA_DEVICE void leave_partial(int64_t row, int column, const RowStats& stats, const float (&results)[8]) const {
+        float* to = p_.partial_out + row * p_.headdim_v + column;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* from = results + half * 4;
+            store_global_128(to + half * 4, {as_bits(from[0]), as_bits(from[1]), as_bits(from[2]), as_bits(from[3])});
+        }
+        if (column == 0) {
+            p_.partial_stats[2 * row] = stats.max;
+            p_.partial_stats[2 * row + 1] = stats.sum;
+        }
+    }
+
+    const AttentionParams& p_;
+    const uint32_t shared_, stats_shared_;
+};
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_BLOCKS)
+    fastattention_decode(FA_PARAMETER fastattention::AttentionParams params) {
+    fastattention::Decode(params).run();
+}

@@ -1,0 +1,148 @@
+// How keys and values pass through shared memory, tile by tile, and what is done with each tile.
+#pragma once
+
+#include "warp_rows.cuh"
+
+namespace fastattention {
+
+// Whether all rows see all keys of a tile, where that is known when compiling.
+template <bool kValue>
+struct AllSeen {
+    static constexpr bool value = kValue;
+};
+
+// Modified scores are much code already, and it would have to fit the instruction cache twice. A few rows wait for memory.
+constexpr bool kSeparateFullTiles = Arch::kSeparateFullTiles && !kModifiesScores && !kGroupedRows;
+
+// Which tiles: every `step` keys from `begin` to `end`. All rows of the CTA see the keys from full_begin to full_end.
+struct KeyRange {
+    int begin, end, step;
+    int full_begin, full_end;
+};
+
+// Team: the warps that share tiles of keys and values.
+template <class Team>
+class KeyLoop {
+    using QueryCopy = TileCopy<Arch, WholeCta, SourceRows<kGroupedRows>, kTileM, kHeaddim>;
+    using KeyCopy = TileCopy<Arch, Team, SourceRows<kPaged>, kTileN, kHeaddim>;
+    using ValueCopy = TileCopy<Arch, Team, SourceRows<kPaged>, kTileN, kHeaddimV>;
+
+public:
+    static constexpr int kQueryBytes = QueryCopy::kBytes;
+    static constexpr int kStageBytes = KeyCopy::kBytes + ValueCopy::kBytes;
+    static constexpr int kTeamBytes = kStages * kStageBytes;
+
+    // q_shared: for the CTA's queries; kv_shared: for the team's keys and values.
+    FA_DEVICE KeyLoop(const SourceRows<kGroupedRows>& q, const SourceRows<kPaged>& k, const SourceRows<kPaged>& v,
+                      uint32_t q_shared, uint32_t kv_shared, WarpRows& rows)
+        : q_copy_(q), k_copy_(k), v_copy_(v), q_shared_(q_shared), kv_shared_(kv_shared), rows_(rows) {}
+
+    FA_DEVICE void run(int first_row, const KeyRange& keys) {
+        if constexpr (Arch::kAsyncCopy && kStages > 1) {
+            run_pipelined(first_row, keys);
+        } else {
+            run_single_buffered(first_row, keys);
+        }
+    }
+
+private:
+    // Several tiles of keys and values in shared memory: while one is worked on, the others are on their way. One barrier a
+    // tile says both that this tile has arrived and that nobody reads the one before it any more.
+    FA_DEVICE void run_pipelined(int first_row, const KeyRange& keys) {
+        q_copy_.begin(first_row, q_shared_);
+        copy_async_commit();
+        int ahead = keys.begin, stage_ahead = 0;
+        const auto begin_next = [&] {
+            if (ahead < keys.end) {
+                k_copy_.begin(ahead, k_shared(stage_ahead));
+                v_copy_.begin(ahead, v_shared(stage_ahead));
+            }
+            copy_async_commit();
+            ahead += keys.step;
+            stage_ahead = stage_ahead + 1 == kStages ? 0 : stage_ahead + 1;
+        };
+#pragma unroll
+        for (int i = 0; i < kStages - 1; ++i) begin_next();
+        copy_async_wait<kStages - 1>();
+        block_barrier();
+        rows_.load_queries(q_shared_);
+        int stage = 0;
+        for (int key = keys.begin; key < keys.end; key += keys.step) {
+            copy_async_wait<kStages - 2>();
+            Team::barrier();
+            begin_next();
+            const TileKind kind = rows_.kind_of(key);
+            if (kind != TileKind::kSkipped) {
+                WarpRows::Scores scores = {};
+                rows_.multiply_queries(scores, k_shared(stage));
+                rows_.prepare(scores, key, kind);
+                rows_.accumulate_values(scores, v_shared(stage));
+            }
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+        copy_async_wait<0>();
+    }
+
+    // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round. No barrier
+    // parts the softmax from the product with the values, so that the exponentials of some keys overlap the products of others.
+    FA_DEVICE void run_single_buffered(int first_row, const KeyRange& keys) {
+        q_copy_.begin(first_row, q_shared_);
+        k_copy_.begin(keys.begin, k_shared(0));
+        q_copy_.finish(q_shared_);
+        arrive(k_copy_, k_shared(0));
+        if constexpr (kKeyWarps > 1) block_barrier();
+        rows_.load_queries(q_shared_);
+        for_each_tile(keys, [&](auto all_seen, int key) {
+            v_copy_.begin(key, v_shared(0));
+            const bool more = key + keys.step < keys.end;
+            const TileKind kind = all_seen.value ? TileKind::kFull : rows_.kind_of(key);
+            WarpRows::Scores scores = {};
+            if (kind != TileKind::kSkipped) rows_.multiply_queries(scores, k_shared(0));
+            arrive(v_copy_, v_shared(0));
+            if (more) k_copy_.begin(key + keys.step, k_shared(0));
+            if (kind != TileKind::kSkipped) {
+                rows_.prepare(scores, key, kind);
+                rows_.accumulate_values(scores, v_shared(0));
+            }
+            // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
+            arrive(k_copy_, k_shared(0));
+        });
+    }
+
+    // Calls `step` for one tile of keys after the other, and says when compiling whether all rows of the CTA see all of its
+    // keys. The code for those that do is without a word about the mask, which lets the compiler place it more freely.
+    template <class Step>
+    FA_DEVICE static void for_each_tile(const KeyRange& keys, Step step) {
+        for (int key = keys.begin; key < keys.end; key += keys.step) {
+            if (kSeparateFullTiles && key >= keys.full_begin && key + kTileN <= keys.full_end) {
+                step(AllSeen<true>{}, key);
+            } else {
+                step(AllSeen<false>{}, key);
+            }
+        }
+    }
+
+    // Everyone is done with what lay in the place of this copy before: each waited at a barrier since.
+    template <class Copy>
+    FA_DEVICE void arrive(const Copy& copy, uint32_t to) {
+        copy.finish(to);
+        if constexpr (Arch::kAsyncCopy) {
+            copy_async_commit();
+            copy_async_wait<0>();
+        }
+        Team::barrier();
+    }
+
+    FA_DEVICE uint32_t k_shared(int stage) const { return kv_shared_ + stage * KeyCopy::kBytes; }
+    FA_DEVICE uint32_t v_shared(int stage) const {
+        return kv_shared_ + kStages * KeyCopy::kBytes + stage * ValueCopy::kBytes;
+    }
+
+    QueryCopy q_copy_;
+    KeyCopy k_copy_;
+    ValueCopy v_copy_;
+    const uint32_t q_shared_, kv_shared_;
+    WarpRows& rows_;
+};
+
+}  // namespace fastattention

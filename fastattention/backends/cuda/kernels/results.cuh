@@ -1,0 +1,52 @@
+// From maxima, sums and unnormalised results of rows to out and lse.
+#pragma once
+
+#include "scores.cuh"
+#include "work.cuh"
+
+namespace fastattention {
+
+// Of a row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
+FA_DEVICE float shift_of(float row_max) { return row_max == -infinity() ? 0.0f : row_max; }
+
+struct Finished {
+    float factor;  // of what was accumulated
+    float lse;
+};
+
+// row_max is in log2 units. The sink joins the denominator here.
+FA_DEVICE Finished finished(const AttentionParams& p, int head, float row_max, float row_sum) {
+    float scale = 1.0f;
+    if (p.sinks != nullptr) {
+        const float sink = p.sinks[head] * kLog2E;
+        const float highest = larger(row_max, sink);
+        if (highest != -infinity()) {
+            scale = exp2_approximate(row_max - highest);
+            row_sum = row_sum * scale + exp2_approximate(sink - highest);
+            row_max = highest;
+        }
+    }
+    if (row_sum == 0.0f) return {0.0f, -infinity()};
+    return {scale * reciprocal_approximate(row_sum), (row_max + log2_approximate(row_sum)) * kLn2};
+}
+
+// Of a row: its running maximum in log2 units, and its sum.
+struct RowStats {
+    float max, sum;
+};
+
+// Eight columns of out, from `column` on, and with the first of them lse.
+FA_DEVICE void write_results(const AttentionParams& p, int batch, int head, int token, int column, const RowStats& stats,
+                             const float (&results)[8]) {
+    const Finished result = finished(p, head, stats.max, stats.sum);
+    Words4 words;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        words.word[i] = Element::pack(results[2 * i] * result.factor, results[2 * i + 1] * result.factor);
+    store_global_128(p.out + batch * p.out_stride_batch + head * p.out_stride_head +
+                         static_cast<int64_t>(token) * p.out_stride_row + column,
+                     words);
+    if (p.lse != nullptr && column == 0) p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head + token] = result.lse;
+}
+
+}  // namespace fastattention

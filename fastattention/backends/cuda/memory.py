@@ -1,0 +1,72 @@
+"""Tensors as the kernels read them: of the dtype that is computed in, rows at multiples of 16 bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattention import config
+from fastattention.errors import ArgumentError
+from fastattention.problem import Inputs
+
+CHUNK = 8  # elements of 16 bits that are read at once: 16 bytes
+
+# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table.
+Strides = tuple[object, ...]
+
+
+def strides_of(inputs: Inputs) -> Strides:
+    """What the parameters of a call take from its tensors, besides their addresses."""
+    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
+    return (
+        inputs.q.stride(),
+        inputs.k.stride(),
+        inputs.v.stride(),
+        None if bias is None else (bias.stride(), bias.dtype),
+        None if alibi is None else alibi.stride(),
+        None if table is None else table.stride(),
+    )
+
+
+def is_readable(inputs: Inputs) -> bool:
+    """Whether q, k and v begin at multiples of 16 bytes; what their strides say is not looked at."""
+    return (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % 16 == 0
+
+
+def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Inputs as the kernels read them: nothing is copied when they have `dtype` and rows at multiples of 16 bytes."""
+    bias = inputs.attn_bias
+    if bias is not None and bias.dtype not in (torch.float32, dtype):
+        bias = bias.float()  # not `dtype`: a low bfloat16 would become -infinity in float16
+    if dtype is torch.float16 and inputs.q.dtype is torch.bfloat16 and config.check_float16_range():
+        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+            _check_float16_range(name, tensor)
+    q, k, v = (_aligned(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
+    return inputs._replace(q=q, k=k, v=v, attn_bias=bias)
+
+
+def _check_float16_range(name: str, tensor: Tensor) -> None:
+    largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
+    limit = torch.finfo(torch.float16).max
+    if largest > limit:
+        raise ArgumentError(
+            f"{name} holds {largest:.4g}, and this GPU computes bfloat16 in float16, which ends at {limit:.0f}; "
+            "scale it down or use backend='sdpa'"
+        )
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Rows are contiguous, begin at 16 bytes, have a multiple of 8 columns and lie less than 2^31 elements apart."""
+    *outer, row, head, column = tensor.stride()
+    in_chunks = all(size % CHUNK == 0 for size in (*outer, row, head, tensor.shape[-1]))
+    return in_chunks and tensor.data_ptr() % 16 == 0 and column == 1 and row < 2**31
+
+
+def _aligned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor, or a copy of it that is aligned; columns that it lacks are zeros."""
+    tensor = tensor.to(dtype)
+    if _is_aligned(tensor):
+        return tensor
+    if missing := -tensor.shape[-1] % CHUNK:
+        return torch.nn.functional.pad(tensor, (0, missing))
+    return tensor.clone(memory_format=torch.contiguous_format)

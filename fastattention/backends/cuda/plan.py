@@ -1,0 +1,137 @@
+"""What a problem alone decides, worked out once: its kernels, their grids, and the parameters that calls share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.common.layout import bias_strides, pointer, token_strides
+from fastattention.backends.cuda import decode_heuristics, heuristics
+from fastattention.backends.cuda.chips import Limits
+from fastattention.backends.cuda.decode_heuristics import Split
+from fastattention.backends.cuda.jit.module import Function
+from fastattention.backends.cuda.kernel_config import APPEND_WARPS, COMBINE_WARPS, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.memory import Strides
+from fastattention.backends.cuda.params import AppendParams, AttentionParams, Params
+from fastattention.problem import Inputs, Layout, Problem
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Step:
+    """One launch."""
+
+    variant: Variant
+    entry: int  # of the variant's
+    num_blocks: int
+    loaded: dict[int, Function] = field(default_factory=dict)  # by device
+
+
+@dataclass
+class Plan:
+    """How a problem is served, and the parameters of its calls for every set of strides seen."""
+
+    dtype: torch.dtype  # in which attention reads and writes
+    append: Step | None
+    attention: tuple[Step, ...]  # none when there is nothing to compute
+    num_m_tiles: int
+    heads_together: int
+    split: Split | None  # of a decode
+    templates: dict[Strides, bytes] = field(default_factory=dict)
+
+
+def make_plan(problem: Problem, arch: int, limits: Limits) -> Plan:
+    """The plan for a problem on a GPU. Raises CompileError when no kernel fits it."""
+    is_empty = problem.total_q == 0 or problem.headdim_v == 0
+    if decode_heuristics.is_decode(problem, limits):
+        config = decode_heuristics.choose_decode(problem, arch, limits)
+        split = decode_heuristics.choose_split(problem, config, limits)
+        steps = () if is_empty else _decode_steps(problem, config, split)
+        return Plan(_DTYPES[config.dtype], _append_step(problem), steps, split.num_m_tiles, 1, split)
+    config = heuristics.choose_config(problem, arch, limits)
+    num_m_tiles = -(-problem.seqlen_q // config.tile_m)
+    num_blocks = num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts
+    steps = () if is_empty else (Step(config, 0, num_blocks),)
+    together = heuristics.heads_together(problem, limits)
+    return Plan(_DTYPES[config.dtype], _append_step(problem), steps, num_m_tiles, together, None)
+
+
+def _decode_steps(problem: Problem, config: KernelConfig, split: Split) -> tuple[Step, ...]:
+    decode = Step(config, 0, split.num_ctas * config.num_value_parts)
+    if split.num_slots == 0:
+        return (decode,)
+    rows = problem.batch_size * problem.nheads_k * split.num_m_tiles * split.partial_rows
+    return decode, Step(config, 1, -(-rows // COMBINE_WARPS))
+
+
+def _append_step(problem: Problem) -> Step | None:
+    """A warp for each new row of keys and of values, and for each row of queries that is rotated."""
+    rows = 2 * problem.batch_size * problem.seqlen_new * problem.nheads_k
+    if problem.rotary_dim:
+        rows += problem.total_q * problem.nheads
+    if problem.seqlen_new == 0 or rows == 0:
+        return None
+    # Caches have the dtype of q, on every GPU.
+    dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
+    return Step(AppendConfig(dtype), 0, -(-rows // APPEND_WARPS))
+
+
+def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
+    """The parameters of a call without its pointers."""
+    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
+    (q_batch, q_row, q_head), (k_batch, k_row, k_head) = token_strides(inputs.q), token_strides(inputs.k)
+    v_batch, v_row, v_head = token_strides(inputs.v)
+    packed = problem.layout is Layout.PACKED
+    out_row = problem.nheads * inputs.v.shape[-1]
+    lse_head = problem.total_q if packed else problem.seqlen_q
+    split = plan.split or Split(0, 0, 0, 0, 0)
+    # fmt: off
+    return AttentionParams.template(
+        q_batch, q_head, k_batch, k_head, v_batch, v_head,
+        0 if packed else problem.seqlen_q * out_row, inputs.v.shape[-1],
+        0 if packed else problem.nheads * lse_head, lse_head,
+        *bias_strides(bias),
+        0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
+        0 if table is None else table.stride(0),
+        q_row, k_row, v_row, out_row,
+        problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
+        max_cache_seqlen(problem, inputs), problem.nheads, problem.group_size,
+        inputs.q.shape[-1], inputs.v.shape[-1], problem.page_block_size or 0,
+        problem.window_left, problem.window_right,
+        bias is not None and bias.dtype == torch.float32,
+        plan.num_m_tiles, plan.heads_together, split.num_ctas, split.num_splits, split.partial_rows,
+        problem.softmax_scale, problem.softcap,
+    )
+    # fmt: on
+
+
+def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
+    """Tokens that a sequence's cache may hold before the call: room for its new tokens, and angles for them and q."""
+    room = problem.seqlen_k - problem.seqlen_new
+    if inputs.rotary_cos is None:
+        return room
+    steps = max(problem.seqlen_new, problem.seqlen_q if problem.has_window else min(problem.seqlen_q, 1))
+    return min(room, inputs.rotary_cos.shape[0] - steps)
+
+
+def append_params(problem: Problem, inputs: Inputs, q_rotated: Tensor | None) -> Params:
+    """The parameters of a call. q_rotated: where rotated queries go; None without rotary embedding."""
+    table = inputs.block_table
+    q = None if q_rotated is None else inputs.q
+    # fmt: off
+    template = AppendParams.template(
+        *token_strides(inputs.k_new), *token_strides(inputs.v_new), *token_strides(inputs.k), *token_strides(inputs.v),
+        *token_strides(q), 0 if table is None else table.stride(0),
+        problem.batch_size, problem.seqlen_q, problem.seqlen_new, problem.nheads, problem.nheads_k,
+        problem.headdim, problem.headdim_v, problem.page_block_size or 0, max_cache_seqlen(problem, inputs),
+        problem.rotary_dim, problem.rotary_interleaved, problem.has_window,
+    )
+    return AppendParams.make(
+        template, pointer(inputs.k_new), pointer(inputs.v_new), pointer(inputs.k), pointer(inputs.v), pointer(q),
+        pointer(q_rotated), pointer(inputs.rotary_cos), pointer(inputs.rotary_sin), pointer(inputs.cache_seqlens),
+        pointer(inputs.cache_batch_idx), pointer(inputs.cache_leftpad), pointer(table),
+    )
+    # fmt: on

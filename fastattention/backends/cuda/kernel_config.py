@@ -56,7 +56,7 @@ ARCH_FACTS = {
 }
 
 
-COMBINE_WARPS = 4  # of a CTA that merges partial results, a row each; kernels/combine.cuh says the same
+COMBINE_WARPS = 4  # of a CTA that merges the partial results of a row; kernels/combine.cuh says the same
 APPEND_WARPS = 4  # likewise kernels/append.cuh
 
 
@@ -92,7 +92,7 @@ class KernelConfig:
             return (Entry("fastattention_forward", self.num_threads, self.shared_bytes),)
         return (
             Entry("fastattention_decode", self.num_threads, self.shared_bytes),
-            Entry("fastattention_combine", 32 * COMBINE_WARPS, 0),
+            Entry("fastattention_combine", 32 * COMBINE_WARPS, COMBINE_WARPS * self.headdim_v * self.num_value_parts * 4),
         )
 
     @property

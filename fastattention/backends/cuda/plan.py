@@ -12,7 +12,7 @@ from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.decode_heuristics import Split
 from fastattention.backends.cuda.jit.module import Function
-from fastattention.backends.cuda.kernel_config import APPEND_WARPS, COMBINE_WARPS, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import APPEND_WARPS, AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.memory import Strides
 from fastattention.backends.cuda.params import AppendParams, AttentionParams, Params
 from fastattention.problem import Inputs, Layout, Problem
@@ -64,7 +64,7 @@ def _decode_steps(problem: Problem, config: KernelConfig, split: Split) -> tuple
     if split.num_slots == 0:
         return (decode,)
     rows = problem.batch_size * problem.nheads_k * split.num_m_tiles * split.partial_rows
-    return decode, Step(config, 1, -(-rows // COMBINE_WARPS))
+    return decode, Step(config, 1, rows)
 
 
 def _append_step(problem: Problem) -> Step | None:

@@ -47,7 +47,7 @@ struct Piece {
     Work work;
     int first_tile, end_tile;
     bool is_whole;  // it is all of the unit
-    int64_t slot;   // of its partial result, otherwise
+    int slot;       // of its partial result, otherwise
 };
 
 class Decode {
@@ -57,7 +57,7 @@ public:
 
     FA_DEVICE void run() const {
         const Schedule schedule(p_);
-        const int64_t cta = block_index() / kValueParts;
+        const int cta = static_cast<int>(block_index()) / kValueParts;
         if (cta >= schedule.num_ctas()) return;
         Stretch rest = schedule.stretch(cta);
         if (rest.begin >= rest.end) return;
@@ -72,13 +72,13 @@ public:
     }
 
 private:
-    FA_DEVICE Piece piece_of(const Schedule& schedule, const SequenceTiles& sequence, int64_t cta,
-                             const Stretch& rest) const {
-        const int64_t within = rest.begin - sequence.begin;
-        const int unit = static_cast<int>(within / sequence.tiles), first = static_cast<int>(within % sequence.tiles);
-        const int end = static_cast<int>(smaller_of(first + (rest.end - rest.begin), sequence.tiles));
-        const Work work{unit % p_.num_m_tiles, unit / p_.num_m_tiles * p_.group_size, sequence.batch,
-                        static_cast<int>(block_index() % kValueParts) * kHeaddimV};
+    FA_DEVICE Piece piece_of(const Schedule& schedule, const SequenceTiles& sequence, int cta, const Stretch& rest) const {
+        const int within = rest.begin - sequence.begin, unit = within / sequence.tiles;
+        const int first = within - unit * sequence.tiles;
+        const int end = smaller(first + (rest.end - rest.begin), sequence.tiles);
+        const int kv_head = unit / p_.num_m_tiles;
+        const Work work{unit - kv_head * p_.num_m_tiles, kv_head * p_.group_size, sequence.batch,
+                        static_cast<int>(block_index()) % kValueParts * kHeaddimV};
         return {work, first, end, end - first == sequence.tiles, schedule.slot(cta, first == 0)};
     }
 
@@ -118,7 +118,7 @@ private:
                 const int at = piece.work.m_tile * kTileM + row;
                 write_results(p_, piece.work.batch, head_of(p_, piece.work, at), token_of(p_, at), column, stats, results);
             } else {
-                leave_partial(piece.slot * p_.partial_rows + row, column, stats, results);
+                leave_partial(static_cast<int64_t>(piece.slot) * p_.partial_rows + row, column, stats, results);
             }
         }
     }

@@ -149,9 +149,9 @@ FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
 #endif
 }
 
-// 16 bytes from global to shared memory, or zeros: then `from` is not read.
+// 16 bytes from global to shared memory, or zeros: then `from` is not read. Its neighbours will be asked for too.
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 FA_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most kPending of the groups this thread committed are under way.

@@ -10,95 +10,96 @@
 // With `num_splits`, every unit is cut into so many stretches of its own instead, and a CTA has one slot.
 #pragma once
 
+#include "lanes.cuh"
 #include "work.cuh"
 
 namespace fastattention {
 
 constexpr int kUnitTile = kTileN * kKeyWarps;  // keys of a tile of the line
 
-FA_DEVICE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
-FA_DEVICE uint32_t sum_of_lanes(uint32_t x) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
-    return x;
-}
-
-FA_DEVICE uint32_t sum_of_lanes_before(uint32_t x) {
-    uint32_t sum = x;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = shuffle(sum, lane_index() - distance);
-        if (lane_index() >= distance) sum += before;
-    }
-    return sum - x;
-}
-
-// A number of tiles on the line, and those of one of its units.
+// From `begin` to before `end`: tiles on the line.
 struct Stretch {
-    int64_t begin, end;
+    int begin, end;
+};
+
+// `parts` stretches of `length` tiles, as even as can be: the longer ones come first. In 32 bits: a division in 64 takes as
+// long as a tile.
+class EvenParts {
+public:
+    FA_DEVICE EvenParts(int length, int parts) : each_(length / parts), longer_(length - each_ * parts) {}
+
+    FA_DEVICE Stretch part(int i) const { return {begin_of(i), begin_of(i + 1)}; }
+
+    FA_DEVICE int part_with(int tile) const {
+        const int in_longer = longer_ * (each_ + 1);
+        return tile < in_longer ? tile / (each_ + 1) : longer_ + (tile - in_longer) / each_;
+    }
+
+private:
+    FA_DEVICE int begin_of(int i) const { return i * each_ + smaller(i, longer_); }
+
+    int each_, longer_;
 };
 
 // A sequence on the line: its units have `tiles` tiles each, from `begin` on.
 struct SequenceTiles {
-    int batch, tiles;
-    int64_t begin;
+    int batch, tiles, begin;
 };
 
 class Schedule {
 public:
     FA_DEVICE explicit Schedule(const AttentionParams& p)
-        : p_(p), units_(static_cast<int64_t>(p.nheads / p.group_size) * p.num_m_tiles), total_(end_of(p.batch_size)) {}
+        : p_(p),
+          units_(p.nheads / p.group_size * p.num_m_tiles),
+          total_(end_of(p.batch_size)),
+          ctas_(p.num_splits > 0 ? p.batch_size * units_ * p.num_splits : smaller(p.num_ctas, total_)),
+          stretches_(total_, ctas_) {}
 
     // Units of a sequence.
-    FA_DEVICE int64_t units() const { return units_; }
+    FA_DEVICE int units() const { return units_; }
 
-    // CTAs that have something to do.
-    FA_DEVICE int64_t num_ctas() const {
-        return p_.num_splits > 0 ? p_.batch_size * units_ * p_.num_splits : smaller_of(p_.num_ctas, total_);
-    }
+    // CTAs that have something to do, with num_splits at most.
+    FA_DEVICE int num_ctas() const { return ctas_; }
 
-    FA_DEVICE Stretch stretch(int64_t cta) const {
-        if (p_.num_splits == 0) {
-            const int64_t ctas = num_ctas();
-            return {total_ * cta / ctas, total_ * (cta + 1) / ctas};
-        }
-        const int64_t unit = cta / p_.num_splits;
-        const int split = static_cast<int>(cta % p_.num_splits), batch = static_cast<int>(unit / units_);
-        const int tiles = tiles_of(batch);
-        const int64_t splits = smaller_of(p_.num_splits, tiles), begin = end_of(batch) + unit % units_ * tiles;
+    FA_DEVICE Stretch stretch(int cta) const {
+        if (p_.num_splits == 0) return stretches_.part(cta);
+        const int unit = cta / p_.num_splits, split = cta - unit * p_.num_splits, batch = unit / units_;
+        const int tiles = tiles_of(batch), begin = end_of(batch) + (unit - batch * units_) * tiles;
+        const int splits = smaller(p_.num_splits, tiles);
         if (split >= splits) return {begin, begin};
-        return {begin + tiles * split / splits, begin + tiles * (split + 1) / splits};
+        const Stretch part = EvenParts(tiles, splits).part(split);
+        return {begin + part.begin, begin + part.end};
     }
 
-    // The first and the last CTA whose stretch has tiles of a unit.
-    FA_DEVICE Stretch ctas_of(const SequenceTiles& sequence, int64_t unit) const {
+    // The first CTA whose stretch has tiles of a unit, and one past the last.
+    FA_DEVICE Stretch ctas_of(const SequenceTiles& sequence, int unit) const {
         if (p_.num_splits > 0) {
-            const int64_t first = (sequence.batch * units_ + unit) * p_.num_splits;
-            return {first, first + smaller_of(p_.num_splits, sequence.tiles) - 1};
+            const int first = (sequence.batch * units_ + unit) * p_.num_splits;
+            return {first, first + smaller(p_.num_splits, sequence.tiles)};
         }
-        const int64_t first = sequence.begin + unit * sequence.tiles;
-        return {cta_of(first), cta_of(first + sequence.tiles - 1)};
+        const int first = sequence.begin + unit * sequence.tiles;
+        return {stretches_.part_with(first), stretches_.part_with(first + sequence.tiles - 1) + 1};
     }
 
     // Where a CTA leaves its part of a unit. begins: whether the first tile of the unit is in it.
-    FA_DEVICE int64_t slot(int64_t cta, bool begins) const { return p_.num_splits > 0 ? cta : 2 * cta + begins; }
+    FA_DEVICE int slot(int cta, bool begins) const { return p_.num_splits > 0 ? cta : 2 * cta + begins; }
 
     FA_DEVICE SequenceTiles sequence(int batch) const { return {batch, tiles_of(batch), end_of(batch)}; }
 
     // The sequence that has a tile: 32 sequences at a time, one a lane.
-    FA_DEVICE SequenceTiles sequence_with(int64_t tile) const {
-        for (int64_t begin = 0, first = 0;; first += 32) {
-            const int mine = static_cast<int>(first) + lane_index();
+    FA_DEVICE SequenceTiles sequence_with(int tile) const {
+        for (int begin = 0, first = 0;; first += 32) {
+            const int mine = first + lane_index();
             const uint32_t tiles = mine < p_.batch_size ? tiles_of(mine) : 0, sum = sum_of_lanes_before(tiles) + tiles;
-            const int64_t end = begin + units_ * shuffle(sum, 31);
+            const int end = begin + units_ * static_cast<int>(shuffle(sum, 31));
             if (tile >= end && first + 32 < p_.batch_size) {
                 begin = end;
                 continue;
             }
-            const int lane = static_cast<int>(sum_of_lanes(begin + units_ * sum <= tile ? 1 : 0));
-            const uint32_t found = shuffle(tiles, lane);
-            return {static_cast<int>(first) + lane, static_cast<int>(found), begin + units_ * (shuffle(sum, lane) - found)};
+            const bool is_before = begin + units_ * static_cast<int>(sum) <= tile;
+            const int lane = static_cast<int>(sum_of_lanes(is_before ? 1u : 0u));
+            const int found = static_cast<int>(shuffle(tiles, lane));
+            return {first + lane, found, begin + units_ * (static_cast<int>(shuffle(sum, lane)) - found)};
         }
     }
 
@@ -112,27 +113,24 @@ public:
 private:
     // A sequence without keys has a tile too, so that someone writes its results.
     FA_DEVICE int tiles_of(int batch) const {
-        if (p_.seqlen_q == 0) return 1;
         const BasicTileRange<int> mask = mask_of(p_, batch);
         const int keys = mask.row_end(mask.seqlen_q - 1) - first_key(mask);
         return keys <= 0 ? 1 : (keys + kUnitTile - 1) / kUnitTile;
     }
 
-    // Where the sequences before `batch` end.
-    FA_DEVICE int64_t end_of(int batch) const {
-        int64_t sum = 0;
+    // Where the sequences before `batch` end; all lanes ask together.
+    FA_DEVICE int end_of(int batch) const {
+        uint32_t sum = 0;
         for (int first = 0; first < batch; first += 32) {
             const int mine = first + lane_index();
-            sum += sum_of_lanes(mine < batch ? tiles_of(mine) : 0);
+            sum += mine < batch ? tiles_of(mine) : 0;
         }
-        return sum * units_;
+        return static_cast<int>(sum_of_lanes(sum)) * units_;
     }
 
-    FA_DEVICE int64_t cta_of(int64_t tile) const { return ((tile + 1) * num_ctas() - 1) / total_; }
-
     const AttentionParams& p_;
-    const int64_t units_;
-    const int64_t total_;
+    const int units_, total_, ctas_;
+    const EvenParts stretches_;
 };
 
 }  // namespace fastattention

@@ -13,7 +13,6 @@ constexpr float kLargest = 3.402823466e38f;
 FA_DEVICE float infinity() { return as_float(0x7f800000u); }
 FA_DEVICE float quiet_nan() { return as_float(0x7fffffffu); }
 FA_DEVICE float larger(float a, float b) { return a > b ? a : b; }
-FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
 // What the scores of one row, a query token of a query head, need.
 struct ScoreRow {

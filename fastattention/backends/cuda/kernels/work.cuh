@@ -9,6 +9,8 @@
 
 namespace fastattention {
 
+FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+
 // A tile of query rows: of one head, or of all the heads that share a key head (kGroupedRows), `head` being the first.
 struct Work {
     int m_tile, head, batch;

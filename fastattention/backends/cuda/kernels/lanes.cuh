@@ -1,0 +1,36 @@
+// What the lanes of a warp find out together, from shuffles.
+#pragma once
+
+#include "intrinsics.cuh"
+
+namespace fastattention {
+
+FA_DEVICE uint32_t sum_of_lanes(uint32_t x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
+    return x;
+}
+
+FA_DEVICE float sum_of_lanes(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
+    return x;
+}
+
+FA_DEVICE float maximum_of_lanes(float x) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) x = maximum(x, shuffle_xor(x, distance));
+    return x;
+}
+
+FA_DEVICE uint32_t sum_of_lanes_before(uint32_t x) {
+    uint32_t sum = x;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t before = shuffle(sum, lane_index() - distance);
+        if (lane_index() >= distance) sum += before;
+    }
+    return sum - x;
+}
+
+}  // namespace fastattention

@@ -17,6 +17,7 @@ class Entry(NamedTuple):
     name: str
     num_threads: int
     shared_bytes: int
+    overlaps: bool = False  # may start before the kernel before it has ended: it waits where it must
 
 
 class Variant(Protocol):
@@ -56,7 +57,7 @@ ARCH_FACTS = {
 }
 
 
-COMBINE_WARPS = 4  # of a CTA that merges the partial results of a row; kernels/combine.cuh says the same
+COMBINE_WARPS = 8  # of a CTA that merges the partial results of a row; kernels/combine.cuh says the same
 APPEND_WARPS = 4  # likewise kernels/append.cuh
 
 
@@ -90,9 +91,10 @@ class KernelConfig:
         """Its functions: a decode and the merge of its partial results, or a forward."""
         if not self.decodes:
             return (Entry("fastattention_forward", self.num_threads, self.shared_bytes),)
+        combine_bytes = COMBINE_WARPS * (self.headdim_v * self.num_value_parts + 1) * 4
         return (
-            Entry("fastattention_decode", self.num_threads, self.shared_bytes),
-            Entry("fastattention_combine", 32 * COMBINE_WARPS, COMBINE_WARPS * self.headdim_v * self.num_value_parts * 4),
+            Entry("fastattention_decode", self.num_threads, self.shared_bytes, overlaps=True),
+            Entry("fastattention_combine", 32 * COMBINE_WARPS, combine_bytes, overlaps=True),
         )
 
     @property
@@ -191,7 +193,7 @@ class AppendConfig:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_append", 32 * APPEND_WARPS, 0),)
+        return (Entry("fastattention_append", 32 * APPEND_WARPS, 0, overlaps=True),)
 
     def macros(self) -> dict[str, str]:
         """What kernels/element.cuh is compiled with."""

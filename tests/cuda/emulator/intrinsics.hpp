@@ -26,6 +26,8 @@ FA_DEVICE int thread_index() { return emulator::current->index; }
 FA_DEVICE int lane_index() { return emulator::current->lane; }
 FA_DEVICE int64_t block_index() { return emulator::block; }
 
+FA_DEVICE void wait_for_previous_kernel() {}
+FA_DEVICE void let_next_kernel_start() {}
 FA_DEVICE void block_barrier() { emulator::block_barrier(); }
 FA_DEVICE void warp_barrier() { emulator::warp_barrier(); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return emulator::shuffle(x, lane_index() ^ mask); }

@@ -13,6 +13,9 @@ from fastattention.backends.cuda.jit import cache, compiler
 from fastattention.backends.cuda.kernel_config import Entry, Variant
 from fastattention.errors import CompileError
 
+_FIRST_OVERLAPPING = 90  # the compute capability from which kernels may overlap
+_MAX_LAUNCH_CONFIGS = 1024
+
 
 @functools.cache
 def _driver() -> Any:
@@ -80,8 +83,43 @@ class Function:
         (status,) = self._launch(
             self._handle, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
         )
-        if status:
-            raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
+        _check_launch(status)
+
+
+class OverlappingFunction(Function):
+    """One that starts while the kernel before it ends ("programmatic dependent launch", from Hopper on)."""
+
+    def __init__(self, entry: Entry, handle: Any) -> None:
+        super().__init__(entry, handle)
+        self._launch = _driver().cuLaunchKernelEx
+        self._configs: dict[tuple[int, int], Any] = {}  # by number of CTAs and stream: making one takes microseconds
+
+    def launch(self, params: ctypes.Structure, num_blocks: int, stream: int) -> None:
+        """Enqueues it on a stream of the current device; `params` is copied before this returns."""
+        config = self._configs.get((num_blocks, stream)) or self._config(num_blocks, stream)
+        arguments = ctypes.c_void_p(ctypes.addressof(params))
+        (status,) = self._launch(config, self._handle, ctypes.addressof(arguments), 0)
+        _check_launch(status)
+
+    def _config(self, num_blocks: int, stream: int) -> Any:
+        driver = _driver()
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._num_threads, 1, 1
+        config.sharedMemBytes, config.hStream = self._shared_bytes, stream
+        config.attrs, config.numAttrs = [attribute], 1
+        if len(self._configs) >= _MAX_LAUNCH_CONFIGS:
+            self._configs.clear()
+        self._configs[num_blocks, stream] = config
+        return config
+
+
+def _check_launch(status: Any) -> None:
+    if status:
+        raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
 
 
 class Kernel:
@@ -97,7 +135,8 @@ class Kernel:
         for entry in config.entries:
             handle = _checked(driver.cuModuleGetFunction(self._module, entry.name.encode()), config.name)
             _checked(driver.cuFuncSetAttribute(handle, limit, entry.shared_bytes), config.name)
-            functions.append(Function(entry, handle))
+            overlaps = entry.overlaps and target >= _FIRST_OVERLAPPING
+            functions.append(OverlappingFunction(entry, handle) if overlaps else Function(entry, handle))
         self.functions = tuple(functions)
 
 

@@ -133,5 +133,7 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kAppendWarps * 32, 1)
     fastattention_append(FA_PARAMETER fastattention::AppendParams params) {
     using namespace fastattention;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
     Append(params).run(block_index() * kAppendWarps + warp_index());
 }

@@ -6,9 +6,9 @@
 
 namespace fastattention {
 
-constexpr int kCombineWarps = 4;
+constexpr int kCombineWarps = 8;
 constexpr int kCombineColumns = kHeaddimV * kValueParts;
-constexpr int kCombineShared = kCombineWarps * kCombineColumns * 4;
+constexpr int kCombineShared = kCombineWarps * (kCombineColumns + 1) * 4;
 
 // One row of one unit, by a CTA: its warps share out the partial results among themselves.
 class CombineRow {
@@ -26,74 +26,103 @@ public:
         const int group_row = (unit_ - kv_head * p_.num_m_tiles) * kTileM + row_, token = group_row / p_.group_size;
         // A unit of one CTA is finished, and the last tile of rows may not have this one.
         if (ctas_.end - ctas_.begin == 1 || token >= p_.seqlen_q) return;
+        // What is read above was there before the decode.
+        wait_for_previous_kernel();
+        add_up();
         const RowStats stats = merged_stats();
-        add_up(stats.max);
         block_barrier();
         const int column = thread_index() * 8;
         if (column >= p_.headdim_v) return;
         float results[8] = {};
 #pragma unroll
-        for (int warp = 0; warp < kCombineWarps; ++warp)
+        for (int warp = 0; warp < kCombineWarps; ++warp) {
+            const float weight = exp2_approximate(as_float(load_shared_32(maximum_at(warp))) - shift_of(stats.max));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Words4 words = load_shared_128(shared_at(warp, column + half * 4));
+                const Words4 words = load_shared_128(values_at(warp, column + half * 4));
 #pragma unroll
-                for (int i = 0; i < 4; ++i) results[half * 4 + i] += as_float(words.word[i]);
+                for (int i = 0; i < 4; ++i) results[half * 4 + i] += weight * as_float(words.word[i]);
             }
+        }
         const int head = kv_head * p_.group_size + group_row - token * p_.group_size;
         write_results(p_, sequence_.batch, head, token, column, stats, results);
     }
 
 private:
     static constexpr int kVectors = (kCombineColumns + 127) / 128;  // of four columns, that a lane has
+    static constexpr int kTogether = 8;                             // partial results that a warp waits for at once
 
     // Of all partial results, one a lane at a time.
     FA_DEVICE RowStats merged_stats() const {
         RowStats stats{-infinity(), 0.0f};
-        for (int cta = ctas_.begin + lane_index(); cta < ctas_.end; cta += 32)
-            stats.max = larger(p_.partial_stats[2 * row_of(cta)], stats.max);
-        stats.max = maximum_of_lanes(stats.max);
-        for (int cta = ctas_.begin + lane_index(); cta < ctas_.end; cta += 32)
-            stats.sum += weight_of(cta, stats.max) * p_.partial_stats[2 * row_of(cta) + 1];
-        stats.sum = sum_of_lanes(stats.sum);
-        return stats;
+        for (int cta = ctas_.begin + lane_index(); cta < ctas_.end; cta += 32) {
+            const float* of_cta = p_.partial_stats + 2 * row_of(cta);
+            const float highest = larger(of_cta[0], stats.max);
+            stats.sum = stats.sum * exp2_approximate(stats.max - shift_of(highest)) +
+                        of_cta[1] * exp2_approximate(of_cta[0] - shift_of(highest));
+            stats.max = highest;
+        }
+        const float highest = maximum_of_lanes(stats.max);
+        return {highest, sum_of_lanes(stats.sum * exp2_approximate(stats.max - shift_of(highest)))};
     }
 
-    // Leaves this warp's share of the sum in shared memory.
-    FA_DEVICE void add_up(float row_max) const {
+    // Leaves the sum of this warp's share in shared memory, relative to its own maximum: nothing here waits for anything but
+    // the partial results themselves.
+    FA_DEVICE void add_up() const {
         const int warp = warp_index();
-        float results[kVectors][4] = {};
-#pragma unroll 4
-        for (int cta = ctas_.begin + warp; cta < ctas_.end; cta += kCombineWarps) {
-            const float weight = weight_of(cta, row_max);
-            const float* from = p_.partial_out + row_of(cta) * p_.headdim_v;
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j) {
-                if (column_of(j) >= p_.headdim_v) continue;
-                const Words4 words = load_global_128(from + column_of(j));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) results[j][i] += weight * as_float(words.word[i]);
-            }
-        }
+        float highest = -infinity(), results[kVectors][4] = {};
+        for (int first = ctas_.begin + warp; first < ctas_.end; first += kTogether * kCombineWarps)
+            add_some(first, highest, results);
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
             if (column_of(j) >= p_.headdim_v) continue;
             const float* r = results[j];
-            store_shared_128(shared_at(warp, column_of(j)), {as_bits(r[0]), as_bits(r[1]), as_bits(r[2]), as_bits(r[3])});
+            store_shared_128(values_at(warp, column_of(j)), {as_bits(r[0]), as_bits(r[1]), as_bits(r[2]), as_bits(r[3])});
+        }
+        if (lane_index() == 0) store_shared_32(maximum_at(warp), as_bits(highest));
+    }
+
+    // The parts of `first` and of every kCombineWarps-th CTA after it, kTogether in all.
+    FA_DEVICE void add_some(int first, float& highest, float (&results)[kVectors][4]) const {
+        float maxima[kTogether];
+        Words4 words[kTogether][kVectors];
+        float new_highest = highest;
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+            const int cta = first + k * kCombineWarps;
+            const bool valid = cta < ctas_.end;
+            maxima[k] = valid ? p_.partial_stats[2 * row_of(cta)] : -infinity();
+            new_highest = larger(maxima[k], new_highest);
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+                words[k][j] = valid && column_of(j) < p_.headdim_v
+                                  ? load_global_128(p_.partial_out + row_of(cta) * p_.headdim_v + column_of(j))
+                                  : Words4{};
+        }
+        const float factor = exp2_approximate(highest - shift_of(new_highest));
+        highest = new_highest;
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) results[j][i] *= factor;
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+            const float weight = exp2_approximate(maxima[k] - shift_of(highest));
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) results[j][i] += weight * as_float(words[k][j].word[i]);
         }
     }
 
     static FA_DEVICE int column_of(int vector) { return vector * 128 + lane_index() * 4; }
-    static FA_DEVICE uint32_t shared_at(int warp, int column) {
+    static FA_DEVICE uint32_t values_at(int warp, int column) {
         return shared_memory() + (warp * kCombineColumns + column) * 4;
     }
+    static FA_DEVICE uint32_t maximum_at(int warp) { return values_at(kCombineWarps, warp); }
 
     FA_DEVICE int64_t row_of(int cta) const {
         return static_cast<int64_t>(schedule_.slot(cta, cta == ctas_.begin)) * p_.partial_rows + row_;
-    }
-
-    FA_DEVICE float weight_of(int cta, float row_max) const {
-        return exp2_approximate(p_.partial_stats[2 * row_of(cta)] - shift_of(row_max));
     }
 
     const AttentionParams& p_;

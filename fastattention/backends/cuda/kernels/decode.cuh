@@ -167,5 +167,8 @@ private:
 
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_BLOCKS)
     fastattention_decode(FA_PARAMETER fastattention::AttentionParams params) {
-    fastattention::Decode(params).run();
+    using namespace fastattention;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    Decode(params).run();
 }

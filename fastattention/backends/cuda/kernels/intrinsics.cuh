@@ -35,6 +35,19 @@ FA_DEVICE int lane_index() { return threadIdx.x & 31; }
 FA_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 FA_DEVICE int64_t block_index() { return blockIdx.x; }
 
+// Kernels that are launched to overlap the one before them (jit/module.py) wait for its end before they touch what it may
+// have written, and say from where on the next one may start. Before Hopper kernels follow one another anyway.
+FA_DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+FA_DEVICE void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 FA_DEVICE void block_barrier() { __syncthreads(); }
 FA_DEVICE void warp_barrier() { __syncwarp(); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }

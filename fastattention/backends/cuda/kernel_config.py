@@ -121,11 +121,20 @@ class KernelConfig:
     def shared_bytes(self) -> int:
         """Shared memory of a CTA; the kernels assert the same."""
         size = ARCH_FACTS[self.arch].shared_bytes
-        query_pitch, value_pitch = _pitch(self.headdim, size), _pitch(self.headdim_v, size)
+        query_pitch, value_pitch = self._pitch(self.headdim, size), self._pitch(self.headdim_v, size)
         stages = self.key_warps * self.num_stages * self.tile_n * (query_pitch + value_pitch)
         if self.decodes:
             return self.tile_m * query_pitch + stages + self.key_warps * self.tile_m * 8
-        return self.tile_m * max(query_pitch, _pitch(self.headdim_v, 2)) + stages
+        return self.tile_m * max(query_pitch, self._pitch(self.headdim_v, 2)) + stages
+
+    @property
+    def swizzled(self) -> bool:
+        """How rows lie in shared memory (kernels/shared_tile.cuh)."""
+        return self.decodes and self.arch >= 80
+
+    def _pitch(self, columns: int, element_bytes: int) -> int:
+        """Bytes of a row in shared memory."""
+        return columns * element_bytes + (0 if self.swizzled else 16)
 
     @property
     def accumulators(self) -> int:
@@ -165,13 +174,9 @@ class KernelConfig:
             "FA_PAGED": str(int(self.paged)),
             "FA_GROUPED_ROWS": str(int(self.decodes)),
             "FA_WARPS_SHARE_ROWS": str(int(self.warps_share_rows)),
+            "FA_SWIZZLED": str(int(self.swizzled)),
             "FA_SHARED_BYTES": str(self.shared_bytes),
         }
-
-
-def _pitch(columns: int, element_bytes: int) -> int:
-    """Bytes of a row in shared memory (kernels/shared_tile.cuh)."""
-    return columns * element_bytes + 16
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 // Tiles in shared memory, and how rows of global memory get there.
 //
-// Rows are 16 bytes longer than their elements. Eight lanes that read 16 bytes each from the same column of eight
-// neighbouring rows then use all 32 banks once, whatever the headdim.
+// Eight lanes that read 16 bytes each from the same column of eight neighbouring rows use all 32 banks once, whatever the
+// headdim. Either rows are 16 bytes longer than their elements, or (kSwizzled) the chunks of 16 bytes change places within a
+// row, differently in neighbouring rows. Asynchronous copies write whole rows at once, which a longer row would slow down; what
+// is read more often than it is copied is better off with addresses that are plain sums.
 #pragma once
 
 #include "variant.cuh"
@@ -10,8 +12,40 @@ namespace fastattention {
 
 template <int kBytesOfElement>
 FA_DEVICE constexpr int pitch_of(int columns) {
-    return columns * kBytesOfElement + 16;
+    return columns * kBytesOfElement + (kSwizzled ? 0 : 16);
 }
+
+// What the number of a chunk in this row is combined with by exclusive or. The same every eight rows.
+FA_DEVICE constexpr int swizzle_of(int pitch, int row) {
+    if (!kSwizzled) return 0;
+    const int chunks = pitch / 16, in_turn = chunks % 8 == 0 ? 8 : chunks % 4 == 0 ? 4 : chunks % 2 == 0 ? 2 : 1;
+    return row / (8 / in_turn) % in_turn;
+}
+
+// Pairs of neighbouring chunks of a lane's row, and of those eight rows further on and so on: the lane takes the first or
+// the second of each pair.
+template <int kPitch>
+class LaneRow {
+public:
+    FA_DEVICE LaneRow() = default;
+    FA_DEVICE LaneRow(uint32_t tile, int row, int second) {
+        at_ = tile + row * kPitch;
+        if constexpr (kSwizzled) {
+            flip_ = (second ^ swizzle_of(kPitch, row)) * 16;
+        } else {
+            at_ += second * 16;
+        }
+    }
+
+    // rows: a multiple of eight.
+    FA_DEVICE uint32_t address(int rows, int pair) const {
+        if constexpr (kSwizzled) return at_ + rows * kPitch + ((pair * 32) ^ flip_);
+        return at_ + rows * kPitch + pair * 32;
+    }
+
+private:
+    uint32_t at_, flip_;
+};
 
 // Rows of queries, keys or values of one head of one sequence; kBlocked: in blocks of block_size rows, such as pages.
 template <bool kBlocked>
@@ -77,7 +111,7 @@ public:
 
     FA_DEVICE void begin(int first_row, uint32_t to) {
         const Share share;
-        to += share.offset();
+        if constexpr (!kSwizzled) to += share.offset();
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
             if (!share.has_row(i)) break;
@@ -90,7 +124,8 @@ public:
                 if (!share.has_column(j)) break;
                 const bool valid = row_valid && share.column(j) < from_.num_columns;
                 if constexpr (Arch::kAsyncCopy) {
-                    copy_async_128(to + i * kRowStep * kPitch + j * kChunkStep * 2, source + j * kChunkStep, valid);
+                    const uint32_t at = kSwizzled ? share.swizzled(i, j) : i * kRowStep * kPitch + j * kChunkStep * 2;
+                    copy_async_128(to + at, source + j * kChunkStep, valid);
                 } else {
                     staged_[i][j] = valid ? load_global_128(source + j * kChunkStep) : Words4{};
                 }
@@ -136,6 +171,10 @@ private:
         FA_DEVICE bool has_column(int j) const { return kColumns % kChunkStep == 0 || column(j) < kColumns; }
         // Of its first chunk in shared memory.
         FA_DEVICE uint32_t offset() const { return row_ * kPitch + column_ * Arch::kSharedBytes; }
+        // Of any chunk, where they change places.
+        FA_DEVICE uint32_t swizzled(int i, int j) const {
+            return row(i) * kPitch + (column(j) / 8 ^ swizzle_of(kPitch, row(i))) * 16;
+        }
 
     private:
         int row_, column_;

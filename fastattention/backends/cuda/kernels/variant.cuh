@@ -20,6 +20,8 @@ constexpr bool kGroupedRows = FA_GROUPED_ROWS;
 constexpr bool kWarpsShareRows = FA_WARPS_SHARE_ROWS;
 constexpr bool kQueriesInRegisters = FA_QUERIES_IN_REGISTERS;  // otherwise read from shared memory for every tile
 
+constexpr bool kSwizzled = FA_SWIZZLED;  // how rows lie in shared memory, see shared_tile.cuh
+
 constexpr int kThreads = kWarps * 32;
 constexpr int kRowWarps = kWarpsShareRows ? 1 : kWarps;  // that share out the rows among themselves
 constexpr int kKeyWarps = kWarps / kRowWarps;            // likewise the keys

@@ -18,7 +18,7 @@ struct Fragments16 : Layout16 {
     public:
         // q: address of the warp's first row.
         FA_DEVICE void load(uint32_t q) {
-            at_ = q + lane_index() % 16 * kPitch + lane_index() / 16 * 16;
+            row_ = LaneRow<kPitch>(q, lane_index() % 16, lane_index() / 16);
             if constexpr (kQueriesInRegisters) {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step)
@@ -41,10 +41,10 @@ struct Fragments16 : Layout16 {
         static constexpr int kPitch = pitch_of<2>(kHeaddim);
 
         FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const {
-            load_matrices(a, at_ + step * 16 * kPitch + depth * 32);
+            load_matrices(a, row_.address(step * 16, depth));
         }
 
-        uint32_t at_;
+        LaneRow<kPitch> row_;
         uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];
     };
 
@@ -53,7 +53,7 @@ struct Fragments16 : Layout16 {
     static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
         constexpr int kPitch = pitch_of<2>(kHeaddim);
         const int lane = computed_here(lane_index());
-        const uint32_t at = k + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
+        const LaneRow<kPitch> row(k, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int depth = 0; depth < kHeaddim / 16; ++depth) {
             uint32_t a[kSteps][4];
@@ -62,7 +62,7 @@ struct Fragments16 : Layout16 {
 #pragma unroll
             for (int n = 0; n < kTileN / 16; ++n) {
                 uint32_t b[4];
-                load_matrices(b, at + n * 16 * kPitch + depth * 32);
+                load_matrices(b, row.address(n * 16, depth));
                 multiply_add_pairs(acc_s, 2 * n, a, b);
             }
         }
@@ -87,7 +87,7 @@ struct Fragments16 : Layout16 {
     public:
         FA_DEVICE explicit Values(uint32_t v) {
             const int lane = computed_here(lane_index());
-            at_ = v + lane % 16 * kPitch + lane / 16 * 16;
+            row_ = LaneRow<kPitch>(v, lane % 16, lane / 16);
         }
 
         // acc_o += p v for keys 16 group ... 16 group + 15 of the tile.
@@ -105,7 +105,7 @@ struct Fragments16 : Layout16 {
 #pragma unroll
             for (int n = 0; n < kHeaddimV / 16; ++n) {
                 uint32_t b[4];
-                load_matrices_transposed(b, at_ + group * 16 * kPitch + n * 32);
+                load_matrices_transposed(b, row_.address(group * 16, n));
                 multiply_add_pairs(acc_o, 2 * n, a, b);
             }
         }
@@ -113,7 +113,7 @@ struct Fragments16 : Layout16 {
     private:
         static constexpr int kPitch = pitch_of<2>(kHeaddimV);
 
-        uint32_t at_;
+        LaneRow<kPitch> row_;
     };
 };
 

@@ -18,6 +18,8 @@ from fastattention.problem import Layout, Problem
 # Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
 _MAX_ROWS = 128
 _FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
+_MAX_WAVES = 4
+_ENOUGH_USED = 0.9  # of the best share of the GPU that is used
 
 
 class _Tiles(NamedTuple):
@@ -136,24 +138,46 @@ def choose_decode(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
 
 
 class Split(NamedTuple):
-    """How a decode divides its work."""
+    """How a decode divides its work, see kernels/schedule.cuh."""
 
-    num_m_tiles: int  # of a unit's query rows
-    num_ctas: int  # that share out all keys
+    num_m_tiles: int  # of the query rows that share a key head
+    num_units: int  # CTAs of a group: one for each of these tiles and each key head
+    num_groups: int  # that share out all keys, or all parts of all sequences where num_splits is set
     num_splits: int  # of each sequence, where the call asked for them; otherwise 0
     num_slots: int  # for partial results; 0 when there are none
     partial_rows: int  # of a slot
+
+    @property
+    def num_ctas(self) -> int:
+        """All of them."""
+        return self.num_groups * self.num_units
 
 
 def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Split:
     """As many CTAs as the GPU holds at once, unless the call sets num_splits. Lengths are known to the device alone."""
     rows = num_rows(problem)
     num_m_tiles = -(-rows // config.tile_m)
-    units = problem.batch_size * problem.nheads_k * num_m_tiles
-    most_tiles = max(1, -(-problem.seqlen_k // config.unit_tile))
+    units, partial_rows = problem.nheads_k * num_m_tiles, min(rows, config.tile_m)
+    most_tiles = max(1, -(-problem.seqlen_k // config.line_tile))  # of a sequence
     if problem.num_splits > 0:
         num_splits = min(problem.num_splits, most_tiles)
-        slots = units * num_splits if num_splits > 1 else 0
-        return Split(num_m_tiles, units * num_splits, num_splits, slots, min(rows, config.tile_m))
-    num_ctas = min(config.min_blocks * limits.num_sms, units * most_tiles)
-    return Split(num_m_tiles, num_ctas, 0, 2 * num_ctas if most_tiles > 1 else 0, min(rows, config.tile_m))
+        groups = problem.batch_size * num_splits
+        return Split(num_m_tiles, units, groups, num_splits, groups * units * (num_splits > 1), partial_rows)
+    groups = min(_num_groups(units, config.min_blocks * limits.num_sms), problem.batch_size * most_tiles)
+    return Split(num_m_tiles, units, groups, 0, 2 * groups * units * (most_tiles > 1), partial_rows)
+
+
+def _num_groups(units: int, resident: int) -> int:
+    """Groups whose CTAs fill the GPU once, or a few times where units are too many to do so evenly.
+
+    units: CTAs of a group; resident: CTAs that run at once.
+    """
+
+    def used(groups: int) -> float:
+        ctas = groups * units
+        return ctas / (-(-ctas // resident) * resident)
+
+    candidates = range(1, max(1, _MAX_WAVES * resident // max(units, 1)) + 1)
+    once = max(1, resident // max(units, 1))
+    best = max(used(groups) for groups in candidates)
+    return once if used(once) >= _ENOUGH_USED * best else next(n for n in candidates if used(n) >= _ENOUGH_USED * best)

@@ -113,7 +113,7 @@ class KernelConfig:
         return self.num_warps // self.key_warps
 
     @property
-    def unit_tile(self) -> int:
+    def line_tile(self) -> int:
         """Keys that a CTA takes at a time."""
         return self.tile_n * self.key_warps
 

@@ -45,25 +45,26 @@ class Plan:
 
 def make_plan(problem: Problem, arch: int, limits: Limits) -> Plan:
     """The plan for a problem on a GPU. Raises CompileError when no kernel fits it."""
-    is_empty = problem.total_q == 0 or problem.headdim_v == 0
+    append = _append_step(problem)
+    if problem.total_q == 0 or problem.headdim_v == 0:
+        return Plan(problem.dtype, append, (), 0, 0, None)
     if decode_heuristics.is_decode(problem, limits):
         config = decode_heuristics.choose_decode(problem, arch, limits)
         split = decode_heuristics.choose_split(problem, config, limits)
-        steps = () if is_empty else _decode_steps(problem, config, split)
-        return Plan(_DTYPES[config.dtype], _append_step(problem), steps, split.num_m_tiles, 1, split)
+        return Plan(_DTYPES[config.dtype], append, _decode_steps(problem, config, split), split.num_m_tiles, 0, split)
     config = heuristics.choose_config(problem, arch, limits)
     num_m_tiles = -(-problem.seqlen_q // config.tile_m)
-    num_blocks = num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts
-    steps = () if is_empty else (Step(config, 0, num_blocks),)
-    together = heuristics.heads_together(problem, limits)
-    return Plan(_DTYPES[config.dtype], _append_step(problem), steps, num_m_tiles, together, None)
+    step = Step(config, 0, num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
+    return Plan(
+        _DTYPES[config.dtype], append, (step,), num_m_tiles, heuristics.heads_together(problem, limits), split=None
+    )
 
 
 def _decode_steps(problem: Problem, config: KernelConfig, split: Split) -> tuple[Step, ...]:
     decode = Step(config, 0, split.num_ctas * config.num_value_parts)
     if split.num_slots == 0:
         return (decode,)
-    rows = problem.batch_size * problem.nheads_k * split.num_m_tiles * split.partial_rows
+    rows = problem.batch_size * split.num_units * split.partial_rows
     return decode, Step(config, 1, rows)
 
 
@@ -87,7 +88,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     packed = problem.layout is Layout.PACKED
     out_row = problem.nheads * inputs.v.shape[-1]
     lse_head = problem.total_q if packed else problem.seqlen_q
-    split = plan.split or Split(0, 0, 0, 0, 0)
+    split = plan.split or Split(0, 0, 0, 0, 0, 0)
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
@@ -102,7 +103,8 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         inputs.q.shape[-1], inputs.v.shape[-1], problem.page_block_size or 0,
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
-        plan.num_m_tiles, plan.heads_together, split.num_ctas, split.num_splits, split.partial_rows,
+        plan.num_m_tiles, plan.heads_together, split.num_units, split.num_groups, split.num_splits,
+        split.partial_rows,
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on

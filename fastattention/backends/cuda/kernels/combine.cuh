@@ -10,22 +10,17 @@ constexpr int kCombineWarps = 8;
 constexpr int kCombineColumns = kHeaddimV * kValueParts;
 constexpr int kCombineShared = kCombineWarps * (kCombineColumns + 1) * 4;
 
-// One row of one unit, by a CTA: its warps share out the partial results among themselves.
+// One row of a unit of a sequence, by a CTA: its warps share out the partial results among themselves.
 class CombineRow {
 public:
-    FA_DEVICE CombineRow(const AttentionParams& p, int unit, int row)
-        : p_(p),
-          schedule_(p),
-          sequence_(schedule_.sequence(unit / schedule_.units())),
-          unit_(unit - sequence_.batch * schedule_.units()),
-          row_(row),
-          ctas_(schedule_.ctas_of(sequence_, unit_)) {}
+    FA_DEVICE CombineRow(const AttentionParams& p, int batch, int unit, int row)
+        : p_(p), schedule_(p), batch_(batch), unit_(unit), row_(row), groups_(schedule_.groups_of(schedule_.sequence(batch))) {}
 
     FA_DEVICE void run() const {
         const int kv_head = unit_ / p_.num_m_tiles;
         const int group_row = (unit_ - kv_head * p_.num_m_tiles) * kTileM + row_, token = group_row / p_.group_size;
-        // A unit of one CTA is finished, and the last tile of rows may not have this one.
-        if (ctas_.end - ctas_.begin == 1 || token >= p_.seqlen_q) return;
+        // What lies in one stretch is finished, and the last tile of rows may not have this one.
+        if (groups_.end - groups_.begin == 1 || token >= p_.seqlen_q) return;
         // What is read above was there before the decode.
         wait_for_previous_kernel();
         add_up();
@@ -45,7 +40,7 @@ public:
             }
         }
         const int head = kv_head * p_.group_size + group_row - token * p_.group_size;
-        write_results(p_, sequence_.batch, head, token, column, stats, results);
+        write_results(p_, batch_, head, token, column, stats, results);
     }
 
 private:
@@ -55,11 +50,11 @@ private:
     // Of all partial results, one a lane at a time.
     FA_DEVICE RowStats merged_stats() const {
         RowStats stats{-infinity(), 0.0f};
-        for (int cta = ctas_.begin + lane_index(); cta < ctas_.end; cta += 32) {
-            const float* of_cta = p_.partial_stats + 2 * row_of(cta);
-            const float highest = larger(of_cta[0], stats.max);
+        for (int group = groups_.begin + lane_index(); group < groups_.end; group += 32) {
+            const float* part = p_.partial_stats + 2 * row_of(group);
+            const float highest = larger(part[0], stats.max);
             stats.sum = stats.sum * exp2_approximate(stats.max - shift_of(highest)) +
-                        of_cta[1] * exp2_approximate(of_cta[0] - shift_of(highest));
+                        part[1] * exp2_approximate(part[0] - shift_of(highest));
             stats.max = highest;
         }
         const float highest = maximum_of_lanes(stats.max);
@@ -71,7 +66,7 @@ private:
     FA_DEVICE void add_up() const {
         const int warp = warp_index();
         float highest = -infinity(), results[kVectors][4] = {};
-        for (int first = ctas_.begin + warp; first < ctas_.end; first += kTogether * kCombineWarps)
+        for (int first = groups_.begin + warp; first < groups_.end; first += kTogether * kCombineWarps)
             add_some(first, highest, results);
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
@@ -82,21 +77,21 @@ private:
         if (lane_index() == 0) store_shared_32(maximum_at(warp), as_bits(highest));
     }
 
-    // The parts of `first` and of every kCombineWarps-th CTA after it, kTogether in all.
+    // The parts of group `first` and of every kCombineWarps-th after it, kTogether in all.
     FA_DEVICE void add_some(int first, float& highest, float (&results)[kVectors][4]) const {
         float maxima[kTogether];
         Words4 words[kTogether][kVectors];
         float new_highest = highest;
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
-            const int cta = first + k * kCombineWarps;
-            const bool valid = cta < ctas_.end;
-            maxima[k] = valid ? p_.partial_stats[2 * row_of(cta)] : -infinity();
+            const int group = first + k * kCombineWarps;
+            const bool valid = group < groups_.end;
+            maxima[k] = valid ? p_.partial_stats[2 * row_of(group)] : -infinity();
             new_highest = larger(maxima[k], new_highest);
 #pragma unroll
             for (int j = 0; j < kVectors; ++j)
                 words[k][j] = valid && column_of(j) < p_.headdim_v
-                                  ? load_global_128(p_.partial_out + row_of(cta) * p_.headdim_v + column_of(j))
+                                  ? load_global_128(p_.partial_out + row_of(group) * p_.headdim_v + column_of(j))
                                   : Words4{};
         }
         const float factor = exp2_approximate(highest - shift_of(new_highest));
@@ -121,21 +116,21 @@ private:
     }
     static FA_DEVICE uint32_t maximum_at(int warp) { return values_at(kCombineWarps, warp); }
 
-    FA_DEVICE int64_t row_of(int cta) const {
-        return static_cast<int64_t>(schedule_.slot(cta, cta == ctas_.begin)) * p_.partial_rows + row_;
+    FA_DEVICE int64_t row_of(int group) const {
+        return static_cast<int64_t>(schedule_.slot(group, group == groups_.begin, unit_)) * p_.partial_rows + row_;
     }
 
     const AttentionParams& p_;
     const Schedule schedule_;
-    const SequenceTiles sequence_;
-    const int unit_, row_;
-    const Stretch ctas_;
+    const int batch_, unit_, row_;
+    const Stretch groups_;  // that have parts of the sequence
 };
 
 }  // namespace fastattention
 
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kCombineWarps * 32, 1)
     fastattention_combine(FA_PARAMETER fastattention::AttentionParams params) {
-    const int row = static_cast<int>(fastattention::block_index()), unit = row / params.partial_rows;
-    fastattention::CombineRow(params, unit, row - unit * params.partial_rows).run();
+    const int row = static_cast<int>(fastattention::block_index()), place = row / params.partial_rows;
+    const int batch = place / params.num_units;
+    fastattention::CombineRow(params, batch, place - batch * params.num_units, row - place * params.partial_rows).run();
 }

@@ -42,11 +42,11 @@ static_assert(kMergeParts * kMergeColumns == kHeaddimV, "parts are equally wide"
 constexpr int kSharedMemory = kLoopBytes + kResultRows * 8;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
 
-// A stretch of the tiles of one unit.
+// The part of a sequence that a CTA has.
 struct Piece {
     Work work;
     int first_tile, end_tile;
-    bool is_whole;  // it is all of the unit
+    bool is_whole;  // it is all of the sequence
     int slot;       // of its partial result, otherwise
 };
 
@@ -58,28 +58,27 @@ public:
     FA_DEVICE void run() const {
         const Schedule schedule(p_);
         const int cta = static_cast<int>(block_index()) / kValueParts;
-        if (cta >= schedule.num_ctas()) return;
-        Stretch rest = schedule.stretch(cta);
+        const int group = cta / p_.num_units, unit = cta - group * p_.num_units;
+        if (group >= schedule.num_groups()) return;
+        Stretch rest = schedule.stretch(group);
         if (rest.begin >= rest.end) return;
         SequenceTiles sequence = schedule.sequence_with(rest.begin);
-        for (bool first = true; rest.begin < rest.end; first = false) {
-            if (rest.begin >= sequence.begin + schedule.units() * sequence.tiles) sequence = schedule.next(sequence);
-            const Piece piece = piece_of(schedule, sequence, cta, rest);
-            if (!first) block_barrier();  // everyone is done with what lies in shared memory
-            attend(piece);
-            rest.begin += piece.end_tile - piece.first_tile;
+        while (true) {
+            const int first = rest.begin - sequence.begin, end = smaller(rest.end, sequence.end) - sequence.begin;
+            const bool is_whole = first == 0 && sequence.begin + end == sequence.end;
+            attend({work_of(sequence.batch, unit), first, end, is_whole, schedule.slot(group, first == 0, unit)});
+            rest.begin = sequence.begin + end;
+            if (rest.begin >= rest.end) return;
+            sequence = schedule.next(sequence);
+            block_barrier();  // everyone is done with what lies in shared memory
         }
     }
 
 private:
-    FA_DEVICE Piece piece_of(const Schedule& schedule, const SequenceTiles& sequence, int cta, const Stretch& rest) const {
-        const int within = rest.begin - sequence.begin, unit = within / sequence.tiles;
-        const int first = within - unit * sequence.tiles;
-        const int end = smaller(first + (rest.end - rest.begin), sequence.tiles);
+    FA_DEVICE Work work_of(int batch, int unit) const {
         const int kv_head = unit / p_.num_m_tiles;
-        const Work work{unit - kv_head * p_.num_m_tiles, kv_head * p_.group_size, sequence.batch,
-                        static_cast<int>(block_index()) % kValueParts * kHeaddimV};
-        return {work, first, end, end - first == sequence.tiles, schedule.slot(cta, first == 0)};
+        return {unit - kv_head * p_.num_m_tiles, kv_head * p_.group_size, batch,
+                static_cast<int>(block_index()) % kValueParts * kHeaddimV};
     }
 
     FA_DEVICE void attend(const Piece& piece) const {
@@ -88,12 +87,12 @@ private:
         const int num_rows = p_.seqlen_q * p_.group_size, first_row = work.m_tile * kTileM;
         const int last_row = smaller(first_row + kTileM, num_rows) - 1;
         const int base = Schedule::first_key(mask);
-        const int end = smaller(base + piece.end_tile * kUnitTile, mask.row_end(p_.seqlen_q - 1));
+        const int end = smaller(base + piece.end_tile * kLineTile, mask.row_end(p_.seqlen_q - 1));
         const int team = kWarpsShareRows ? warp_index() : 0;
         WarpRows rows(p_, work, mask, last_row);
         Loop loop(query_rows(p_, work, num_rows), key_rows(p_, work, end), value_rows(p_, work, end), shared_,
                   shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes, rows);
-        loop.run(first_row, {base + piece.first_tile * kUnitTile + team * kTileN, end, kUnitTile, 0, 0});
+        loop.run(first_row, {base + piece.first_tile * kLineTile + team * kTileN, end, kLineTile, 0, 0});
         if (!is_within_capacity(p_, work.batch)) rows.poison();
         rows.leave_stats(stats_shared_ + team * kTileM * 8);
 #pragma unroll

@@ -52,7 +52,8 @@ FA_DEVICE void block_barrier() { __syncthreads(); }
 FA_DEVICE void warp_barrier() { __syncwarp(); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
-FA_DEVICE uint32_t shuffle(uint32_t x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+FA_DEVICE int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+FA_DEVICE int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 FA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 
 // The same value, but to the compiler a new one: what depends on it is not computed ahead of a loop and kept in registers,

@@ -5,7 +5,7 @@
 
 namespace fastattention {
 
-FA_DEVICE uint32_t sum_of_lanes(uint32_t x) {
+FA_DEVICE int sum_of_lanes(int x) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
     return x;
@@ -23,11 +23,11 @@ FA_DEVICE float maximum_of_lanes(float x) {
     return x;
 }
 
-FA_DEVICE uint32_t sum_of_lanes_before(uint32_t x) {
-    uint32_t sum = x;
+FA_DEVICE int sum_of_lanes_before(int x) {
+    int sum = x;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = shuffle(sum, lane_index() - distance);
+        const int before = shuffle(sum, lane_index() - distance);
         if (lane_index() >= distance) sum += before;
     }
     return sum - x;

@@ -38,6 +38,11 @@ FA_DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_index() 
 FA_DEVICE int computed_here(int x) { return x; }
 FA_DEVICE const uint16_t* computed_here(const uint16_t* x) { return x; }
 FA_DEVICE bool any_lane(bool x) { return emulator::any_lane(x); }
+FA_DEVICE int count_lanes(bool x) {
+    int count = 0;
+    for (int lane = 0; lane < emulator::kLanes; ++lane) count += static_cast<int>(emulator::shuffle(x, lane));
+    return count;
+}
 // A shuffle, as on a GPU: all lanes must ask.
 FA_DEVICE int warp_index() { return static_cast<int>(emulator::shuffle(thread_index() / 32, 0)); }
 

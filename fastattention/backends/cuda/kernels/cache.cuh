@@ -15,7 +15,6 @@ FA_DEVICE int leftpad_of(const Params& p, int batch) {
 // Whether a sequence's cache has room for what was to be appended, and its numbers make sense.
 template <class Params>
 FA_DEVICE bool is_within_capacity(const Params& p, int batch) {
-    if (p.cache_seqlens == nullptr) return true;
     const int before = p.cache_seqlens[batch], pad = leftpad_of(p, batch);
     return before <= p.max_cache_seqlen && 0 <= pad && pad <= before;
 }

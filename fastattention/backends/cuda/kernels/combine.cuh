@@ -17,8 +17,8 @@ public:
         : p_(p), schedule_(p), batch_(batch), unit_(unit), row_(row), groups_(schedule_.groups_of(schedule_.sequence(batch))) {}
 
     FA_DEVICE void run() const {
-        const int kv_head = unit_ / p_.num_m_tiles;
-        const int group_row = (unit_ - kv_head * p_.num_m_tiles) * kTileM + row_, token = group_row / p_.group_size;
+        const int kv_head = quotient(unit_, p_.num_m_tiles);
+        const int group_row = (unit_ - kv_head * p_.num_m_tiles) * kTileM + row_, token = token_of(p_, group_row);
         // What lies in one stretch is finished, and the last tile of rows may not have this one.
         if (groups_.end - groups_.begin == 1 || token >= p_.seqlen_q) return;
         // What is read above was there before the decode.
@@ -130,7 +130,8 @@ private:
 
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kCombineWarps * 32, 1)
     fastattention_combine(FA_PARAMETER fastattention::AttentionParams params) {
-    const int row = static_cast<int>(fastattention::block_index()), place = row / params.partial_rows;
-    const int batch = place / params.num_units;
-    fastattention::CombineRow(params, batch, place - batch * params.num_units, row - place * params.partial_rows).run();
+    using namespace fastattention;
+    const int row = static_cast<int>(block_index()), place = quotient(row, params.partial_rows);
+    const int batch = quotient(place, params.num_units);
+    CombineRow(params, batch, place - batch * params.num_units, row - place * params.partial_rows).run();
 }

@@ -58,7 +58,7 @@ public:
     FA_DEVICE void run() const {
         const Schedule schedule(p_);
         const int cta = static_cast<int>(block_index()) / kValueParts;
-        const int group = cta / p_.num_units, unit = cta - group * p_.num_units;
+        const int group = quotient(cta, p_.num_units), unit = cta - group * p_.num_units;
         if (group >= schedule.num_groups()) return;
         Stretch rest = schedule.stretch(group);
         if (rest.begin >= rest.end) return;
@@ -76,7 +76,7 @@ public:
 
 private:
     FA_DEVICE Work work_of(int batch, int unit) const {
-        const int kv_head = unit / p_.num_m_tiles;
+        const int kv_head = quotient(unit, p_.num_m_tiles);
         return {unit - kv_head * p_.num_m_tiles, kv_head * p_.group_size, batch,
                 static_cast<int>(block_index()) % kValueParts * kHeaddimV};
     }

@@ -28,7 +28,7 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
         loop.run(first_row, keys);
         block_barrier();
     }
-    if (!is_within_capacity(p, work.batch)) rows.poison();
+    if (p.cache_seqlens != nullptr && !is_within_capacity(p, work.batch)) rows.poison();
     rows.finish(shared);
 }
 

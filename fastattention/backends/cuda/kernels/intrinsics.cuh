@@ -67,8 +67,9 @@ FA_DEVICE const uint16_t* computed_here(const uint16_t* x) {
     return x;
 }
 
-// Whether it holds in any lane of the warp.
+// Whether it holds in any lane of the warp, and in how many.
 FA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+FA_DEVICE int count_lanes(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
 
 FA_DEVICE uint32_t shared_memory() {
     extern __shared__ __align__(16) char memory[];

@@ -23,14 +23,14 @@ FA_DEVICE float maximum_of_lanes(float x) {
     return x;
 }
 
-FA_DEVICE int sum_of_lanes_before(int x) {
-    int sum = x;
+// Of this lane and those before it.
+FA_DEVICE int sum_up_to_lane(int x) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-        const int before = shuffle(sum, lane_index() - distance);
-        if (lane_index() >= distance) sum += before;
+        const int before = shuffle(x, lane_index() - distance);
+        if (lane_index() >= distance) x += before;
     }
-    return sum - x;
+    return x;
 }
 
 }  // namespace fastattention

@@ -28,13 +28,13 @@ struct Stretch {
 // long as a tile.
 class EvenParts {
 public:
-    FA_DEVICE EvenParts(int length, int parts) : each_(length / parts), longer_(length - each_ * parts) {}
+    FA_DEVICE EvenParts(int length, int parts) : each_(quotient(length, parts)), longer_(length - each_ * parts) {}
 
     FA_DEVICE Stretch part(int i) const { return {begin_of(i), begin_of(i + 1)}; }
 
     FA_DEVICE int part_with(int tile) const {
         const int in_longer = longer_ * (each_ + 1);
-        return tile < in_longer ? tile / (each_ + 1) : longer_ + (tile - in_longer) / each_;
+        return tile < in_longer ? quotient(tile, each_ + 1) : longer_ + quotient(tile - in_longer, each_);
     }
 
 private:
@@ -48,11 +48,14 @@ struct SequenceTiles {
     int batch, begin, end;
 };
 
+// The line is as long as all sequences together, which every warp finds out for itself, a sequence a lane. Up to 32 sequences,
+// their lanes also say who has which tile.
 class Schedule {
 public:
     FA_DEVICE explicit Schedule(const AttentionParams& p)
         : p_(p),
-          total_(end_of(p.batch_size)),
+          end_of_lane_(ends_from(0, 0)),
+          total_(p.batch_size > 32 ? sum_of_tiles(p.batch_size) : shuffle(end_of_lane_, 31)),
           groups_(p.num_splits > 0 ? p.batch_size * p.num_splits : smaller(p.num_groups, total_)),
           stretches_(total_, groups_) {}
 
@@ -84,22 +87,20 @@ public:
     }
 
     FA_DEVICE SequenceTiles sequence(int batch) const {
-        const int begin = end_of(batch);
+        const int begin = batch > 32 ? sum_of_tiles(batch) : batch == 0 ? 0 : shuffle(end_of_lane_, batch - 1);
         return {batch, begin, begin + tiles_of(batch)};
     }
 
-    // The sequence that has a tile: 32 sequences at a time, one a lane.
+    // The sequence that has a tile.
     FA_DEVICE SequenceTiles sequence_with(int tile) const {
-        for (int begin = 0, first = 0;; first += 32) {
-            const int mine = first + lane_index(), tiles = mine < p_.batch_size ? tiles_of(mine) : 0;
-            const int end_of_mine = begin + sum_of_lanes_before(tiles) + tiles, end = shuffle(end_of_mine, 31);
-            if (tile >= end && first + 32 < p_.batch_size) {
-                begin = end;
-                continue;
-            }
-            const int lane = sum_of_lanes(end_of_mine <= tile ? 1 : 0), end_of_found = shuffle(end_of_mine, lane);
-            return {first + lane, end_of_found - shuffle(tiles, lane), end_of_found};
+        int first = 0, begin = 0, end_of_lane = end_of_lane_;
+#pragma unroll 1
+        for (; first + 32 < p_.batch_size && shuffle(end_of_lane, 31) <= tile; first += 32) {
+            begin = shuffle(end_of_lane, 31);
+            end_of_lane = ends_from(first + 32, begin);
         }
+        const int lane = count_lanes(end_of_lane <= tile);
+        return {first + lane, lane == 0 ? begin : shuffle(end_of_lane, lane - 1), shuffle(end_of_lane, lane)};
     }
 
     FA_DEVICE SequenceTiles next(const SequenceTiles& sequence) const {
@@ -117,17 +118,22 @@ private:
         return keys <= 0 ? 1 : (keys + kLineTile - 1) / kLineTile;
     }
 
-    // Where the sequences before `batch` end; all lanes ask together.
-    FA_DEVICE int end_of(int batch) const {
+    // Where the sequences from `first` on end, one a lane, when the first begins at `begin`.
+    FA_DEVICE int ends_from(int first, int begin) const {
+        const int mine = first + lane_index();
+        return begin + sum_up_to_lane(mine < p_.batch_size ? tiles_of(mine) : 0);
+    }
+
+    // Of the sequences before `batch`; all lanes ask together.
+    FA_DEVICE int sum_of_tiles(int batch) const {
         int sum = 0;
-        for (int first = 0; first < batch; first += 32) {
-            const int mine = first + lane_index();
-            sum += mine < batch ? tiles_of(mine) : 0;
-        }
+#pragma unroll 1
+        for (int mine = lane_index(); mine < batch; mine += 32) sum += tiles_of(mine);
         return sum_of_lanes(sum);
     }
 
     const AttentionParams& p_;
+    const int end_of_lane_;  // of the first 32 sequences
     const int total_, groups_;
     const EvenParts stretches_;
 };

@@ -11,6 +11,11 @@ namespace fastattention {
 
 FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
+// Of numbers that are not negative. A division takes a while, and this is often by 1.
+FA_DEVICE int quotient(int a, int b) {
+    return b == 1 ? a : static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+}
+
 // A tile of query rows: of one head, or of all the heads that share a key head (kGroupedRows), `head` being the first.
 struct Work {
     int m_tile, head, batch;
@@ -33,24 +38,34 @@ FA_DEVICE Work find_work(const AttentionParams& p) {
 }
 
 // Tokens before a sequence when packed. Asked for where it is needed, rather than kept.
-FA_DEVICE int64_t first_token(const int32_t* cu_seqlens, int batch) { return cu_seqlens == nullptr ? 0 : cu_seqlens[batch]; }
+FA_DEVICE int64_t first_token(const int32_t* cu_seqlens, int batch) {
+    return kGroupedRows || cu_seqlens == nullptr ? 0 : cu_seqlens[batch];
+}
 
 FA_DEVICE int seqlen_of(const int32_t* cu_seqlens, int batch, int seqlen) {
     return cu_seqlens == nullptr ? seqlen : cu_seqlens[batch + 1] - cu_seqlens[batch];
 }
 
-// A sequence without room has no keys.
+// Keys of a sequence in its cache, after this call's append; none where there was no room for it.
+FA_DEVICE int cached_keys(const AttentionParams& p, int batch) {
+    return is_within_capacity(p, batch) ? p.cache_seqlens[batch] + p.seqlen_new - leftpad_of(p, batch) : 0;
+}
+
+// Grouped rows are those of a cache.
 FA_DEVICE BasicTileRange<int> mask_of(const AttentionParams& p, int batch) {
-    int seqlen_k = seqlen_of(p.cu_seqlens_k, batch, p.seqlen_k);
-    if (p.cache_seqlens != nullptr)
-        seqlen_k = is_within_capacity(p, batch) ? p.cache_seqlens[batch] + p.seqlen_new - leftpad_of(p, batch) : 0;
-    return {seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q), seqlen_k, p.window_left, p.window_right};
+    if (kGroupedRows || p.cache_seqlens != nullptr)
+        return {p.seqlen_q, cached_keys(p, batch), p.window_left, p.window_right};
+    return {seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q), seqlen_of(p.cu_seqlens_k, batch, p.seqlen_k), p.window_left,
+            p.window_right};
 }
 
 // Which token, and which query head, a row of queries is.
-FA_DEVICE int token_of(const AttentionParams& p, int row) { return kGroupedRows ? row / p.group_size : row; }
+FA_DEVICE int token_of(const AttentionParams& p, int row) {
+    if constexpr (!kGroupedRows) return row;
+    return p.seqlen_q == 1 ? 0 : quotient(row, p.group_size);
+}
 FA_DEVICE int head_of(const AttentionParams& p, const Work& w, int row) {
-    return kGroupedRows ? w.head + row % p.group_size : w.head;
+    return kGroupedRows ? w.head + row - token_of(p, row) * p.group_size : w.head;
 }
 
 FA_DEVICE SourceRows<kGroupedRows> query_rows(const AttentionParams& p, const Work& w, int num_rows) {

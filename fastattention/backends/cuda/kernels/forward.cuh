@@ -21,13 +21,16 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
     const KeyRange keys{mask.row_begin(first_row) / kTileN * kTileN, mask.row_end(last_row), kTileN,
                         mask.row_begin(last_row), full_end};
     const uint32_t shared = shared_memory();
-    WarpRows rows(p, work, mask, last_row);
     if (keys.begin < keys.end) {
         Loop loop(query_rows(p, work, mask.seqlen_q), key_rows(p, work, keys.end), value_rows(p, work, keys.end), shared,
-                  shared + kQueryBytes, rows);
-        loop.run(first_row, keys);
+                  shared + kQueryBytes, first_row, keys);
+        WarpRows rows(p, work, mask, last_row);
+        loop.run(rows);
         block_barrier();
+        rows.finish(shared);
+        return;
     }
+    WarpRows rows(p, work, mask, last_row);
     if (p.cache_seqlens != nullptr && !is_within_capacity(p, work.batch)) rows.poison();
     rows.finish(shared);
 }

@@ -32,77 +32,83 @@ public:
     static constexpr int kStageBytes = KeyCopy::kBytes + ValueCopy::kBytes;
     static constexpr int kTeamBytes = kStages * kStageBytes;
 
-    // q_shared: for the CTA's queries; kv_shared: for the team's keys and values.
+    // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values. Copies begin at once.
     FA_DEVICE KeyLoop(const SourceRows<kGroupedRows>& q, const SourceRows<kPaged>& k, const SourceRows<kPaged>& v,
-                      uint32_t q_shared, uint32_t kv_shared, WarpRows& rows)
-        : q_copy_(q), k_copy_(k), v_copy_(v), q_shared_(q_shared), kv_shared_(kv_shared), rows_(rows) {}
-
-    FA_DEVICE void run(int first_row, const KeyRange& keys) {
-        if constexpr (Arch::kAsyncCopy && kStages > 1) {
-            run_pipelined(first_row, keys);
+                      uint32_t q_shared, uint32_t kv_shared, int first_row, const KeyRange& keys)
+        : q_copy_(q), k_copy_(k), v_copy_(v), q_shared_(q_shared), kv_shared_(kv_shared), keys_(keys), ahead_(keys.begin) {
+        q_copy_.begin(first_row, q_shared_);
+        if constexpr (kPipelined) {
+            copy_async_commit();
+#pragma unroll
+            for (int i = 0; i < kStages - 1; ++i) begin_next();
         } else {
-            run_single_buffered(first_row, keys);
+            k_copy_.begin(keys.begin, k_shared(0));
+        }
+    }
+
+    FA_DEVICE void run(WarpRows& rows) {
+        if constexpr (kPipelined) {
+            run_pipelined(rows);
+        } else {
+            run_single_buffered(rows);
         }
     }
 
 private:
+    static constexpr bool kPipelined = Arch::kAsyncCopy && kStages > 1;
+
     // Several tiles of keys and values in shared memory: while one is worked on, the others are on their way. One barrier a
     // tile says both that this tile has arrived and that nobody reads the one before it any more.
-    FA_DEVICE void run_pipelined(int first_row, const KeyRange& keys) {
-        q_copy_.begin(first_row, q_shared_);
-        copy_async_commit();
-        int ahead = keys.begin, stage_ahead = 0;
-        const auto begin_next = [&] {
-            if (ahead < keys.end) {
-                k_copy_.begin(ahead, k_shared(stage_ahead));
-                v_copy_.begin(ahead, v_shared(stage_ahead));
-            }
-            copy_async_commit();
-            ahead += keys.step;
-            stage_ahead = stage_ahead + 1 == kStages ? 0 : stage_ahead + 1;
-        };
-#pragma unroll
-        for (int i = 0; i < kStages - 1; ++i) begin_next();
+    FA_DEVICE void run_pipelined(WarpRows& rows) {
         copy_async_wait<kStages - 1>();
         block_barrier();
-        rows_.load_queries(q_shared_);
+        rows.load_queries(q_shared_);
         int stage = 0;
-        for (int key = keys.begin; key < keys.end; key += keys.step) {
+        for (int key = keys_.begin; key < keys_.end; key += keys_.step) {
             copy_async_wait<kStages - 2>();
             Team::barrier();
             begin_next();
-            const TileKind kind = rows_.kind_of(key);
+            const TileKind kind = rows.kind_of(key);
             if (kind != TileKind::kSkipped) {
                 WarpRows::Scores scores = {};
-                rows_.multiply_queries(scores, k_shared(stage));
-                rows_.prepare(scores, key, kind);
-                rows_.accumulate_values(scores, v_shared(stage));
+                rows.multiply_queries(scores, k_shared(stage));
+                rows.prepare(scores, key, kind);
+                rows.accumulate_values(scores, v_shared(stage));
             }
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
         copy_async_wait<0>();
     }
 
+    // The next tile of keys and values into the next place, if there is one more.
+    FA_DEVICE void begin_next() {
+        if (ahead_ < keys_.end) {
+            k_copy_.begin(ahead_, k_shared(stage_ahead_));
+            v_copy_.begin(ahead_, v_shared(stage_ahead_));
+        }
+        copy_async_commit();
+        ahead_ += keys_.step;
+        stage_ahead_ = stage_ahead_ + 1 == kStages ? 0 : stage_ahead_ + 1;
+    }
+
     // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round. No barrier
     // parts the softmax from the product with the values, so that the exponentials of some keys overlap the products of others.
-    FA_DEVICE void run_single_buffered(int first_row, const KeyRange& keys) {
-        q_copy_.begin(first_row, q_shared_);
-        k_copy_.begin(keys.begin, k_shared(0));
+    FA_DEVICE void run_single_buffered(WarpRows& rows) {
         q_copy_.finish(q_shared_);
         arrive(k_copy_, k_shared(0));
         if constexpr (kKeyWarps > 1) block_barrier();
-        rows_.load_queries(q_shared_);
-        for_each_tile(keys, [&](auto all_seen, int key) {
+        rows.load_queries(q_shared_);
+        for_each_tile([&](auto all_seen, int key) {
             v_copy_.begin(key, v_shared(0));
-            const bool more = key + keys.step < keys.end;
-            const TileKind kind = all_seen.value ? TileKind::kFull : rows_.kind_of(key);
+            const bool more = key + keys_.step < keys_.end;
+            const TileKind kind = all_seen.value ? TileKind::kFull : rows.kind_of(key);
             WarpRows::Scores scores = {};
-            if (kind != TileKind::kSkipped) rows_.multiply_queries(scores, k_shared(0));
+            if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0));
             arrive(v_copy_, v_shared(0));
-            if (more) k_copy_.begin(key + keys.step, k_shared(0));
+            if (more) k_copy_.begin(key + keys_.step, k_shared(0));
             if (kind != TileKind::kSkipped) {
-                rows_.prepare(scores, key, kind);
-                rows_.accumulate_values(scores, v_shared(0));
+                rows.prepare(scores, key, kind);
+                rows.accumulate_values(scores, v_shared(0));
             }
             // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
             arrive(k_copy_, k_shared(0));
@@ -112,9 +118,9 @@ private:
     // Calls `step` for one tile of keys after the other, and says when compiling whether all rows of the CTA see all of its
     // keys. The code for those that do is without a word about the mask, which lets the compiler place it more freely.
     template <class Step>
-    FA_DEVICE static void for_each_tile(const KeyRange& keys, Step step) {
-        for (int key = keys.begin; key < keys.end; key += keys.step) {
-            if (kSeparateFullTiles && key >= keys.full_begin && key + kTileN <= keys.full_end) {
+    FA_DEVICE void for_each_tile(Step step) const {
+        for (int key = keys_.begin; key < keys_.end; key += keys_.step) {
+            if (kSeparateFullTiles && key >= keys_.full_begin && key + kTileN <= keys_.full_end) {
                 step(AllSeen<true>{}, key);
             } else {
                 step(AllSeen<false>{}, key);
@@ -142,7 +148,8 @@ private:
     KeyCopy k_copy_;
     ValueCopy v_copy_;
     const uint32_t q_shared_, kv_shared_;
-    WarpRows& rows_;
+    const KeyRange keys_;
+    int ahead_, stage_ahead_ = 0;  // the next tile to fetch, and its place
 };
 
 }  // namespace fastattention

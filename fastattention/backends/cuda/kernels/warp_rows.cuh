@@ -114,7 +114,8 @@ public:
                 for (int i = 0; i < Arch::kElements; ++i) {
                     const int row = first_warp_row() + step * Arch::kStepRows + Arch::row(Arch::row_of_element(i));
                     const int column = Arch::value_column(n, i) - part * kColumns;
-                    store_shared_32(to + row * pitch + column * 4, as_bits(acc_o_[step][n][i]));
+                    if (warp_row_ - first_warp_row() + row <= last_row_)
+                        store_shared_32(to + row * pitch + column * 4, as_bits(acc_o_[step][n][i]));
                 }
             }
     }

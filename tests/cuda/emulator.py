@@ -13,6 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
@@ -190,6 +193,7 @@ class EmulatedCudaBackend(CudaBackend):
 
     limits: ClassVar[Limits]
     reports: list[Report]  # of the launches of the last call
+    counters: Tensor
 
     def why_unavailable(self) -> str | None:
         return None
@@ -207,9 +211,15 @@ class EmulatedCudaBackend(CudaBackend):
         split = self._plan(problem).split
         self.reports.append(launch(step, params, ranges_of(params, problem, split.num_slots if split else 0)))
 
+    def _counters(self, count: int, problem: Problem) -> Tensor:
+        self.counters = torch.zeros(count, dtype=torch.int32)
+        return self.counters
+
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
-        self.reports = []
-        return super().forward(problem, inputs)
+        self.reports, self.counters = [], torch.zeros(0, dtype=torch.int32)
+        result = super().forward(problem, inputs)
+        assert not self.counters.any(), "kernels leave counters at zero"
+        return result
 
 
 class EmulatedSm60(EmulatedCudaBackend):

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.kernel_config import MAX_REGISTERS
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.variants import known_limits, variants_of
+from fastattention.backends.cuda.kernel_config import MAX_REGISTERS
 from fastattention.errors import CompileError
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"

@@ -9,6 +9,7 @@ from fastattention import config
 from fastattention.backends.base import Backend
 from fastattention.backends.common.layout import pointer
 from fastattention.backends.cuda.chips import ARCHS, Limits
+from fastattention.backends.cuda.counters import counters_of
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.kernel_config import MAX_HEADDIM
 from fastattention.backends.cuda.memory import is_readable, prepared, strides_of
@@ -90,18 +91,21 @@ class CudaBackend(Backend):
     def _attend(
         self, plan: Plan, template: bytes, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None
     ) -> None:
-        partials: Tensor | None = None
+        partials = counters = None
         stats_at = 0
-        if plan.split is not None and plan.split.num_slots > 0:
-            rows = plan.split.num_slots * plan.split.partial_rows
+        if (split := plan.split) is not None and split.num_slots > 0:
+            rows = split.num_slots * split.partial_rows
             partials = out.new_empty(rows * (out.shape[-1] + 2), dtype=torch.float32)
             stats_at = partials.data_ptr() + 4 * rows * out.shape[-1]
+            if split.merges_in_place:
+                counters = self._counters(split.num_counters * problem.batch_size, problem)
         # fmt: off
         params = AttentionParams.make(
             template, inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), out.data_ptr(), pointer(lse),
             pointer(inputs.cu_seqlens_q), pointer(inputs.cu_seqlens_k), pointer(inputs.cache_seqlens),
             pointer(inputs.cache_batch_idx), pointer(inputs.cache_leftpad), pointer(inputs.block_table),
             pointer(inputs.alibi_slopes), pointer(inputs.sinks), pointer(inputs.attn_bias), pointer(partials), stats_at,
+            pointer(counters),
         )
         # fmt: on
         for step in plan.attention:
@@ -143,6 +147,10 @@ class CudaBackend(Backend):
 
     def _arch(self, limits: Limits) -> int:
         return self._forced_arch or config.cuda_arch() or limits.arch
+
+    def _counters(self, count: int, problem: Problem) -> Tensor:
+        index = _device_index(problem)
+        return counters_of(index).take(count, module.current_stream(index))
 
     def _launch(self, step: Step, params: Params, problem: Problem) -> None:
         index = _device_index(problem)

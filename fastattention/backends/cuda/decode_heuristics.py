@@ -19,6 +19,7 @@ from fastattention.problem import Layout, Problem
 _MAX_ROWS = 128
 _FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
 _MAX_WAVES = 4
+_MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes to launch another kernel
 _ENOUGH_USED = 0.9  # of the best share of the GPU that is used
 
 
@@ -146,6 +147,12 @@ class Split(NamedTuple):
     num_splits: int  # of each sequence, where the call asked for them; otherwise 0
     num_slots: int  # for partial results; 0 when there are none
     partial_rows: int  # of a slot
+    merges_in_place: bool  # the last CTA of a unit merges its partial results; otherwise another kernel does
+
+    @property
+    def num_counters(self) -> int:
+        """That the CTAs of a unit count each other with, of one sequence."""
+        return self.num_units if self.merges_in_place else 0
 
     @property
     def num_ctas(self) -> int:
@@ -159,12 +166,16 @@ def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Spli
     num_m_tiles = -(-rows // config.tile_m)
     units, partial_rows = problem.nheads_k * num_m_tiles, min(rows, config.tile_m)
     most_tiles = max(1, -(-problem.seqlen_k // config.line_tile))  # of a sequence
+    # A CTA with part of the columns of v has no maxima and sums of its own.
+    in_place = partial_rows <= _MAX_ROWS_IN_PLACE and config.num_value_parts == 1
     if problem.num_splits > 0:
         num_splits = min(problem.num_splits, most_tiles)
         groups = problem.batch_size * num_splits
-        return Split(num_m_tiles, units, groups, num_splits, groups * units * (num_splits > 1), partial_rows)
+        slots = groups * units * (num_splits > 1)
+        return Split(num_m_tiles, units, groups, num_splits, slots, partial_rows, slots > 0 and in_place)
     groups = min(_num_groups(units, config.min_blocks * limits.num_sms), problem.batch_size * most_tiles)
-    return Split(num_m_tiles, units, groups, 0, 2 * groups * units * (most_tiles > 1), partial_rows)
+    slots = 2 * groups * units * (most_tiles > 1)
+    return Split(num_m_tiles, units, groups, 0, slots, partial_rows, slots > 0 and in_place)
 
 
 def _num_groups(units: int, resident: int) -> int:

@@ -91,7 +91,7 @@ class KernelConfig:
         """Its functions: a decode and the merge of its partial results, or a forward."""
         if not self.decodes:
             return (Entry("fastattention_forward", self.num_threads, self.shared_bytes),)
-        combine_bytes = COMBINE_WARPS * (self.headdim_v * self.num_value_parts + 1) * 4
+        combine_bytes = COMBINE_WARPS * (self.headdim_v * self.num_value_parts + 4) * 4
         return (
             Entry("fastattention_decode", self.num_threads, self.shared_bytes, overlaps=True),
             Entry("fastattention_combine", 32 * COMBINE_WARPS, combine_bytes, overlaps=True),

@@ -46,7 +46,7 @@ class AttentionParams(Params):
 
     _fields_ = _fields(
         Q="""q k v out lse cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad block_table
-        alibi_slopes sinks attn_bias partial_out partial_stats""",
+        alibi_slopes sinks attn_bias partial_out partial_stats counters""",
         q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
         out_stride_batch out_stride_head lse_stride_batch lse_stride_head
         bias_stride_batch bias_stride_head bias_stride_row bias_stride_key alibi_stride_batch block_table_stride""",

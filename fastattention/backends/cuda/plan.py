@@ -62,7 +62,7 @@ def make_plan(problem: Problem, arch: int, limits: Limits) -> Plan:
 
 def _decode_steps(problem: Problem, config: KernelConfig, split: Split) -> tuple[Step, ...]:
     decode = Step(config, 0, split.num_ctas * config.num_value_parts)
-    if split.num_slots == 0:
+    if split.num_slots == 0 or split.merges_in_place:
         return (decode,)
     rows = problem.batch_size * split.num_units * split.partial_rows
     return decode, Step(config, 1, rows)
@@ -88,7 +88,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     packed = problem.layout is Layout.PACKED
     out_row = problem.nheads * inputs.v.shape[-1]
     lse_head = problem.total_q if packed else problem.seqlen_q
-    split = plan.split or Split(0, 0, 0, 0, 0, 0)
+    split = plan.split or Split(0, 0, 0, 0, 0, 0, False)
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,

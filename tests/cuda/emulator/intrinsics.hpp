@@ -71,6 +71,15 @@ FA_DEVICE Words4 load_global_128(const void* address) {
     emulator::check_global(address, "reads", true);
     return *static_cast<const Words4*>(address);
 }
+FA_DEVICE Words2 load_written_64(const void* address) { return *static_cast<const Words2*>(address); }
+FA_DEVICE Words4 load_written_128(const void* address) { return load_global_128(address); }
+FA_DEVICE void memory_fence() {}
+FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
+    const bool is_last = *counter == count - 1;
+    *counter = is_last ? 0 : *counter + 1;
+    return is_last;
+}
+FA_DEVICE void store_global_64(void* address, Words2 x) { *static_cast<Words2*>(address) = x; }
 FA_DEVICE void store_global_128(void* address, Words4 x) {
     emulator::check_global(address, "writes", true);
     *static_cast<Words4*>(address) = x;

@@ -1,16 +1,14 @@
-// Merges the partial results of a decode, exactly: those of a row have a maximum, a sum and an unnormalised result each.
+// Merges the partial results of a decode, where its CTAs do not do so themselves: a CTA takes a row of a unit of a sequence, and
+// its warps share out the partial results among themselves.
 #pragma once
 
-#include "results.cuh"
-#include "schedule.cuh"
+#include "partials.cuh"
 
 namespace fastattention {
 
 constexpr int kCombineWarps = 8;
-constexpr int kCombineColumns = kHeaddimV * kValueParts;
-constexpr int kCombineShared = kCombineWarps * (kCombineColumns + 1) * 4;
+constexpr int kCombineShared = kCombineWarps * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each warp
 
-// One row of a unit of a sequence, by a CTA: its warps share out the partial results among themselves.
 class CombineRow {
 public:
     FA_DEVICE CombineRow(const AttentionParams& p, int batch, int unit, int row)
@@ -23,101 +21,45 @@ public:
         if (groups_.end - groups_.begin == 1 || token >= p_.seqlen_q) return;
         // What is read above was there before the decode.
         wait_for_previous_kernel();
-        add_up();
-        const RowStats stats = merged_stats();
+        const int warp = warp_index();
+        leave(warp, PartialRow{p_, schedule_, groups_, unit_, row_}.merged(groups_.begin + warp, kCombineWarps));
         block_barrier();
-        const int column = thread_index() * 8;
-        if (column >= p_.headdim_v) return;
-        float results[8] = {};
-#pragma unroll
-        for (int warp = 0; warp < kCombineWarps; ++warp) {
-            const float weight = exp2_approximate(as_float(load_shared_32(maximum_at(warp))) - shift_of(stats.max));
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Words4 words = load_shared_128(values_at(warp, column + half * 4));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) results[half * 4 + i] += weight * as_float(words.word[i]);
-            }
-        }
+        if (warp != 0) return;
+        MergedRow result = left_by_all();
         const int head = kv_head * p_.group_size + group_row - token * p_.group_size;
-        write_results(p_, batch_, head, token, column, stats, results);
+        write_row(p_, batch_, head, token, result);
     }
 
 private:
-    static constexpr int kVectors = (kCombineColumns + 127) / 128;  // of four columns, that a lane has
-    static constexpr int kTogether = 8;                             // partial results that a warp waits for at once
+    static FA_DEVICE uint32_t shared_of(int warp) { return shared_memory() + warp * (kColumnsOfRow + 4) * 4; }
 
-    // Of all partial results, one a lane at a time.
-    FA_DEVICE RowStats merged_stats() const {
-        RowStats stats{-infinity(), 0.0f};
-        for (int group = groups_.begin + lane_index(); group < groups_.end; group += 32) {
-            const float* part = p_.partial_stats + 2 * row_of(group);
-            const float highest = larger(part[0], stats.max);
-            stats.sum = stats.sum * exp2_approximate(stats.max - shift_of(highest)) +
-                        part[1] * exp2_approximate(part[0] - shift_of(highest));
-            stats.max = highest;
-        }
-        const float highest = maximum_of_lanes(stats.max);
-        return {highest, sum_of_lanes(stats.sum * exp2_approximate(stats.max - shift_of(highest)))};
-    }
-
-    // Leaves the sum of this warp's share in shared memory, relative to its own maximum: nothing here waits for anything but
-    // the partial results themselves.
-    FA_DEVICE void add_up() const {
-        const int warp = warp_index();
-        float highest = -infinity(), results[kVectors][4] = {};
-        for (int first = groups_.begin + warp; first < groups_.end; first += kTogether * kCombineWarps)
-            add_some(first, highest, results);
+    FA_DEVICE static void leave(int warp, const MergedRow& row) {
+        const uint32_t to = shared_of(warp);
+        if (lane_index() == 0) store_shared_128(to, {as_bits(row.stats.max), as_bits(row.stats.sum), 0, 0});
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-            if (column_of(j) >= p_.headdim_v) continue;
-            const float* r = results[j];
-            store_shared_128(values_at(warp, column_of(j)), {as_bits(r[0]), as_bits(r[1]), as_bits(r[2]), as_bits(r[3])});
-        }
-        if (lane_index() == 0) store_shared_32(maximum_at(warp), as_bits(highest));
-    }
-
-    // The parts of group `first` and of every kCombineWarps-th after it, kTogether in all.
-    FA_DEVICE void add_some(int first, float& highest, float (&results)[kVectors][4]) const {
-        float maxima[kTogether];
-        Words4 words[kTogether][kVectors];
-        float new_highest = highest;
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) {
-            const int group = first + k * kCombineWarps;
-            const bool valid = group < groups_.end;
-            maxima[k] = valid ? p_.partial_stats[2 * row_of(group)] : -infinity();
-            new_highest = larger(maxima[k], new_highest);
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-                words[k][j] = valid && column_of(j) < p_.headdim_v
-                                  ? load_global_128(p_.partial_out + row_of(group) * p_.headdim_v + column_of(j))
-                                  : Words4{};
-        }
-        const float factor = exp2_approximate(highest - shift_of(new_highest));
-        highest = new_highest;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) results[j][i] *= factor;
-#pragma unroll
-        for (int k = 0; k < kTogether; ++k) {
-            const float weight = exp2_approximate(maxima[k] - shift_of(highest));
-#pragma unroll
-            for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) results[j][i] += weight * as_float(words[k][j].word[i]);
+        for (int j = 0; j < kVectorsOfLane; ++j) {
+            if (column_of_lane(j) >= kColumnsOfRow) continue;
+            const float* x = row.values[j];
+            store_shared_128(to + 16 + column_of_lane(j) * 4, {as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])});
         }
     }
 
-    static FA_DEVICE int column_of(int vector) { return vector * 128 + lane_index() * 4; }
-    static FA_DEVICE uint32_t values_at(int warp, int column) {
-        return shared_memory() + (warp * kCombineColumns + column) * 4;
-    }
-    static FA_DEVICE uint32_t maximum_at(int warp) { return values_at(kCombineWarps, warp); }
-
-    FA_DEVICE int64_t row_of(int group) const {
-        return static_cast<int64_t>(schedule_.slot(group, group == groups_.begin, unit_)) * p_.partial_rows + row_;
+    FA_DEVICE static MergedRow left_by_all() {
+        RowStats parts[kCombineWarps];
+        Words4 words[kCombineWarps][kVectorsOfLane];
+#pragma unroll
+        for (int warp = 0; warp < kCombineWarps; ++warp) {
+            const Words4 stats = load_shared_128(shared_of(warp));
+            parts[warp] = {as_float(stats.word[0]), as_float(stats.word[1])};
+#pragma unroll
+            for (int j = 0; j < kVectorsOfLane; ++j)
+                words[warp][j] = column_of_lane(j) < kColumnsOfRow
+                                     ? load_shared_128(shared_of(warp) + 16 + column_of_lane(j) * 4)
+                                     : Words4{};
+        }
+        MergedRow row;
+        row.add(parts, words);
+        return row;
     }
 
     const AttentionParams& p_;

@@ -1,5 +1,6 @@
 // Attention of few query rows over many keys: the CTAs share out the keys of all sequences evenly (schedule.cuh), read those
-// of a key head once for all query heads of its group, and leave partial results that combine.cuh merges.
+// of a key head once for all query heads of its group, and leave partial results. The last CTA of a unit merges them when they
+// are few, combine.cuh when they are many.
 //
 // What bounds it is memory. So every warp has keys of its own and fetches them ahead without waiting for the others; only at
 // the end of its stretch are the warps' results merged. With more rows than a warp can hold, the warps share out the rows
@@ -66,7 +67,9 @@ public:
         while (true) {
             const int first = rest.begin - sequence.begin, end = smaller(rest.end, sequence.end) - sequence.begin;
             const bool is_whole = first == 0 && sequence.begin + end == sequence.end;
-            attend({work_of(sequence.batch, unit), first, end, is_whole, schedule.slot(group, first == 0, unit)});
+            const Piece piece{work_of(sequence.batch, unit), first, end, is_whole, schedule.slot(group, first == 0, unit)};
+            attend(piece);
+            if (!is_whole && p_.counters != nullptr) merge_partials(schedule, sequence, unit, piece.work);
             rest.begin = sequence.begin + end;
             if (rest.begin >= rest.end) return;
             sequence = schedule.next(sequence);
@@ -116,7 +119,7 @@ private:
             const RowStats stats = merge_row(row, chunk * 8, results);
             if (piece.is_whole) {
                 const int at = piece.work.m_tile * kTileM + row;
-                write_results(p_, piece.work.batch, head_of(p_, piece.work, at), token_of(p_, at), column, stats, results);
+                write_eight(p_, piece.work.batch, head_of(p_, piece.work, at), token_of(p_, at), column, stats, results);
             } else {
                 leave_partial(static_cast<int64_t>(piece.slot) * p_.partial_rows + row, column, stats, results);
             }
@@ -156,6 +159,26 @@ private:
         if (column == 0) {
             p_.partial_stats[2 * row] = stats.max;
             p_.partial_stats[2 * row + 1] = stats.sum;
+        }
+    }
+
+    // The last CTA that leaves its part of a unit merges all of them, a row a warp, in the order of groups.
+    FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit, const Work& work) const {
+        const Stretch groups = schedule.groups_of(sequence);
+        memory_fence();
+        block_barrier();
+        if (thread_index() == 0) {
+            int32_t* counter = p_.counters + sequence.batch * p_.num_units + unit;
+            store_shared_32(stats_shared_, count_up(counter, groups.end - groups.begin));
+        }
+        block_barrier();
+        if (load_shared_32(stats_shared_) == 0) return;
+        memory_fence();
+        for (int row = warp_index(); row < p_.partial_rows; row += kWarps) {
+            const int at = work.m_tile * kTileM + row, token = token_of(p_, at);
+            if (token >= p_.seqlen_q) continue;
+            const MergedRow merged = PartialRow{p_, schedule, groups, unit, row}.merged(groups.begin, 1);
+            write_row(p_, work.batch, head_of(p_, work, at), token, merged);
         }
     }
 

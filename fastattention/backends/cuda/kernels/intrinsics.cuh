@@ -106,6 +106,30 @@ FA_DEVICE Words4 load_global_128(const void* address) {
     const uint4 x = __ldg(static_cast<const uint4*>(address));
     return {x.x, x.y, x.z, x.w};
 }
+// Of global memory that other CTAs of this kernel may have written.
+FA_DEVICE Words2 load_written_64(const void* address) {
+    Words2 x;
+    asm volatile("ld.global.cg.v2.b32 {%0, %1}, [%2];" : "=r"(x.word[0]), "=r"(x.word[1]) : "l"(address) : "memory");
+    return x;
+}
+FA_DEVICE Words4 load_written_128(const void* address) {
+    Words4 x;
+    asm volatile("ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])
+                 : "l"(address)
+                 : "memory");
+    return x;
+}
+// What this thread wrote is seen by all threads that find out about it later.
+FA_DEVICE void memory_fence() { __threadfence(); }
+// Counts one of `count` that come to a counter, which is 0 before the first and again after the last; 1 for the last.
+FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
+    const unsigned last = static_cast<unsigned>(count) - 1;
+    return atomicInc(reinterpret_cast<unsigned*>(counter), last) == last;
+}
+FA_DEVICE void store_global_64(void* address, Words2 x) {
+    *static_cast<uint2*>(address) = make_uint2(x.word[0], x.word[1]);
+}
 FA_DEVICE void store_global_128(void* address, Words4 x) {
     *static_cast<uint4*>(address) = make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
 }

@@ -26,6 +26,7 @@ struct AttentionParams {
 
     float* partial_out;    // (slots, partial_rows, headdim_v), see schedule.cuh
     float* partial_stats;  // (slots, partial_rows, 2): running maximum, sum
+    int32_t* counters;     // (batch_size, num_units), zeros, and zeros again in the end; null where combine.cuh merges
 
     int64_t q_stride_batch, q_stride_head;
     int64_t k_stride_batch, k_stride_head;  // when paged, stride_batch is a page's

@@ -32,6 +32,7 @@ class _Tiles(NamedTuple):
     queries_in_registers: bool
     warps_share_rows: bool
     num_value_parts: int = 1
+    max_keys: int | None = None  # calls with more keys, of all heads and for each multiprocessor, prefer another
 
 
 # For head dimensions up to the key, the candidates, best first: of those with the fewest rows that hold the call's, or
@@ -39,9 +40,10 @@ class _Tiles(NamedTuple):
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         128: (
-            _Tiles(16, 16, 4, 3, 2, True, True),
+            _Tiles(16, 32, 4, 2, 1, True, True, max_keys=24576),
             _Tiles(16, 16, 4, 2, 2, True, True),
-            _Tiles(32, 16, 4, 3, 2, False, True),
+            _Tiles(16, 16, 4, 2, 1, True, True),
+            _Tiles(32, 16, 4, 2, 2, False, True),
             _Tiles(32, 16, 4, 2, 1, False, True),
             _Tiles(64, 64, 4, 2, 2, False, False),
             _Tiles(64, 32, 4, 2, 1, False, False),
@@ -88,19 +90,21 @@ def is_decode(problem: Problem, limits: Limits) -> bool:
     return num_rows(problem) <= _MAX_ROWS or ctas_of_forward < 2 * limits.num_sms
 
 
-def representative_rows(arch: int) -> list[int]:
-    """Numbers of rows, one for every tile that a code path has."""
-    return sorted({tiles.tile_m for by_headdim in _TILES[arch].values() for tiles in by_headdim})
-
-
 def configs_for(
-    arch: int, dtype: str, headdim: int, headdim_v: int, rows: int, modifies: bool, paged: bool
+    arch: int, dtype: str, headdim: int, headdim_v: int, rows: int, keys: int, modifies: bool, paged: bool
 ) -> list[KernelConfig]:
-    """The candidates for a call, best first."""
+    """The candidates for a call, best first. keys: of all heads, for each multiprocessor."""
     columns = padded_headdim(headdim), padded_headdim(headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
     # The smallest tile that holds all rows; where there is none, the largest.
-    by_preference = sorted(tiles, key=lambda sizes: (sizes.tile_m < rows, abs(sizes.tile_m - rows)))
+    by_preference = sorted(
+        tiles,
+        key=lambda sizes: (
+            sizes.tile_m < rows,
+            abs(sizes.tile_m - rows),
+            sizes.max_keys is not None and keys > sizes.max_keys,
+        ),
+    )
     return [
         KernelConfig(
             arch=arch,
@@ -132,6 +136,7 @@ def choose_decode(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         problem.headdim,
         problem.headdim_v,
         num_rows(problem),
+        problem.batch_size * problem.nheads_k * problem.seqlen_k // limits.num_sms,
         modifies_scores(problem),
         problem.is_paged,
     )

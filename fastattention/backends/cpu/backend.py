@@ -36,6 +36,8 @@ class CpuBackend(Backend):
             return "a gradient is needed and this backend has no backward; use backend='sdpa' or torch.no_grad()"
         if problem.dropout_p > 0.0:
             return f"dropout_p={problem.dropout_p} is not served; use dropout_p=0.0 or backend='sdpa'"
+        if problem.cache_dtype is not None:
+            return f"a quantised cache ({problem.cache_dtype}) is not served; use backend='sdpa'"
         return None
 
     def describe(self) -> str:

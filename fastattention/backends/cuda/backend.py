@@ -70,6 +70,8 @@ class CudaBackend(Backend):
         """Refuses caches, float32, gradients and dropout; serves every other call on a GPU from Pascal on."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
+        if problem.cache_dtype is not None:
+            return f"a quantised cache ({problem.cache_dtype}) is not served; use backend='sdpa'"
         if problem.layout is Layout.KVCACHE:
             return "calls with a cache are not served yet; use backend='sdpa'"
         if problem.dtype is torch.float32:

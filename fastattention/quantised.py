@@ -22,8 +22,9 @@ def quantise(x: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = LARGEST_STORED[cache_dtype]
     amax = x.abs().amax(dim=-1, keepdim=True)
-    # Finite also for amax so small that its reciprocal is not.
-    factor = (largest / amax).clamp(max=torch.finfo(torch.float32).max)
+    # A division of tensors: a number over a tensor is its reciprocal times the number to torch, which rounds twice. Finite
+    # also for amax so small that its reciprocal is not.
+    factor = (torch.full_like(amax, largest) / amax).clamp(max=torch.finfo(torch.float32).max)
     stored = torch.where(amax.isfinite(), x * factor, 0.0).clamp(-largest, largest)
     if cache_dtype is torch.int8:
         stored = stored.round()

@@ -45,7 +45,7 @@ def test_every_number_is_the_nearest_that_can_be_stored(cache_dtype: torch.dtype
     stored, scale = quantise(x, cache_dtype)
     assert (stored.dtype, scale.dtype) == (cache_dtype, torch.float32)
     assert (stored.shape, scale.shape) == (x.shape, x.shape[:-1])
-    largest = LARGEST_STORED[cache_dtype]
+    largest = torch.tensor(LARGEST_STORED[cache_dtype])
     for row, numbers, factor in zip(x.flatten(0, 1), stored.flatten(0, 1), scale.flatten(), strict=True):
         amax = row.abs().max()
         assert factor == amax / largest

@@ -16,6 +16,7 @@ static constexpr int kMaxGroup = Vec::kWidth < 8 ? Vec::kWidth : 8;
 // How elements are multiplied: widened to floats one vector at a time ...
 template <class Element>
 struct Wide {
+    using Stored = Element;
     using Query = float;
     static constexpr int kChunk = Vec::kWidth;  // elements a step takes
     static constexpr int kKeysPerStep = 1;      // of values
@@ -37,6 +38,7 @@ struct Wide {
 // ... or two at a time by the instruction for pairs of bfloat16. Its columns come out interleaved and are put back in order
 // when a split is done.
 struct Paired {
+    using Stored = Bfloat16;
     using Query = Bfloat16;
     static constexpr int kChunk = 2 * Vec::kWidth;
     static constexpr int kKeysPerStep = 2;
@@ -202,6 +204,7 @@ public:
         if (kind == TileKind::kSkipped) return;
         const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
         score_block<Element, Dot, kGroup>(block, head, queries_, query_stride_, call_->params->headdim, scores_);
+        if constexpr (kQuantised<Element>) scale_scores(block, head, padded);
         if (modifies_) modify(block);
         for (int64_t i = block.n * kGroup; i < padded; ++i) scores_[i] = -kInfinity;
         if (kind == TileKind::kPartial) hide(block);
@@ -224,8 +227,16 @@ private:
     void load_row(int g) {
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
         const int64_t padded = query_stride_ * Dot::kKeysPerStep;
-        load_query<Element>(*call_, *sequence_, rows_[g], wide, padded);
+        load_query(*call_, *sequence_, rows_[g], wide, padded);
         narrow_row(wide, reinterpret_cast<typename Dot::Query*>(queries_ + g * query_stride_), padded);
+    }
+
+    // Scores of a quantised cache are products with what it stores; values likewise, so that their scales join the
+    // probabilities.
+    void scale_scores(const Block<Element>& block, int64_t head, int64_t padded) {
+        block.load_scales(head, key_scales_, value_scales_);
+        for (int64_t i = 0; i < padded; i += Vec::kWidth)
+            store(scores_ + i, load(scores_ + i) * repeat_each<kGroup>(key_scales_ + i / kGroup));
     }
 
     // Row by row, as in prefill: the modifiers of a row are not those of its neighbours.
@@ -270,8 +281,9 @@ private:
         const Vec scale = broadcast(scale_);
         Vec sum = zero();
         for (int64_t i = 0; i < padded; i += Vec::kWidth) {
-            const Vec p = exp2<Dot::kKeysPerStep == 1>(fma(load(scores_ + i), scale, shift));
+            Vec p = exp2<Dot::kKeysPerStep == 1>(fma(load(scores_ + i), scale, shift));
             sum = sum + p;
+            if constexpr (kQuantised<Element>) p = p * repeat_each<kGroup>(value_scales_ + i / kGroup);
             Dot::template store_probabilities<kGroup>(probabilities_, i, p);
         }
         return sum;
@@ -296,6 +308,9 @@ private:
     // One step may read the probability of the key after the last: it is 0.
     alignas(64) float scores_[kBlockKeys * kGroup + Vec::kWidth];
     alignas(64) float probabilities_[kBlockKeys * kGroup + Vec::kWidth];
+    // Of the block's keys; past its last key anything finite.
+    float key_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
+    float value_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
 };
 
 template <class Element, class Dot, int kGroup>
@@ -313,6 +328,9 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     block.heads = num_heads;
     block.keys.head_stride = call.params->k_stride_head;
     block.values.head_stride = call.params->v_stride_head;
+    if constexpr (kQuantised<Element>)
+        block.scales = {call.key_scales(s, split.kv_head), call.value_scales(s, split.kv_head),
+                        call.params->k_scale_stride_head, call.params->v_scale_stride_head};
     for (int64_t key = begin; key < end; key += block.size()) {
         block.locate(k, v, key, end);
         for (int64_t head = 0; head < num_heads; ++head) groups[head].attend(block, head);

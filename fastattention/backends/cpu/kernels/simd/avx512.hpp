@@ -53,6 +53,18 @@ FA_INLINE __m256i to_bits16(Vec a, Bfloat16) {
 #endif
 }
 
+FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits))}; }
+// As float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
+FA_INLINE Vec from_bits8(__m128i bits, Float8) {
+    const __m256i wide = _mm256_cvtepu8_epi16(bits);
+    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+    const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(wide, magnitude), 8);
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f));
+    const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
+    const __m512 value = _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00)));
+    return {_mm512_mul_ps(value, _mm512_set1_ps(256.0f))};
+}
+
 FA_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 FA_INLINE Vec load_partial(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 FA_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
@@ -66,6 +78,10 @@ template <class Half>
 FA_INLINE Vec load_partial(const Half* p, int n) {
     return from_bits16(_mm256_maskz_loadu_epi16(first_lanes(n), p), Half{});
 }
+FA_INLINE Vec load(const Int8* p) { return from_bits8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), Int8{}); }
+FA_INLINE Vec load(const Float8* p) { return from_bits8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), Float8{}); }
+FA_INLINE Vec load_partial(const Int8* p, int n) { return from_bits8(_mm_maskz_loadu_epi8(first_lanes(n), p), Int8{}); }
+FA_INLINE Vec load_partial(const Float8* p, int n) { return from_bits8(_mm_maskz_loadu_epi8(first_lanes(n), p), Float8{}); }
 template <class Half>
 FA_INLINE void store(Half* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bits16(a, Half{}));
@@ -145,6 +161,15 @@ FA_INLINE void restore_columns(Vec low, Vec high, Vec& first, Vec& second) {
     second.v = _mm512_permutex2var_ps(low.v, index_second, high.v);
 }
 #endif
+
+// Lane i is from[i / kTimes].
+template <int kTimes>
+FA_INLINE Vec repeat_each(const float* from) {
+    if constexpr (kTimes == 1) return load(from);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i index = _mm512_srli_epi32(lanes, __builtin_ctz(kTimes));
+    return {_mm512_permutexvar_ps(index, load_partial(from, Vec::kWidth / kTimes).v)};
+}
 
 // Into the second-level cache: first-level prefetches hold buffers that the loads of the moment need (docs/experiments.md).
 FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

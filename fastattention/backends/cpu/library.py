@@ -24,7 +24,8 @@ _POINTERS = (
     "cache_leftpad block_table alibi_slopes sinks attn_bias k_scale v_scale"
 ).split()
 _INTEGERS = (
-    "dtype cache_dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v page_block_size "
+    "dtype cache_dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v "
+    "page_block_size "
     "q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head "
     "v_stride_batch v_stride_row v_stride_head out_stride_batch out_stride_row out_stride_head "
     "lse_stride_batch lse_stride_head k_new_stride_batch k_new_stride_row k_new_stride_head "

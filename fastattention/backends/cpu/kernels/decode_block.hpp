@@ -34,14 +34,15 @@ struct ScaleRows {
 // The keys and values of `heads` neighbouring heads.
 template <class Element>
 struct Block {
+    static constexpr int64_t kTurn = kQuantised<Element> ? 4 * kTurnKeys : kTurnKeys;
     BlockRows<Element> keys, values;
     ScaleRows scales;
     int64_t first;  // key
     int64_t n;      // keys
     int64_t heads;
 
-    int64_t size() const { return heads > 1 ? kTurnKeys : kBlockKeys; }
-    int64_t ahead() const { return heads > 1 ? kTurnKeys : kAhead; }
+    int64_t size() const { return heads > 1 ? kTurn : kBlockKeys; }
+    int64_t ahead() const { return heads > 1 ? kTurn : kAhead; }
 
     // The scales of one head's keys and values.
     void load_scales(int64_t head, float* key_scales, float* value_scales) const {

@@ -2,6 +2,7 @@
 //   FA_NAMESPACE     the namespace of its code, also its name
 //   FA_SIMD_HEADER   its vectors
 //   FA_HAS_BF16_DOT  when it multiplies pairs of bfloat16
+//   FA_HAS_VNNI      when it multiplies and adds pairs of 16-bit integers in one instruction
 //   FA_HAS_AMX       when it has AMX tiles for them
 #include FA_SIMD_HEADER
 
@@ -23,6 +24,10 @@ using namespace fastattention;
 #endif
 #include "prefill.hpp"
 #include "decode_block.hpp"
+#include "decode_dot.hpp"
+#ifdef FA_HAS_AMX
+#include "decode_amx.hpp"
+#endif
 #include "decode.hpp"
 #include "peaks.hpp"
 
@@ -61,6 +66,10 @@ FA_INLINE auto with_stored(const FaAttentionParams& p, Use&& use) {
 // How a decode multiplies.
 template <class Use>
 FA_INLINE auto with_dot(const FaAttentionParams& p, Use&& use) {
+#ifdef FA_HAS_WORDS
+    // Fixed point is as good as half precision, not as float32.
+    if (p.cache_dtype == FA_INT8 && p.dtype != FA_FLOAT32) return use(FixedPoint{});
+#endif
     if (p.cache_dtype == FA_INT8) return use(Wide<Int8>{});
     if (p.cache_dtype == FA_FLOAT8) return use(Wide<Float8>{});
     return with_path(p, [&](auto path) { return use(typename decltype(path)::Dot{}); });
@@ -87,7 +96,7 @@ static void prefill_tile_of(const Call& call, const PackedHead& head, int64_t fi
 }
 
 static int64_t decode_columns_of(const FaAttentionParams& params) {
-    return with_dot(params, [&](auto dot) { return round_up(params.headdim_v, decltype(dot)::kChunk); });
+    return with_dot(params, [&](auto dot) { return round_up(params.headdim_v, decltype(dot)::kColumnStep); });
 }
 
 static void decode_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {

@@ -35,8 +35,9 @@ return_lse: also returns lse, float32 (batch_size, nheads, seqlen_q), packed (nh
     the softmax's denominator, what merge_attn_states needs.
 backend: "auto", or the name of the only backend to use (`fastattention info` lists them).
 
-q, k and v are float16, bfloat16 or float32, all of one dtype and on one device; headdim and headdim_v are 1 to 256 and
-may differ; nheads_k divides nheads. Any strides are served in place; a strided last axis is copied first.
+q, k and v are float16, bfloat16 or float32, all of one dtype and on one device (caches may be quantised, see
+fast_attn_with_kvcache); headdim and headdim_v are 1 to 256 and may differ; nheads_k divides nheads. Any strides are
+served in place; a strided last axis is copied first.
 
 All functions work under torch.compile, where a call becomes one operator; the dropout mask of return_attn_probs is the
 only thing they cannot give there. They raise ArgumentError (a ValueError) for a wrong argument and UnsupportedError (a
@@ -280,6 +281,8 @@ def fast_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
@@ -300,6 +303,10 @@ def fast_attn_with_kvcache(
     cache_leftpad: int32 (batch_size,), first token of each sequence within its cache row (and within cache_seqlens).
     block_table: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not read.
     num_splits: parts the keys are split into in decoding; 0 chooses.
+    k_scale, v_scale: float32, shaped as the caches without their last axis, any strides: the scales of quantised
+        caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale. Appended tokens are
+        quantised after rotary embedding, and their scales written in place: amax / 127 (int8) or amax / 448 (float8),
+        amax being the largest |element| of the token in that head; with an element that is not finite NaN.
 
     Query i of seqlen_q is token cache_seqlens[b] + seqlen_new - seqlen_q + i: causal and window_size are aligned to the
     bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads, seqlen_q,
@@ -311,7 +318,7 @@ def fast_attn_with_kvcache(
     options = read_options(softmax_scale, causal, window_size, softcap, return_lse=with_lse)
     arguments = KvCacheArguments(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, attn_bias, sinks,
+        alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
     if runs_eagerly(q):
         problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)

@@ -237,7 +237,7 @@ def _(grad_out: Tensor | None, grad_lse: Tensor | None, *arguments: Any) -> list
     ]
 
 
-@torch.library.custom_op("fastattention::attention_kvcache", mutates_args=("k_cache", "v_cache"))
+@torch.library.custom_op("fastattention::attention_kvcache", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))
 def attention_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -253,6 +253,8 @@ def attention_kvcache(
     alibi_slopes: Tensor | None,
     attn_bias: Tensor | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -267,7 +269,7 @@ def attention_kvcache(
     options = Options(softmax_scale, causal, window_left, window_right, softcap, return_lse=return_lse)
     arguments = KvCacheArguments(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, attn_bias, sinks,
+        alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
     problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
     return _outputs(run(problem, inputs, backend), q)
@@ -289,6 +291,8 @@ def _(
     alibi_slopes: Tensor | None,
     attn_bias: Tensor | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,

@@ -59,6 +59,7 @@ class Problem:
     rotary_dim: int = 0  # leading elements of headdim that are rotated; 0 is off
     rotary_interleaved: bool = True
     num_splits: int = 0  # parts the keys of a decode are split into; 0 lets the backend choose
+    cache_dtype: torch.dtype | None = None  # of quantised caches: int8 or float8_e4m3fn; None when they have `dtype`
 
     def __hash__(self) -> int:
         """Computed once: every call looks its problem up several times, and hashing it costs as much as a launch."""
@@ -130,6 +131,8 @@ class Inputs(NamedTuple):
     attn_bias: Tensor | None = None  # expanded: (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
     sinks: Tensor | None = None  # float32 (nheads,)
     dropout_seed: Tensor | None = None  # int64 scalar: seeds the dropout mask, so that backward can draw it again
+    k_scale: Tensor | None = None  # float32, as k without its last axis: the scales of a quantised cache
+    v_scale: Tensor | None = None
 
 
 class AttentionOutput(NamedTuple):

@@ -5,7 +5,7 @@ Backends are tested against it; it is not one of them. The file reads top down:
 
     reference_attention     rotate, append, then every sequence by itself
     apply_rotary            turns q and k_new by their positions
-    _append_new_tokens      writes k_new and v_new into the caches
+    _append_new_tokens      writes k_new and v_new into the caches, quantised where those are
     _sequence               which q, k, v, bias and slopes belong to one sequence: dense, packed or cached
     _cache_index            where a position of the cache lies in memory, with and without pages
     _attend                 scores, softcap, ALiBi, bias, mask, softmax, weighted values: all that "attention" means
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.quantised import quantise
 
 
 class _Precision(NamedTuple):
@@ -137,8 +138,12 @@ def _append_new_tokens(problem: Problem, inputs: Inputs) -> None:
         length = int(_given(inputs.cache_seqlens)[index])
         positions = torch.arange(length, length + problem.seqlen_new, device=problem.device)
         where = _cache_index(problem, inputs, index, positions)
-        inputs.k[where] = _given(inputs.k_new)[index].to(problem.dtype)
-        inputs.v[where] = _given(inputs.v_new)[index]
+        k_new, v_new = _given(inputs.k_new)[index], _given(inputs.v_new)[index]
+        if problem.cache_dtype is None:
+            inputs.k[where], inputs.v[where] = k_new.to(problem.dtype), v_new
+        else:
+            inputs.k[where], _given(inputs.k_scale)[where] = quantise(k_new, problem.cache_dtype)
+            inputs.v[where], _given(inputs.v_scale)[where] = quantise(v_new, problem.cache_dtype)
 
 
 def _sequence(problem: Problem, inputs: Inputs, index: int, dropout_keep: Tensor | None) -> _Sequence:
@@ -186,7 +191,11 @@ def _kvcache_sequence(problem: Problem, inputs: Inputs, index: int) -> tuple[Ten
     start = 0 if inputs.cache_leftpad is None else int(inputs.cache_leftpad[index])
     end = int(_given(inputs.cache_seqlens)[index]) + problem.seqlen_new
     where = _cache_index(problem, inputs, index, torch.arange(start, end, device=problem.device))
-    return inputs.q[index], inputs.k[where], inputs.v[where]
+    k, v = inputs.k[where], inputs.v[where]
+    if problem.cache_dtype is not None:  # exactly: stored numbers and scales have 32 significant bits together
+        k = k.double() * _given(inputs.k_scale)[where].double().unsqueeze(-1)
+        v = v.double() * _given(inputs.v_scale)[where].double().unsqueeze(-1)
+    return inputs.q[index], k, v
 
 
 def _cache_index(problem: Problem, inputs: Inputs, index: int, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from fastattention.validation.common import (
     signature,
 )
 from fastattention.validation.prefill import PAGED_AXES
+from fastattention.validation.quantised import check_cache_dtype, check_not_expanded, check_scale
 
 
 class KvCacheArguments(NamedTuple):
@@ -49,6 +50,8 @@ class KvCacheArguments(NamedTuple):
     alibi_slopes: Tensor | None = None
     attn_bias: Tensor | None = None
     sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class _Signatures(NamedTuple):
@@ -68,6 +71,8 @@ class _Signatures(NamedTuple):
     alibi_slopes: Signature | None
     attn_bias: Signature | None
     sinks: Signature | None
+    k_scale: Signature | None
+    v_scale: Signature | None
 
 
 def prepare_kvcache(
@@ -84,8 +89,7 @@ def prepare_kvcache(
         num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
         needs_grad(*a),
     )
-    _check_cache_memory("k_cache", a.k_cache, a.k is not None)
-    _check_cache_memory("v_cache", a.v_cache, a.k is not None)
+    _check_memory(a)
     cache_seqlens = _cache_seqlens(problem, a)
     if a.q.is_cpu:
         _check_numbers(problem, a, cache_seqlens.tolist())
@@ -108,16 +112,21 @@ def _signatures(a: KvCacheArguments) -> _Signatures:
         None if a.alibi_slopes is None else signature("alibi_slopes", a.alibi_slopes),
         None if a.attn_bias is None else signature("attn_bias", a.attn_bias),
         None if a.sinks is None else signature("sinks", a.sinks),
+        None if a.k_scale is None else signature("k_scale", a.k_scale),
+        None if a.v_scale is None else signature("v_scale", a.v_scale),
     )
 
 
-def _check_cache_memory(name: str, cache: Tensor, appends: bool) -> None:
-    """Checks the strides of a cache, which is used and written in place and hence never copied."""
-    strides = cache.stride()
-    if strides[-1] != 1 and cache.shape[-1] != 1:
-        raise ArgumentError(f"{name} must have a contiguous last axis, got strides {strides}")
-    if appends and any(step == 0 and size > 1 for step, size in zip(strides, cache.shape, strict=True)):
-        raise ArgumentError(f"{name} is expanded, got strides {strides}; appended tokens need memory of their own")
+def _check_memory(a: KvCacheArguments) -> None:
+    """Checks the strides of caches and scales, which are used and written in place and hence never copied."""
+    for name, cache in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
+        if cache.stride(-1) != 1 and cache.shape[-1] != 1:
+            raise ArgumentError(f"{name} must have a contiguous last axis, got strides {cache.stride()}")
+    if a.k is None:
+        return
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        if (tensor := getattr(a, name)) is not None:
+            check_not_expanded(name, tensor)
 
 
 def _cache_seqlens(problem: Problem, a: KvCacheArguments) -> Tensor:
@@ -147,7 +156,7 @@ def _kvcache_problem(
     cache_axes = "batch_size_cache, seqlen_cache, nheads_k, headdim" if s.block_table is None else PAGED_AXES
     check_rank("k_cache", s.k_cache, cache_axes)
     check_rank("v_cache", s.v_cache, cache_axes + "_v")
-    check_qkv(s.q, s.k_cache, s.v_cache, "k_cache", "v_cache")
+    cache_dtype = _check_dtypes(s, cache_axes)
     if s.v_cache.shape[:2] != s.k_cache.shape[:2]:
         raise ArgumentError(
             f"k_cache and v_cache must hold the same tokens, got {tuple(s.k_cache.shape)}, {tuple(s.v_cache.shape)}"
@@ -181,8 +190,22 @@ def _kvcache_problem(
         rotary_dim=rotary_dim,
         rotary_interleaved=rotary_interleaved,
         num_splits=num_splits,
+        cache_dtype=cache_dtype,
         **check_options(options, headdim, seqlen_q, capacity)._asdict(),
     )
+
+
+def _check_dtypes(s: _Signatures, cache_axes: str) -> torch.dtype | None:
+    """Checks dtypes, devices, heads and head dimensions of q, caches and scales; the dtype of caches with scales."""
+    k_cache, v_cache = s.k_cache, s.v_cache
+    cache_dtype = check_cache_dtype(k_cache, v_cache, s.k_scale, s.v_scale)
+    if cache_dtype is not None:  # their scales make them numbers in the dtype of q
+        k_cache, v_cache = k_cache._replace(dtype=s.q.dtype), v_cache._replace(dtype=s.q.dtype)
+    check_qkv(s.q, k_cache, v_cache, "k_cache", "v_cache")
+    for name, scale, cache in (("k_scale", s.k_scale, k_cache), ("v_scale", s.v_scale, v_cache)):
+        if scale is not None:
+            check_scale(name, scale, cache, cache_axes)
+    return cache_dtype
 
 
 def _check_cache_indices(s: _Signatures, batch_size: int) -> int:
@@ -287,4 +310,6 @@ def _inputs(problem: Problem, a: KvCacheArguments, cache_seqlens: Tensor) -> Inp
         alibi_slopes=None if a.alibi_slopes is None else as_float32(a.alibi_slopes),
         attn_bias=bias,
         sinks=None if a.sinks is None else as_float32(a.sinks),
+        k_scale=a.k_scale,
+        v_scale=a.v_scale,
     )

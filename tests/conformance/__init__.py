@@ -1,7 +1,7 @@
 """One list of cases x every backend that can run here, against `fastattention.reference`.
 
 case.py         the words in which a case is written
-cases.py        the list of cases; the first file to open, and to extend
+cases.py        the list of cases; the first file to open, and to extend (quantised_cases.py: those of int8 and float8)
 memory.py       how tensors lie in memory, with NaN everywhere else
 caches.py       where the tokens of a cache lie in it, with and without pages
 calls.py        a case and a dtype -> the call of a public function that it stands for

@@ -12,10 +12,14 @@ from torch import Tensor
 
 from conformance.caches import Cache, Pages, Rows
 from conformance.case import Bias, Case, DenseCase, KvCacheCase, Memory, PackedCase
-from conformance.memory import place
+from conformance.memory import nothing, place
 from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.problem import Inputs, Problem
+from fastattention.quantised import quantise
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+
+# Arguments that an append writes.
+WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,7 @@ class _Builder:
         used = used.expand(b, case.nheads, case.seqlen_q, cache.capacity)
         arguments = {
             "q": self._placed("q", self._queries(b, case.seqlen_q), case.memory_q),
-            "k_cache": self._placed("k_cache", k_cache, case.memory_k),
-            "v_cache": self._placed("v_cache", v_cache, case.memory_k),
+            **self._caches(case, k_cache, v_cache),
             "cache_seqlens": self._cache_seqlens(case, cache.capacity),
             "cache_leftpad": None if case.leftpad is None else self._kept("cache_leftpad", _int32(leftpad)),
             "block_table" if isinstance(cache, Pages) else "cache_batch_idx": self._kept("index", index),
@@ -133,6 +136,19 @@ class _Builder:
         }
         new_slots = cache.slots(zip(before, after, strict=True)) if case.seqlen_new else None
         return Call(fast_attn_with_kvcache, arguments, self.buffers, new_slots)
+
+    def _caches(self, case: KvCacheCase, k_cache: Tensor, v_cache: Tensor) -> dict[str, Tensor]:
+        """The caches as they are, or quantised with their scales. Unused tokens, which are NaN, have a scale of NaN."""
+        arguments: dict[str, Tensor] = {}
+        for name, cache in (("k", k_cache), ("v", v_cache)):
+            if case.cache_dtype is not None:
+                unused = cache.isnan()
+                stored, scale = quantise(cache, case.cache_dtype)
+                cache = torch.where(unused, nothing(stored.dtype), stored.float()).to(stored.dtype)
+                placed = self._placed(f"{name}_scale", scale.unsqueeze(-1), case.memory_k)
+                arguments[f"{name}_scale"] = placed.squeeze(-1)
+            arguments[f"{name}_cache"] = self._placed(f"{name}_cache", cache, case.memory_k)
+        return arguments
 
     def _cache(self, case: KvCacheCase, after: Sequence[int]) -> Cache:
         needed = max(after, default=0) + case.spare

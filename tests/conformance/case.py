@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 # How a tensor (..., tokens, heads, headdim) lies in memory; memory.py draws each.
 Memory = Literal[
     "contiguous",
@@ -16,6 +18,9 @@ Memory = Literal[
     "one_batch_expanded",
     "one_head_expanded",
 ]
+
+# Of caches, which are used in place: their last axis is contiguous.
+CACHE_MEMORIES: list[Memory] = ["heads_major", "sliced_heads", "every_second_token", "sliced_headdim"]
 
 # What a bias hides: nothing, keys here and there, all keys of every third row, or whole columns.
 Hidden = Literal["nothing", "entries", "rows", "columns"]
@@ -96,7 +101,13 @@ class KvCacheCase(Case):
     page_block_size: int | None = None
     shared_pages: int = 0  # leading pages that all sequences have in common
     num_splits: int = 0
+    stored: Literal["as_q", "int8", "float8"] = "as_q"  # what the caches hold
 
     @property
     def batch_size(self) -> int:
         return len(self.cache_seqlens)
+
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """The dtype of quantised caches."""
+        return {"as_q": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[self.stored]

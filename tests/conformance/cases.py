@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from conformance.case import Bias, Case, DenseCase, KvCacheCase, Memory, PackedCase
+from conformance.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, PackedCase
+from conformance.quantised_cases import QUANTISED
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
@@ -228,7 +229,6 @@ PACKED = [
 
 # --- kvcache ----------------------------------------------------------------------------------------------------------
 
-CACHE_MEMORIES: list[Memory] = ["heads_major", "sliced_heads", "every_second_token", "sliced_headdim"]
 CACHE = [
     *(
         KvCacheCase(name=f"cache-seqlen-q-{q}", seqlen_q=q, cache_seqlens=(1, 70, 133), causal=True, nheads=4)
@@ -358,6 +358,6 @@ SPLITS = [
 
 CASES: list[Case] = [
     *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *TILES, *MANY_QUERIES, *HEADS, *WINDOWS, *SCORES,
-    *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS,
+    *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED,
 ]  # fmt: skip
 assert len({case.name for case in CASES}) == len(CASES), "the names of cases are their ids and must differ"

@@ -36,15 +36,16 @@ def check_right_and_nothing_else_written(
     call = build_call(case, dtype)
     before = Snapshot.of(call)
     out, lse = engine.run(call)
-    assert_out_matches(case, out, dtype)
-    assert_lse_matches(case, lse, dtype)
+    assert_out_matches(case, out, dtype, call)
+    assert_lse_matches(case, lse, dtype, call)
     before.assert_only_new_tokens_written(case, call, dtype)
     return out, lse
 
 
 def check_right_without_lse(engine: Engine, case: Case, dtype: torch.dtype) -> None:
     """A backend may take another way when nobody asks for lse."""
-    assert_out_matches(case, engine.run_without_lse(build_call(case, dtype)), dtype)
+    call = build_call(case, dtype)
+    assert_out_matches(case, engine.run_without_lse(call), dtype, call)
 
 
 def check_same_bits(engine: Engine, case: Case, dtype: torch.dtype, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from conformance.calls import Call
+from conformance.calls import WRITTEN, Call
 
 
 def moved(call: Call, device: str) -> Call:
@@ -20,7 +20,7 @@ def moved(call: Call, device: str) -> Call:
 
 def copied_back(call: Call, from_device: Call) -> None:
     """Writes the memory behind a moved call's caches into the tensors of the call on the CPU."""
-    for name in ("k_cache", "v_cache"):
+    for name in WRITTEN:
         if name in call.arguments:
             _memory(call.arguments[name]).copy_(_memory(from_device.arguments[name]))
 

@@ -1,4 +1,7 @@
-"""How tensors lie in memory. Whatever no value was given to is NaN: a kernel that reads it cannot hide it."""
+"""How tensors lie in memory. Whatever no value was given to is NaN: a kernel that reads it cannot hide it.
+
+int8 has no NaN: there it is -128, and what makes it seen is the NaN in its scale.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,15 @@ def place(values: Tensor, memory: Memory) -> Placed:
 
 
 def _fill(buffer_shape: tuple[int, ...], values: Tensor, view_of: Callable[[Tensor], Tensor]) -> Placed:
-    buffer = values.new_full(buffer_shape, torch.nan)
+    buffer = values.new_full(buffer_shape, nothing(values.dtype))
     view = view_of(buffer)
     view.copy_(values)
     return Placed(view, buffer)
+
+
+def nothing(dtype: torch.dtype) -> float:
+    """What stands where no value was given."""
+    return torch.nan if dtype.is_floating_point else -128
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from conformance.calls import Call, build_call
+from conformance.calls import WRITTEN, Call, build_call
 from conformance.case import Case, KvCacheCase
 from conformance.memory import bits
+from fastattention.quantised import LARGEST_STORED
 from fastattention.reference import apply_rotary, reference_attention
 
 # The promise: at most twice the error of a same-precision torch implementation.
@@ -81,18 +83,40 @@ def expected(case: Case, dtype: torch.dtype) -> Expected:
     return Expected(exact.out, exact.lse, out_tolerance, lse_tolerance)
 
 
-def assert_out_matches(case: Case, out: Tensor, dtype: torch.dtype) -> None:
-    """Fails unless out is what the call of `case` must return."""
+def expected_after(case: Case, dtype: torch.dtype, call: Call | None) -> Expected:
+    """What `call` must have returned, that of `case`, which has run; without it, what any call of the case must return.
+
+    A rotated element half way between two stored numbers may be rounded to either, as its float32 rotation falls, and
+    a step of the cache is far more than results may be off. So they are compared with what was stored, and that by
+    itself.
+    """
     wanted = expected(case, dtype)
+    if call is None or not (isinstance(case, KvCacheCase) and case.cache_dtype and case.rotary_dim):
+        return wanted
+    problem, inputs = apply_rotary(*build_call(case, dtype).prepare(), torch.float64)
+    _, stored = call.prepare()
+    assert inputs.cache_seqlens is not None
+    after = inputs._replace(
+        k=stored.k, v=stored.v, k_scale=stored.k_scale, v_scale=stored.v_scale, k_new=None, v_new=None,
+        cache_seqlens=inputs.cache_seqlens + problem.seqlen_new,
+    )  # fmt: skip
+    exact = reference_attention(replace(problem, seqlen_new=0), after)
+    assert exact.lse is not None
+    return wanted._replace(out=exact.out, lse=exact.lse)
+
+
+def assert_out_matches(case: Case, out: Tensor, dtype: torch.dtype, call: Call | None = None) -> None:
+    """Fails unless out is what the call of `case` must return."""
+    wanted = expected_after(case, dtype, call)
     assert (out.dtype, out.shape) == (dtype, wanted.out.shape)
     assert out.isfinite().all(), "out has elements that are not finite; memory that is not part of the call is NaN"
     error = largest_error(out, wanted.out)
     assert error <= wanted.out_tolerance, f"out is off by {error:.3g}; allowed are {wanted.out_tolerance:.3g}"
 
 
-def assert_lse_matches(case: Case, lse: Tensor, dtype: torch.dtype) -> None:
+def assert_lse_matches(case: Case, lse: Tensor, dtype: torch.dtype, call: Call | None = None) -> None:
     """Fails unless lse is what the call of `case` must return."""
-    wanted = expected(case, dtype)
+    wanted = expected_after(case, dtype, call)
     assert (lse.dtype, lse.shape) == (torch.float32, wanted.lse.shape)
     assert torch.equal(lse.isneginf(), wanted.lse.isneginf()), (
         "lse must be -inf for the rows without keys, and no others"
@@ -112,7 +136,7 @@ class Snapshot(NamedTuple):
     def of(cls, call: Call) -> Snapshot:
         """The memory of a call that has not run."""
         buffers = {name: buffer.clone() for name, buffer in call.buffers.items()}
-        caches = {name: tensor.clone() for name, tensor in call.arguments.items() if name in ("k_cache", "v_cache")}
+        caches = {name: call.arguments[name].clone() for name in WRITTEN if name in call.arguments}
         return cls(buffers, caches)
 
     def assert_only_new_tokens_written(self, case: Case, call: Call, dtype: torch.dtype) -> None:
@@ -126,9 +150,12 @@ class Snapshot(NamedTuple):
 
 
 def _assert_new_tokens(case: Case, call: Call, dtype: torch.dtype) -> None:
-    """Values and keys are appended as they are, rotated keys to within rounding."""
+    """Values and keys are appended as they are, rotated keys to within rounding; or quantised."""
     assert isinstance(case, KvCacheCase)
     assert call.new_slots is not None
+    if case.cache_dtype is not None:
+        _assert_quantised_tokens(case, call, dtype)
+        return
     new_k, new_v = (call.arguments[name].flatten(0, 1) for name in ("k", "v"))
     k, v = (call.arguments[name][call.new_slots] for name in ("k_cache", "v_cache"))
     assert torch.equal(v, new_v)
@@ -142,6 +169,37 @@ def _assert_new_tokens(case: Case, call: Call, dtype: torch.dtype) -> None:
     torch.testing.assert_close(
         k, exact.arguments["k_cache"][call.new_slots], rtol=eps, atol=8 * torch.finfo(torch.float32).eps
     )
+
+
+def _assert_quantised_tokens(case: KvCacheCase, call: Call, dtype: torch.dtype) -> None:
+    """Scales are those of the exact new tokens, and the stored numbers the nearest to them.
+
+    Half a step, and a little for what float32 does to the number before it is rounded.
+    """
+    problem, inputs = build_call(case, dtype).prepare()
+    if case.rotary_dim:
+        _, inputs = apply_rotary(problem, inputs, torch.float64)
+    assert case.cache_dtype is not None
+    largest_stored = LARGEST_STORED[case.cache_dtype]
+    for name, new in (("k", inputs.k_new), ("v", inputs.v_new)):
+        assert new is not None
+        exact = new.double().flatten(0, 1)
+        stored, scale = (call.arguments[f"{name}_{what}"][call.new_slots].double() for what in ("cache", "scale"))
+        amax = exact.abs().amax(dim=-1, keepdim=True)
+        torch.testing.assert_close(
+            scale, amax.squeeze(-1) / largest_stored, rtol=8 * torch.finfo(torch.float32).eps, atol=0.0
+        )
+        wanted = exact * (largest_stored / amax)
+        distance = (stored - wanted).abs() / step_at(wanted, case.cache_dtype)
+        assert largest(distance) <= 0.501, f"{name}_cache is {largest(distance):.3f} steps from a new token"
+
+
+def step_at(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
+    """The distance between numbers of `cache_dtype` around x."""
+    if cache_dtype is torch.int8:
+        return torch.ones_like(x)
+    # 3 bits after the first; the smallest normal number is 2^-6
+    return torch.exp2(torch.log2(x.abs().clamp(min=2.0**-6)).floor() - 3)
 
 
 def largest_error(actual: Tensor, exact: Tensor) -> float:

@@ -108,6 +108,7 @@ def kvcache_cases(draw: st.DrawFn) -> KvCacheCase:
         page_block_size=page_block_size,
         shared_pages=draw(st.integers(0, 2)),
         num_splits=draw(st.integers(0, 7)),
+        stored=draw(st.sampled_from(["as_q", "as_q", "int8", "float8"])),
         memory_q=draw(st.sampled_from(READ_ONLY)),
         memory_k=draw(st.sampled_from(STRIDED)),
     )

@@ -29,11 +29,13 @@ class Call:
     shapes: dict[str, tuple[int, ...]]
     indices: dict[str, list[Any]]  # int32 tensors
     scalars: dict[str, Any]
+    int8: tuple[str, ...] = ()  # tensors that are int8; the others in `shapes` are float32
 
     def tensors(self) -> dict[str, Tensor]:
         """The same numbers each time."""
         generator = torch.Generator().manual_seed(0)
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
+        drawn |= {name: (40.0 * drawn[name]).to(torch.int8) for name in self.int8}
         return drawn | {name: torch.tensor(values, dtype=torch.int32) for name, values in self.indices.items()}
 
     def run(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -51,6 +53,7 @@ DENSE = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 16)}
 PACKED = {"q": (6, 4, 8), "k": (7, 2, 8), "v": (7, 2, 16)}
 PER_HEAD = {"alibi_slopes": (4,), "sinks": (4,)}
 NEW_TOKENS = {"k": (2, 2, 2, 8), "v": (2, 2, 2, 16), "rotary_cos": (16, 4), "rotary_sin": (16, 4)}
+SCALES = {"k_scale": (5, 4, 2), "v_scale": (5, 4, 2)}
 EVERYTHING = {"causal": True, "window_size": (3, -1), "softcap": 4.0, "softmax_scale": 0.4, "return_lse": True}
 
 CALLS = (
@@ -95,5 +98,13 @@ CALLS = (
         {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS | PER_HEAD,
         {"cache_seqlens": [3, 5], "block_table": [[0, 4], [1, 2]]},
         EVERYTHING | {"rotary_interleaved": False},
+    ),
+    Call(
+        "kvcache_append_int8",
+        fast_attn_with_kvcache,
+        {"q": (2, 2, 4, 8), "k_cache": (5, 4, 2, 8), "v_cache": (5, 4, 2, 16)} | NEW_TOKENS | SCALES,
+        {"cache_seqlens": [3, 5], "block_table": [[0, 4], [1, 2]]},
+        {"causal": True},
+        int8=("k_cache", "v_cache"),
     ),
 )

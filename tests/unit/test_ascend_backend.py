@@ -84,6 +84,13 @@ def test_the_kernels_refuse_what_they_cannot_do_and_name_it(fields: dict[str, An
     assert OnNpu("triton").why_not(replace(dense(), **fields)) == f"triton: {reason}"
 
 
+def test_a_quantised_cache_is_refused() -> None:
+    problem, _ = decode()
+    assert OnNpu().why_not(problem) is None
+    reason = OnNpu().why_not(replace(problem, cache_dtype=torch.int8))
+    assert reason == "a quantised cache (torch.int8) is not served; use backend='sdpa'"
+
+
 def test_a_call_goes_to_the_vendor_where_it_is_exact_and_to_the_kernels_otherwise() -> None:
     plain, capped = dense(), dense(softcap=5.0)
     assert vendor.why_not(plain) is None

@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from its own layer and from those below it. The package itself stands for its public functions.
 LAYERS = (
     ("errors", "config"),
-    ("problem", "threads"),
+    ("problem", "threads", "quantised"),
     ("backends", "reference"),
     ("validation", "dispatch", "merge", "ops", "interface", ""),
     ("distributed", "offload"),

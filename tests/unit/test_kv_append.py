@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.problem import Inputs, Problem
+from fastattention.quantised import quantise
 from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
 
 BATCH_SIZE, SEQLEN_Q, SEQLEN_NEW, NHEADS, NHEADS_K, HEADDIM, CAPACITY = 3, 2, 3, 4, 2, 16, 12
@@ -131,6 +133,35 @@ def test_rotation_keeps_lengths_and_angles_between_positions() -> None:
     norms = inputs.k[place(inputs, 1, LENGTHS[1])].norm(dim=-1)
     torch.testing.assert_close(norms, inputs.k_new[1, 0].norm(dim=-1))
     assert not math.isclose(float(inputs.k[place(inputs, 1, LENGTHS[1])][0, 0]), float(inputs.k_new[1, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 8], ids=["plain", "rotary"])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+def test_tokens_are_quantised_once_after_rotation(cache: str, cache_dtype: torch.dtype, rotary_dim: int) -> None:
+    """bfloat16 tokens, whose rotation is not rounded to bfloat16 on the way."""
+    problem, inputs = prepared(cache, rotary_dim, dtype=torch.bfloat16)
+    assert inputs.k_new is not None
+    assert inputs.v_new is not None
+    stored = {name: getattr(inputs, name).to(cache_dtype) for name in ("k", "v")}
+    scales = {f"{name}_scale": torch.full(inputs.k.shape[:-1], 7.0) for name in ("k", "v")}
+    problem, inputs = replace(problem, cache_dtype=cache_dtype), inputs._replace(**stored, **scales)
+    before = inputs._replace(k=inputs.k.float(), v=inputs.v.float(), **{n: x.clone() for n, x in scales.items()})
+    append_tokens(problem, inputs)
+    for sequence, length in enumerate(LENGTHS):
+        for index in range(SEQLEN_NEW):
+            where = place(inputs, sequence, length + index)
+            new_k = inputs.k_new[sequence, index].float()
+            if rotary_dim:
+                new_k = rotated_by_hand(new_k, inputs, length + index, interleaved=True).float()
+            for name, new in (("k", new_k), ("v", inputs.v_new[sequence, index])):
+                wanted, scale = quantise(new, cache_dtype)
+                assert torch.equal(getattr(inputs, name)[where].float(), wanted.float())
+                torch.testing.assert_close(getattr(inputs, f"{name}_scale")[where], scale)
+                getattr(before, name)[where] = wanted.float()
+                getattr(before, f"{name}_scale")[where] = getattr(inputs, f"{name}_scale")[where]
+    for name in ("k", "v", "k_scale", "v_scale"):
+        assert torch.equal(getattr(inputs, name).float(), getattr(before, name)), f"{name} was written elsewhere"
 
 
 def test_no_tokens_append_nothing_but_queries_are_rotated() -> None:

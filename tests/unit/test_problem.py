@@ -78,8 +78,23 @@ def test_kvcache_problem_counts_the_capacity_and_the_new_tokens() -> None:
     assert problem.page_block_size == 8
     assert problem.out_shape == (2, 3, 6, 24)
     assert problem.lse_shape == (2, 6, 3)
+    assert problem.cache_dtype is None
     assert inputs.k is arguments.k_cache
     assert inputs.v is arguments.v_cache
+
+
+def test_quantised_caches_are_named_and_come_with_their_scales() -> None:
+    stored, scales = torch.zeros(4, 8, 2, 16, dtype=torch.int8), torch.ones(4, 2, 8).transpose(1, 2)
+    arguments = KvCacheArguments(
+        torch.zeros(4, 3, 6, 16).bfloat16(), stored, stored.clone(), k_scale=scales, v_scale=scales.clone()
+    )
+    problem, inputs = prepare_kvcache(arguments, Options())
+    assert (problem.dtype, problem.cache_dtype) == (torch.bfloat16, torch.int8)
+    assert inputs.k is arguments.k_cache
+    assert inputs.k_scale is arguments.k_scale
+    assert inputs.v_scale is arguments.v_scale
+    plain = arguments._replace(k_cache=stored.bfloat16(), v_cache=stored.bfloat16(), k_scale=None, v_scale=None)
+    assert prepare_kvcache(plain, Options())[0].cache_dtype is None
 
 
 @pytest.mark.parametrize(
@@ -212,4 +227,4 @@ def test_per_head_tensors_become_float32() -> None:
 
 def test_inputs_default_to_nothing() -> None:
     q = torch.zeros(1)
-    assert Inputs(q, q, q)[3:] == (None,) * 14
+    assert Inputs(q, q, q)[3:] == (None,) * 16

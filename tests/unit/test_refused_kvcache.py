@@ -40,17 +40,31 @@ def paged_arguments() -> dict[str, Any]:
     return arguments() | changes
 
 
+def quantised_arguments() -> dict[str, Any]:
+    """The same call with a cache of int8."""
+    changes = {
+        "k_cache": torch.full((2, 8, 2, 16), 7, dtype=torch.int8),
+        "v_cache": torch.full((2, 8, 2, 24), 7, dtype=torch.int8),
+        "k_scale": torch.ones(2, 8, 2),
+        "v_scale": torch.ones(2, 8, 2),
+    }
+    return arguments() | changes
+
+
 def assert_refused_and_unwritten(given: dict[str, Any], refusal: Refusal) -> None:
     given = given | refusal.changes
-    caches = [given[name] for name in ("k_cache", "v_cache") if isinstance(given[name], torch.Tensor)]
+    names = ("k_cache", "v_cache", "k_scale", "v_scale")
+    caches = [given[name] for name in names if isinstance(given.get(name), torch.Tensor)]
     before = [cache.clone() for cache in caches]
     assert_refused(lambda: fast_attn_with_kvcache(**given), refusal)
     for cache, old in zip(caches, before, strict=True):
         if cache.device.type == "cpu":
-            assert torch.equal(cache, old)
+            assert torch.equal(cache.contiguous().view(torch.uint8), old.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("given", [arguments(), paged_arguments()], ids=["dense", "paged"])
+@pytest.mark.parametrize(
+    "given", [arguments(), paged_arguments(), quantised_arguments()], ids=["dense", "paged", "quantised"]
+)
 def test_the_call_without_changes_is_accepted_and_writes(given: dict[str, Any]) -> None:
     before = given["k_cache"].clone()
     assert fast_attn_with_kvcache(**given).shape == (2, 2, 4, 24)
@@ -210,6 +224,79 @@ def test_wrong_argument_is_refused_before_anything_is_written(refusal: Refusal) 
 def test_wrong_page_is_refused_before_anything_is_written(refusal: Refusal) -> None:
     fast_attn_with_kvcache(**paged_arguments())
     assert_refused_and_unwritten(paged_arguments(), refusal)
+
+
+@refusals(
+    Refusal("k_scale_alone", {"v_scale": None}, ("k_scale and v_scale must be given together", "only k_scale")),
+    Refusal("v_scale_alone", {"k_scale": None}, ("k_scale and v_scale must be given together", "only v_scale")),
+    Refusal("no_scales", {"k_scale": None, "v_scale": None}, ("k_cache has dtype torch.int8", "got no k_scale")),
+    Refusal(
+        "no_scales_float8",
+        {"k_scale": None, "v_scale": None, "v_cache": torch.ones(2, 8, 2, 24).to(torch.float8_e4m3fn)},
+        ("v_cache torch.float8_e4m3fn", "got no k_scale", "float32, one number a token and key head"),
+    ),
+    Refusal(
+        "scales_of_float_caches",
+        {"k_cache": torch.ones(2, 8, 2, 16), "v_cache": torch.ones(2, 8, 2, 24)},
+        ("k_cache has dtype torch.float32", "both must be torch.int8 or torch.float8_e4m3fn"),
+    ),
+    Refusal(
+        "other_integers",
+        {"k_cache": torch.ones(2, 8, 2, 16).short(), "v_cache": torch.ones(2, 8, 2, 24).short()},
+        ("k_cache has dtype torch.int16", "both must be torch.int8 or torch.float8_e4m3fn"),
+    ),
+    Refusal(
+        "two_dtypes",
+        {"v_cache": torch.ones(2, 8, 2, 24).to(torch.float8_e4m3fn)},
+        ("k_cache has dtype torch.int8 and v_cache torch.float8_e4m3fn", "both must be"),
+    ),
+    Refusal("one_quantised", {"k_cache": torch.ones(2, 8, 2, 16)}, ("k_cache has dtype torch.float32", "both must be")),
+    Refusal("k_scale_list", {"k_scale": [1.0]}, ("k_scale must be a torch.Tensor", "list")),
+    Refusal("k_scale_dtype", {"k_scale": torch.ones(2, 8, 2).half()}, ("k_scale must be float32", "torch.float16")),
+    Refusal("v_scale_meta", {"v_scale": torch.ones(2, 8, 2, device="meta")}, ("v_scale is on meta", "caches on cpu")),
+    Refusal(
+        "k_scale_rank",
+        {"k_scale": torch.ones(2, 8, 2, 1)},
+        ("k_scale must be (batch_size_cache, seqlen_cache, nheads_k) = (2, 8, 2)", "(2, 8, 2, 1)"),
+    ),
+    Refusal("v_scale_shape", {"v_scale": torch.ones(2, 8, 1)}, ("v_scale must be", "= (2, 8, 2)", "(2, 8, 1)")),
+    Refusal(
+        "v_scale_expanded",
+        {"v_scale": torch.ones(2, 8, 1).expand(-1, -1, 2)},
+        ("v_scale is expanded", "strides (8, 1, 0)", "memory of their own"),
+    ),
+    Refusal("k_dtype", {"k": torch.ones(2, 2, 2, 16, dtype=torch.int8)}, ("k has dtype torch.int8", "q has")),
+    Refusal(
+        "v_cache_strided",
+        {"v_cache": torch.ones(2, 8, 24, 2, dtype=torch.int8).transpose(2, 3)},
+        ("v_cache must have a contiguous last axis",),
+    ),
+)
+def test_wrong_scale_is_refused_before_anything_is_written(refusal: Refusal) -> None:
+    fast_attn_with_kvcache(**quantised_arguments())
+    assert_refused_and_unwritten(quantised_arguments(), refusal)
+
+
+def test_scales_of_pages_are_named_by_their_axes() -> None:
+    scales = {name: torch.ones(5, 4, 2) for name in ("k_scale", "v_scale")}
+    stored = {name: paged_arguments()[name].to(torch.int8) for name in ("k_cache", "v_cache")}
+    given = paged_arguments() | stored | scales
+    assert fast_attn_with_kvcache(**given).shape == (2, 2, 4, 24)
+    wrong = Refusal("", {"k_scale": torch.ones(4, 5, 2)}, ("k_scale must be (num_blocks, page_block_size, nheads_k)",))
+    assert_refused_and_unwritten(given, wrong)
+
+
+def test_a_scale_that_is_only_read_may_be_expanded() -> None:
+    given = quantised_arguments() | {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
+    one = torch.ones(1).expand(2, 8, 2)
+    assert fast_attn_with_kvcache(**(given | {"k_scale": one, "v_scale": one})).shape == (2, 2, 4, 24)
+
+
+def test_gradients_of_scales_are_refused() -> None:
+    given = quantised_arguments()
+    given["k_scale"].requires_grad_()
+    with pytest.raises(UnsupportedError, match="no backward"):
+        fast_attn_with_kvcache(**given)
 
 
 def test_sequences_may_share_pages_that_they_only_read() -> None:

@@ -49,9 +49,11 @@ class AscendBackend(Backend):
         return f"{chips}; operators of torch_npu where they are exact, {ours} (FASTATTENTION_ASCEND chooses)"
 
     def why_not(self, problem: Problem) -> str | None:
-        """Refuses bias, dropout, gradients and wide heads; serves every other call on an NPU."""
+        """Refuses quantised caches, bias, dropout, gradients and wide heads; serves every other call on an NPU."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
+        if problem.cache_dtype is not None:
+            return f"a quantised cache ({problem.cache_dtype}) is not served; use backend='sdpa'"
         reasons = self._reasons(problem)
         if None in reasons.values():
             return None

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from fastattention.problem import Inputs, Problem
+from fastattention.quantised import quantise
 
 
 def append_tokens(problem: Problem, inputs: Inputs) -> Tensor:
     """Writes k_new (rotated) and v_new into the caches in place; returns q, rotated when there are rotary tables.
+
+    Quantised caches get quantised tokens and their scales.
 
     Token i of sequence b goes to cache position cache_seqlens[b] + i and is rotated by that position. Query i is
     rotated by cache_seqlens[b] + i when the mask is causal or windowed, otherwise by cache_seqlens[b].
@@ -20,13 +23,15 @@ def append_tokens(problem: Problem, inputs: Inputs) -> Tensor:
     first = inputs.cache_seqlens.long().unsqueeze(1)
     positions = first + torch.arange(problem.seqlen_new, device=first.device)
     q, k_new = inputs.q, inputs.k_new
+    if problem.cache_dtype is not None:
+        k_new = k_new.float()  # rounded once, by being quantised
     if problem.rotary_dim:
         steps = torch.arange(problem.seqlen_q if problem.has_window else 1, device=first.device)
         q = rotate(problem, inputs, q, first + steps)
         k_new = rotate(problem, inputs, k_new, positions)
     row, slot = _places(problem, inputs, positions)
-    inputs.k.index_put_((row, slot), k_new)
-    inputs.v.index_put_((row, slot), inputs.v_new)
+    _write(inputs.k, inputs.k_scale, (row, slot), k_new)
+    _write(inputs.v, inputs.v_scale, (row, slot), inputs.v_new)
     return q
 
 
@@ -48,6 +53,16 @@ def rotate(problem: Problem, inputs: Inputs, x: Tensor, positions: Tensor) -> Te
     pair = (first * cos - second * sin, second * cos + first * sin)
     turned = torch.stack(pair, dim=-1).flatten(-2) if problem.rotary_interleaved else torch.cat(pair, dim=-1)
     return torch.cat((turned.to(x.dtype), x[..., problem.rotary_dim :]), dim=-1)
+
+
+def _write(cache: Tensor, scale: Tensor | None, where: tuple[Tensor, Tensor], new: Tensor) -> None:
+    """Writes new tokens to their places, quantised when the cache has scales."""
+    if scale is None:
+        cache.index_put_(where, new)
+        return
+    stored, new_scale = quantise(new, cache.dtype)
+    cache.view(torch.uint8).index_put_(where, stored.view(torch.uint8))  # not every torch puts float8
+    scale.index_put_(where, new_scale)
 
 
 def _places(problem: Problem, inputs: Inputs, positions: Tensor) -> tuple[Tensor, Tensor]:

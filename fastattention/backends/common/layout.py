@@ -18,6 +18,11 @@ def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:
     return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
 
 
+def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
+    """(batch, row, head) strides of the scales of a quantised cache; zeros for None."""
+    return (0, 0, 0) if scale is None else (scale.stride(0), scale.stride(1), scale.stride(2))
+
+
 def bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
     """(batch, head, row, key) strides of (batch, head, row, key) or packed (head, row, key); zeros for None."""
     if bias is None:

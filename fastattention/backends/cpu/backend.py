@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.base import Backend
-from fastattention.backends.common.layout import bias_strides, pointer, token_strides
+from fastattention.backends.common.layout import bias_strides, pointer, scale_strides, token_strides
 from fastattention.backends.cpu.library import AttentionParams, load_library
 from fastattention.errors import LibraryError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.threads import get_num_threads
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 class CpuBackend(Backend):
@@ -75,7 +75,10 @@ def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -
         pointer(alibi),
         pointer(inputs.sinks),
         pointer(bias),
+        pointer(inputs.k_scale),
+        pointer(inputs.v_scale),
         _DTYPE_CODES[problem.dtype],
+        _DTYPE_CODES[problem.cache_dtype or problem.dtype],
         0 if bias is None else _DTYPE_CODES[bias.dtype],
         problem.batch_size,
         problem.seqlen_q,
@@ -94,6 +97,8 @@ def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -
         lse_stride_head,
         *token_strides(inputs.k_new),
         *token_strides(inputs.v_new),
+        *scale_strides(inputs.k_scale),
+        *scale_strides(inputs.v_scale),
         0 if table is None else table.stride(0),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         *bias_strides(bias),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.quantised import dequantise
 
 
 class Part(NamedTuple):
@@ -103,16 +104,25 @@ def _cached(problem: Problem, inputs: Inputs, q: Tensor) -> Iterator[Part]:
     rows = list(range(len(ends))) if inputs.cache_batch_idx is None else inputs.cache_batch_idx.tolist()
     for index, (begin, end, row) in enumerate(zip(begins, ends, rows, strict=True)):
         sequence = slice(index, index + 1)
-        if problem.is_paged:
-            k, v = (_from_pages(pages, inputs, index, begin, end) for pages in (inputs.k, inputs.v))
-        else:
-            k, v = inputs.k[row, begin:end], inputs.v[row, begin:end]
+        k = _cached_tokens(inputs.k, inputs.k_scale, inputs, index, row, begin, end)
+        v = _cached_tokens(inputs.v, inputs.v_scale, inputs, index, row, begin, end)
         bias = None if inputs.attn_bias is None else inputs.attn_bias[sequence, :, :, : end - begin]
         yield _part(inputs, sequence, q[sequence], k[None], v[None], bias)
 
 
+def _cached_tokens(
+    cache: Tensor, scale: Tensor | None, inputs: Inputs, index: int, row: int, begin: int, end: int
+) -> Tensor:
+    """Tokens begin to end - 1 of sequence `index`, in `row` of a dense cache or in its pages; dequantised."""
+
+    def read(x: Tensor) -> Tensor:
+        return x[row, begin:end] if inputs.block_table is None else _from_pages(x, inputs, index, begin, end)
+
+    return read(cache) if scale is None else dequantise(read(cache), read(scale))
+
+
 def _from_pages(pages: Tensor, inputs: Inputs, index: int, begin: int, end: int) -> Tensor:
-    """Tokens begin to end - 1 of sequence `index`, copied from its pages: (end - begin, nheads_k, headdim)."""
+    """Tokens begin to end - 1 of sequence `index`, copied from its pages: (end - begin, nheads_k, ...)."""
     assert inputs.block_table is not None
     page_block_size = pages.shape[1]
     if begin == end:

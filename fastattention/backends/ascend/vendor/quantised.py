@@ -1,7 +1,7 @@
 """int8 on npu_fused_infer_attention_score: caches in int8, and queries, keys and values in int8.
 
-No public function takes int8 yet; these are for the one that will. Quantisation is symmetric everywhere: a number is
-its int8 times a scale.
+The ascend backend does not hand calls to these yet; the int8 caches of fast_attn_with_kvcache have scales as TOKEN_HEAD
+means them. Quantisation is symmetric everywhere: a number is its int8 times a scale.
 """
 
 from __future__ import annotations

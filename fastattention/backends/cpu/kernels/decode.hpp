@@ -13,58 +13,9 @@ namespace FA_NAMESPACE {
 
 static constexpr int kMaxGroup = Vec::kWidth < 8 ? Vec::kWidth : 8;
 
-// How elements are multiplied: widened to floats one vector at a time ...
-template <class Element>
-struct Wide {
-    using Query = float;
-    static constexpr int kChunk = Vec::kWidth;  // elements a step takes
-    static constexpr int kKeysPerStep = 1;      // of values
-    static constexpr int kColumnVectors = 1;    // accumulators of one chunk of columns
-    FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
-    FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-
-    // The operand that a step multiplies with probabilities, from the same columns of its keys' values.
-    FA_INLINE void combine(const Vec* values, Vec* columns) { columns[0] = values[0]; }
-    FA_INLINE void restore_order(const float* from, float* to) { store(to, load(from)); }
-    template <int kGroup>
-    FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
-        store(to + i, p);
-    }
-};
-
-#ifdef FA_HAS_BF16_DOT
-// ... or two at a time by the instruction for pairs of bfloat16. Its columns come out interleaved and are put back in order
-// when a split is done.
-struct Paired {
-    using Query = Bfloat16;
-    static constexpr int kChunk = 2 * Vec::kWidth;
-    static constexpr int kKeysPerStep = 2;
-    static constexpr int kColumnVectors = 2;
-    FA_INLINE Vec load_chunk(const Bfloat16* p) { return load_pairs(p); }
-    FA_INLINE Vec load_chunk_partial(const Bfloat16* p, int n) { return load_pairs_partial(p, n); }
-    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
-
-    FA_INLINE void combine(const Vec* values, Vec* columns) {
-        columns[0] = interleave_low(values[0], values[1]);
-        columns[1] = interleave_high(values[0], values[1]);
-    }
-    FA_INLINE void restore_order(const float* from, float* to) {
-        Vec first, second;
-        restore_columns(load(from), load(from + Vec::kWidth), first, second);
-        store(to, first);
-        store(to + Vec::kWidth, second);
-    }
-    template <int kGroup>
-    FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
-        store_key_pairs<kGroup>(reinterpret_cast<Bfloat16*>(to) + i, p);
-    }
-};
-#endif
-
 // scores[j * kGroup + g] = key j . query g for the keys of a block, rounded up to whole vectors by repeating the last key.
-template <class Element, class Dot, int kGroup>
-static void score_block(const Block<Element>& block, int64_t head, const float* queries, int64_t query_stride,
+template <int kGroup, class Element, class Dot>
+static void score_block(Dot, const Block<Element>& block, int64_t head, const float* queries, int64_t query_stride,
                         int64_t headdim, float* scores) {
     constexpr int kKeys = Vec::kWidth / kGroup;
     const int64_t chunks = headdim / Dot::kChunk;
@@ -109,14 +60,15 @@ static void score_block(const Block<Element>& block, int64_t head, const float* 
         if (tail)
             step(queries + chunks * Vec::kWidth,
                  [&](int t) { return Dot::load_chunk_partial(keys[t] + offset + chunks * Dot::kChunk, tail); });
-        store(scores + j * kGroup, reduce_columns(acc));
+        store(scores + j * kGroup, Dot::reduce(acc));
     }
 }
 
-// acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns from `column` on.
+// acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns from `column` on. units: of the
+// probabilities of each row.
 template <class Element, class Dot, int kGroup, int kChunks, bool kPartial>
-FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, const float* probabilities, float* acc_o,
-                                  int64_t acc_stride, int64_t column, int64_t headdim_v) {
+FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
+                                  float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
     constexpr int kVectors = Dot::kColumnVectors;
     const int tail = static_cast<int>(headdim_v - column);
     Vec acc[kGroup][kChunks][kVectors];
@@ -124,7 +76,7 @@ FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, con
     for (int g = 0; g < kGroup; ++g)
 #pragma GCC unroll 16
         for (int c = 0; c < kChunks * kVectors; ++c)
-            acc[g][c / kVectors][c % kVectors] = load(acc_o + g * acc_stride + column + c * Vec::kWidth);
+            acc[g][c / kVectors][c % kVectors] = Dot::begin_sum(acc_o + g * acc_stride + column + c * Vec::kWidth);
     const int64_t offset = head * block.values.head_stride + column;
     PrefetchCursor<Element> ahead(block.values, block, head);
     auto value = [&](int64_t j, int c) __attribute__((always_inline)) {
@@ -152,24 +104,36 @@ FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, con
 #pragma GCC unroll 8
     for (int g = 0; g < kGroup; ++g)
 #pragma GCC unroll 16
-        for (int c = 0; c < kChunks * kVectors; ++c)
-            store(acc_o + g * acc_stride + column + c * Vec::kWidth, acc[g][c / kVectors][c % kVectors]);
+        for (int c = 0; c < kChunks * kVectors; ++c) {
+            float* to = acc_o + g * acc_stride + column + c * Vec::kWidth;
+            store(to, Dot::end_sum(acc[g][c / kVectors][c % kVectors], to, units[g]));
+        }
 }
 
-template <class Element, class Dot, int kGroup>
-static void accumulate_block(const Block<Element>& block, int64_t head, const float* probabilities, float* acc_o,
-                             int64_t acc_stride, int64_t headdim_v) {
+// The columns from `column` on, kChunks chunks at a time as long as there are so many, then half as many.
+template <class Element, class Dot, int kGroup, int kChunks>
+FA_INLINE void accumulate_from(const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
+                               float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
+    for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
+        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride, column,
+                                                                 headdim_v);
+    if constexpr (kChunks > 1) {
+        accumulate_from<Element, Dot, kGroup, kChunks / 2>(block, head, probabilities, units, acc_o, acc_stride, column,
+                                                           headdim_v);
+    } else if (column < headdim_v) {
+        accumulate_columns<Element, Dot, kGroup, 1, true>(block, head, probabilities, units, acc_o, acc_stride, column,
+                                                          headdim_v);
+    }
+}
+
+template <int kGroup, class Element, class Dot>
+static void accumulate_block(Dot, const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
+                             float* acc_o, int64_t acc_stride, int64_t headdim_v) {
     // As many accumulators as leave registers for a value and a broadcast.
     constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
     constexpr int kWanted = kAccumulators / (kGroup * Dot::kColumnVectors);
     constexpr int kChunks = kWanted < 1 ? 1 : (kWanted > 8 ? 8 : kWanted);
-    int64_t column = 0;
-    for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
-        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, acc_o, acc_stride, column, headdim_v);
-    for (; column + Dot::kChunk <= headdim_v; column += Dot::kChunk)
-        accumulate_columns<Element, Dot, kGroup, 1, false>(block, head, probabilities, acc_o, acc_stride, column, headdim_v);
-    if (column < headdim_v)
-        accumulate_columns<Element, Dot, kGroup, 1, true>(block, head, probabilities, acc_o, acc_stride, column, headdim_v);
+    accumulate_from<Element, Dot, kGroup, kChunks>(block, head, probabilities, units, acc_o, acc_stride, 0, headdim_v);
 }
 
 // Rows first_row ... first_row + kGroup - 1 of one split. Rows past the last repeat it, and their results are not kept.
@@ -183,7 +147,7 @@ public:
         modifies_ = modifies_scores(*call.params) || call.params->softmax_scale <= 0.0;
         scale_ = modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E;
         query_stride_ = round_up(call.params->headdim, Dot::kChunk) / Dot::kKeysPerStep;
-        acc_stride_ = round_up(call.params->headdim_v, Dot::kChunk);
+        acc_stride_ = round_up(call.params->headdim_v, Dot::kColumnStep);
         const int64_t last_row = call.rows(*sequence_) - 1;
         for (int g = 0; g < kGroup; ++g) {
             rows_[g] = query_row(call, split.kv_head, smaller(first_row + g, last_row));
@@ -201,12 +165,13 @@ public:
             mask.classify(rows_[0].token, rows_[kGroup - 1].token, block.first, block.first + block.n - 1);
         if (kind == TileKind::kSkipped) return;
         const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
-        score_block<Element, Dot, kGroup>(block, head, queries_, query_stride_, call_->params->headdim, scores_);
+        score_block<kGroup>(Dot{}, block, head, queries_, query_stride_, call_->params->headdim, scores_);
+        if constexpr (kQuantised<Element>) scale_scores(block, head, padded);
         if (modifies_) modify(block);
         for (int64_t i = block.n * kGroup; i < padded; ++i) scores_[i] = -kInfinity;
         if (kind == TileKind::kPartial) hide(block);
         softmax(padded);
-        accumulate_block<Element, Dot, kGroup>(block, head, probabilities_, acc_o_, acc_stride_, call_->params->headdim_v);
+        accumulate_block<kGroup>(Dot{}, block, head, probabilities_, units_, acc_o_, acc_stride_, call_->params->headdim_v);
     }
 
     // Hands the results of the first n rows to the split.
@@ -224,8 +189,18 @@ private:
     void load_row(int g) {
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
         const int64_t padded = query_stride_ * Dot::kKeysPerStep;
-        load_query<Element>(*call_, *sequence_, rows_[g], wide, padded);
-        narrow_row(wide, reinterpret_cast<typename Dot::Query*>(queries_ + g * query_stride_), padded);
+        load_query(*call_, *sequence_, rows_[g], wide, padded);
+        const float unit = Dot::store_query(wide, padded, queries_, g, query_stride_);
+        for (int i = g; i < Vec::kWidth; i += kGroup) query_units_[i] = unit;
+    }
+
+    // Scores of a quantised cache are products with what it stores; values likewise, so that their scales join the
+    // probabilities.
+    void scale_scores(const Block<Element>& block, int64_t head, int64_t padded) {
+        block.load_scales(head, key_scales_, value_scales_);
+        const Vec units = load(query_units_);
+        for (int64_t i = 0; i < padded; i += Vec::kWidth)
+            store(scores_ + i, load(scores_ + i) * units * repeat_each<kGroup>(key_scales_ + i / kGroup));
     }
 
     // Row by row, as in prefill: the modifiers of a row are not those of its neighbours.
@@ -270,10 +245,12 @@ private:
         const Vec scale = broadcast(scale_);
         Vec sum = zero();
         for (int64_t i = 0; i < padded; i += Vec::kWidth) {
-            const Vec p = exp2<Dot::kKeysPerStep == 1>(fma(load(scores_ + i), scale, shift));
+            Vec p = exp2<Dot::kPrecise>(fma(load(scores_ + i), scale, shift));
             sum = sum + p;
+            if constexpr (kQuantised<Element>) p = p * repeat_each<kGroup>(value_scales_ + i / kGroup);
             Dot::template store_probabilities<kGroup>(probabilities_, i, p);
         }
+        Dot::template finish_probabilities<kGroup>(probabilities_, padded, units_);
         return sum;
     }
 
@@ -291,11 +268,15 @@ private:
     int64_t query_stride_, acc_stride_;
     QueryRow rows_[kGroup];
     float row_max_[kGroup], row_sum_[kGroup];
+    float query_units_[Vec::kWidth], units_[kGroup];  // by which products with queries and with probabilities count
     alignas(64) float queries_[kGroup * kMaxHeaddim];
     alignas(64) float acc_o_[kGroup * kMaxHeaddim];
     // One step may read the probability of the key after the last: it is 0.
     alignas(64) float scores_[kBlockKeys * kGroup + Vec::kWidth];
     alignas(64) float probabilities_[kBlockKeys * kGroup + Vec::kWidth];
+    // Of the block's keys; past its last key anything finite.
+    float key_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
+    float value_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
 };
 
 template <class Element, class Dot, int kGroup>
@@ -304,6 +285,7 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     const Sequence& s = call.sequences[split.sequence];
     const Rows k = call.keys(s, split.kv_head), v = call.values(s, split.kv_head);
     DecodeGroup<Element, Dot, kGroup> groups[kMaxSplitHeads];
+    Dot::begin();
     for (int64_t head = 0; head < num_heads; ++head) groups[head].start(call, splits[head], first_row);
     const int64_t first_token = query_row(call, split.kv_head, first_row).token;
     const int64_t last_token = query_row(call, split.kv_head, first_row + n - 1).token;
@@ -313,11 +295,15 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     block.heads = num_heads;
     block.keys.head_stride = call.params->k_stride_head;
     block.values.head_stride = call.params->v_stride_head;
+    if constexpr (kQuantised<Element>)
+        block.scales = {call.key_scales(s, split.kv_head), call.value_scales(s, split.kv_head),
+                        call.params->k_scale_stride_head, call.params->v_scale_stride_head};
     for (int64_t key = begin; key < end; key += block.size()) {
         block.locate(k, v, key, end);
         for (int64_t head = 0; head < num_heads; ++head) groups[head].attend(block, head);
     }
     for (int64_t head = 0; head < num_heads; ++head) groups[head].finish(first_row, n);
+    Dot::end();
 }
 
 // splits: the same keys of num_heads neighbouring heads.
@@ -333,7 +319,7 @@ static void decode_splits(const Call& call, const DecodeSplit* splits, int64_t n
         } else if (n <= 4) {
             decode_rows<Element, Dot, 4>(call, splits, num_heads, row, n);
         } else {
-            decode_rows<Element, Dot, kMaxGroup>(call, splits, num_heads, row, n);
+            decode_rows<Element, typename Dot::Grouped, kMaxGroup>(call, splits, num_heads, row, n);
         }
     }
 }

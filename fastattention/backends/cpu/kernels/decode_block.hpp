@@ -25,16 +25,31 @@ struct BlockRows {
     }
 };
 
+// Where the scales of a quantised cache lie, of the first of a block's heads.
+struct ScaleRows {
+    Rows keys, values;
+    int64_t key_head_stride, value_head_stride;  // in floats
+};
+
 // The keys and values of `heads` neighbouring heads.
 template <class Element>
 struct Block {
+    static constexpr int64_t kTurn = kQuantised<Element> ? 4 * kTurnKeys : kTurnKeys;
     BlockRows<Element> keys, values;
+    ScaleRows scales;
     int64_t first;  // key
     int64_t n;      // keys
     int64_t heads;
 
-    int64_t size() const { return heads > 1 ? kTurnKeys : kBlockKeys; }
-    int64_t ahead() const { return heads > 1 ? kTurnKeys : kAhead; }
+    int64_t size() const { return heads > 1 ? kTurn : kBlockKeys; }
+    int64_t ahead() const { return heads > 1 ? kTurn : kAhead; }
+
+    // The scales of one head's keys and values.
+    void load_scales(int64_t head, float* key_scales, float* value_scales) const {
+        constexpr int64_t kSize = sizeof(float);
+        FA_NAMESPACE::load_scales(scales.keys.shifted(head * scales.key_head_stride * kSize), first, n, key_scales);
+        FA_NAMESPACE::load_scales(scales.values.shifted(head * scales.value_head_stride * kSize), first, n, value_scales);
+    }
 
     // From key `begin` on, of a range that ends at `end`.
     void locate(const Rows& k, const Rows& v, int64_t begin, int64_t end) {

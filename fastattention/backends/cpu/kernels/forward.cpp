@@ -52,7 +52,11 @@ Rows cache_rows(const FaAttentionParams& p, void* base, int64_t stride_batch, in
     return rows;
 }
 
-Sequence make_sequence(const FaAttentionParams& p, int64_t batch, int64_t element_size) {
+int64_t size_of(int64_t dtype) { return dtype == FA_FLOAT32 ? 4 : dtype == FA_INT8 || dtype == FA_FLOAT8 ? 1 : 2; }
+
+Sequence make_sequence(const Call& call, int64_t batch) {
+    const FaAttentionParams& p = *call.params;
+    const int64_t element_size = call.element_size;
     Sequence s{};
     s.batch = batch;
     int64_t seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k, first_q = 0;
@@ -68,12 +72,16 @@ Sequence make_sequence(const FaAttentionParams& p, int64_t batch, int64_t elemen
     s.mask = {seqlen_q, seqlen_k, p.window_left, p.window_right};
     s.q = static_cast<const char*>(p.q) + (batch * p.q_stride_batch + first_q * p.q_stride_row) * element_size;
     s.out = static_cast<char*>(p.out) + (batch * p.out_stride_batch + first_q * p.out_stride_row) * element_size;
-    s.k = cache_rows(p, p.k, p.k_stride_batch, p.k_stride_row, batch, element_size);
-    s.v = cache_rows(p, p.v, p.v_stride_batch, p.v_stride_row, batch, element_size);
+    s.k = cache_rows(p, p.k, p.k_stride_batch, p.k_stride_row, batch, call.cache_element_size);
+    s.v = cache_rows(p, p.v, p.v_stride_batch, p.v_stride_row, batch, call.cache_element_size);
+    if (is_quantised(p)) {
+        s.k_scale = cache_rows(p, p.k_scale, p.k_scale_stride_batch, p.k_scale_stride_row, batch, sizeof(float));
+        s.v_scale = cache_rows(p, p.v_scale, p.v_scale_stride_batch, p.v_scale_stride_row, batch, sizeof(float));
+    }
     if (p.lse != nullptr) s.lse = p.lse + batch * p.lse_stride_batch + first_q;
     if (p.alibi_slopes != nullptr) s.alibi = p.alibi_slopes + batch * p.alibi_stride_batch;
     if (p.attn_bias != nullptr) {
-        const int64_t size = p.bias_dtype == FA_FLOAT32 ? 4 : 2;
+        const int64_t size = size_of(p.bias_dtype);
         s.bias = static_cast<const char*>(p.attn_bias) + (batch * p.bias_stride_batch + first_q * p.bias_stride_row) * size;
     }
     return s;
@@ -82,11 +90,11 @@ Sequence make_sequence(const FaAttentionParams& p, int64_t batch, int64_t elemen
 class Forward {
 public:
     Forward(const Kernels& kernels, const FaAttentionParams& p) : kernels_(kernels), p_(p) {
-        call_ = {&p, p.nheads / p.nheads_k, p.dtype == FA_FLOAT32 ? 4 : 2, nullptr};
+        call_ = {&p, p.nheads / p.nheads_k, size_of(p.dtype), size_of(p.cache_dtype), nullptr};
         sequences_.reserve(p.batch_size);
         double work = 0.0;
         for (int64_t b = 0; b < p.batch_size; ++b) {
-            sequences_.push_back(make_sequence(p, b, call_.element_size));
+            sequences_.push_back(make_sequence(call_, b));
             const Sequence& s = sequences_.back();
             work += static_cast<double>(s.mask.seqlen_q) * visible_keys(s.mask).size() * p.nheads * (p.headdim + p.headdim_v);
         }
@@ -127,7 +135,7 @@ private:
     int64_t heads_together() const {
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;
-        const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.element_size;
+        const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.cache_element_size;
         return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(kMaxSplitHeads, p_.nheads_k));
     }
 
@@ -185,22 +193,23 @@ private:
     struct Job {
         PackedHead head;
         int64_t first_panel, end_panel;
-        int64_t floats;  // of packed keys, then of values
+        int64_t floats;  // of packed keys, then of values, then of their scales
         int64_t tiles;
     };
 
     bool prefill() {
         std::vector<Job> jobs;
         const PackGeometry g = kernels_.pack_geometry(p_);
+        const int64_t scales = is_quantised(p_) ? 2 : 0;  // of a key and its value
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (is_decode(s)) continue;
             const KeyRange keys = visible_keys(s.mask);
             const int64_t first = keys.begin / g.panel, end = divide_up(keys.end, g.panel);
-            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_columns / g.keys_per_unit);
+            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_columns / g.keys_per_unit + scales);
             const int64_t tiles = divide_up(call_.rows(s), g.tile_rows);
             for (int64_t head = 0; head < p_.nheads_k; ++head)
-                jobs.push_back({{i, head, nullptr, nullptr}, first, end, floats, tiles});
+                jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
         }
         for (size_t begin = 0, end; begin < jobs.size(); begin = end) {
             int64_t floats = jobs[begin].floats;
@@ -227,6 +236,10 @@ private:
             job.head.keys = packed - job.first_panel * g.panel * g.key_units;
             job.head.values = packed + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
             packed += job.floats;
+            if (is_quantised(p_)) {
+                job.head.value_scales = packed - keys - job.first_panel * g.panel;
+                job.head.key_scales = job.head.value_scales - keys;
+            }
             const bool continues = i > 0 && jobs[i - 1].head.sequence == job.head.sequence;
             if (!continues) {
                 first_of_sequence.push_back(i);

@@ -59,9 +59,10 @@ std::vector<const Kernels*> detect() {
         !__builtin_cpu_supports("avx512dq"))
         return found;
     found.push_back(&avx512::kernels);
-    if (!leaf7_bit(1, kEax, 5)) return found;
+    if (!leaf7_bit(1, kEax, 5) || !__builtin_cpu_supports("avx512vnni")) return found;
     found.push_back(&avx512_bf16::kernels);
-    if (leaf7_bit(0, kEdx, 22) && leaf7_bit(0, kEdx, 24) && may_use_amx()) found.push_back(&amx_bf16::kernels);
+    const bool amx = leaf7_bit(0, kEdx, 22) && leaf7_bit(0, kEdx, 24) && leaf7_bit(0, kEdx, 25);  // bfloat16, tiles, int8
+    if (amx && may_use_amx()) found.push_back(&amx_bf16::kernels);
 #endif
     return found;
 }

@@ -2,6 +2,7 @@
 //   FA_NAMESPACE     the namespace of its code, also its name
 //   FA_SIMD_HEADER   its vectors
 //   FA_HAS_BF16_DOT  when it multiplies pairs of bfloat16
+//   FA_HAS_VNNI      when it multiplies and adds pairs of 16-bit integers in one instruction
 //   FA_HAS_AMX       when it has AMX tiles for them
 #include FA_SIMD_HEADER
 
@@ -15,6 +16,7 @@ using namespace fastattention;
 // In this order: each uses those above it.
 #include "rows.hpp"
 #include "scores.hpp"
+#include "quantise.hpp"
 #include "append.hpp"
 #include "gemm.hpp"
 #ifdef FA_HAS_AMX
@@ -22,6 +24,10 @@ using namespace fastattention;
 #endif
 #include "prefill.hpp"
 #include "decode_block.hpp"
+#include "decode_dot.hpp"
+#ifdef FA_HAS_AMX
+#include "decode_amx.hpp"
+#endif
 #include "decode.hpp"
 #include "peaks.hpp"
 
@@ -49,6 +55,26 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
 #endif
 }
 
+// What the caches hold: elements of q's type, or those of a quantised cache.
+template <class Element, class Use>
+FA_INLINE auto with_stored(const FaAttentionParams& p, Use&& use) {
+    if (p.cache_dtype == FA_INT8) return use(Int8{});
+    if (p.cache_dtype == FA_FLOAT8) return use(Float8{});
+    return use(Element{});
+}
+
+// How a decode multiplies.
+template <class Use>
+FA_INLINE auto with_dot(const FaAttentionParams& p, Use&& use) {
+#ifdef FA_HAS_WORDS
+    // Fixed point is as good as half precision, not as float32.
+    if (p.cache_dtype == FA_INT8 && p.dtype != FA_FLOAT32) return use(FixedPoint{});
+#endif
+    if (p.cache_dtype == FA_INT8) return use(Wide<Int8>{});
+    if (p.cache_dtype == FA_FLOAT8) return use(Wide<Float8>{});
+    return with_path(p, [&](auto path) { return use(typename decltype(path)::Dot{}); });
+}
+
 static PackGeometry pack_geometry_of(const FaAttentionParams& params) {
     return with_path(params, [&](auto path) { return pack_geometry<typename decltype(path)::Unit>(params); });
 }
@@ -56,7 +82,9 @@ static PackGeometry pack_geometry_of(const FaAttentionParams& params) {
 static void pack_panel_of(const Call& call, const PackedHead& head, int64_t panel) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
-        pack_panel<typename Path::Element>(call, head, panel, typename Path::Unit{});
+        with_stored<typename Path::Element>(*call.params, [&](auto stored) {
+            pack_panel<decltype(stored)>(call, head, panel, typename Path::Unit{});
+        });
     });
 }
 
@@ -68,13 +96,13 @@ static void prefill_tile_of(const Call& call, const PackedHead& head, int64_t fi
 }
 
 static int64_t decode_columns_of(const FaAttentionParams& params) {
-    return with_path(params, [&](auto path) { return round_up(params.headdim_v, decltype(path)::Dot::kChunk); });
+    return with_dot(params, [&](auto dot) { return round_up(params.headdim_v, decltype(dot)::kColumnStep); });
 }
 
 static void decode_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
-    with_path(*call.params, [&](auto path) {
-        using Path = decltype(path);
-        decode_splits<typename Path::Element, typename Path::Dot>(call, splits, num_heads);
+    with_dot(*call.params, [&](auto dot) {
+        using Dot = decltype(dot);
+        decode_splits<typename Dot::Stored, Dot>(call, splits, num_heads);
     });
 }
 
@@ -85,7 +113,12 @@ static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t
 }
 
 static void append_token_of(const Call& call, const Sequence& sequence, int64_t token) {
-    with_path(*call.params, [&](auto path) { append_token<typename decltype(path)::Element>(call, sequence, token); });
+    with_path(*call.params, [&](auto path) {
+        using Element = typename decltype(path)::Element;
+        with_stored<Element>(*call.params, [&](auto stored) {
+            append_token<Element, decltype(stored)>(call, sequence, token);
+        });
+    });
 }
 
 #define FA_STRING(name) #name

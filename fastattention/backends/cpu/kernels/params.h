@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 // Element types of tensors.
-enum { FA_FLOAT32 = 0, FA_BFLOAT16 = 1, FA_FLOAT16 = 2 };
+enum { FA_FLOAT32 = 0, FA_BFLOAT16 = 1, FA_FLOAT16 = 2, FA_INT8 = 3, FA_FLOAT8 = 4 };
 
 // One attention call. Strides are in elements, sizes in elements or tokens; absent tensors are null.
 typedef struct FaAttentionParams {
@@ -31,7 +31,10 @@ typedef struct FaAttentionParams {
     const float* alibi_slopes;       // (nheads) or (batch_size, nheads)
     const float* sinks;              // (nheads)
     const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), packed (1, nheads, total_q, max_seqlen_k)
-    int64_t dtype;                   // of q, k, v, out and the rotary tables
+    float* k_scale;  // of a quantised cache, as k without headdim; written when k_new is given
+    float* v_scale;
+    int64_t dtype;        // of q, k_new, v_new, out and the rotary tables
+    int64_t cache_dtype;  // of k and v: dtype, or FA_INT8 or FA_FLOAT8 (e4m3) with scales
     int64_t bias_dtype;
     int64_t batch_size, seqlen_q, seqlen_k, seqlen_new;
     int64_t nheads, nheads_k, headdim, headdim_v;
@@ -43,6 +46,8 @@ typedef struct FaAttentionParams {
     int64_t lse_stride_batch, lse_stride_head;
     int64_t k_new_stride_batch, k_new_stride_row, k_new_stride_head;
     int64_t v_new_stride_batch, v_new_stride_row, v_new_stride_head;
+    int64_t k_scale_stride_batch, k_scale_stride_row, k_scale_stride_head;
+    int64_t v_scale_stride_batch, v_scale_stride_row, v_scale_stride_head;
     int64_t block_table_stride, alibi_stride_batch;
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
     int64_t window_left, window_right;  // -1 unlimited

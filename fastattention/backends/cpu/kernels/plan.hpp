@@ -47,11 +47,14 @@ struct Rows {
     }
 };
 
+FA_HOST_DEVICE inline bool is_quantised(const FaAttentionParams& p) { return p.k_scale != nullptr; }
+
 // One sequence of the batch. Pointers are to its first query token and its head 0; the strides are in Call's params.
 struct Sequence {
     TileRange mask;  // also holds seqlen_q and seqlen_k, the keys after an append
     const char* q;
     Rows k, v;
+    Rows k_scale, v_scale;  // of a quantised cache
     char* out;
     float* lse;             // null when not asked for
     const char* bias;       // null without
@@ -64,14 +67,21 @@ struct Sequence {
 struct Call {
     const FaAttentionParams* params;
     int64_t group_size;    // query heads that share a key head
-    int64_t element_size;  // bytes of an element of q, k, v, out
+    int64_t element_size;  // bytes of an element of q, k_new, v_new, out
+    int64_t cache_element_size;  // of k and v
     const Sequence* sequences;
 
     FA_HOST_DEVICE Rows keys(const Sequence& s, int64_t kv_head) const {
-        return s.k.shifted(kv_head * params->k_stride_head * element_size);
+        return s.k.shifted(kv_head * params->k_stride_head * cache_element_size);
     }
     FA_HOST_DEVICE Rows values(const Sequence& s, int64_t kv_head) const {
-        return s.v.shifted(kv_head * params->v_stride_head * element_size);
+        return s.v.shifted(kv_head * params->v_stride_head * cache_element_size);
+    }
+    FA_HOST_DEVICE Rows key_scales(const Sequence& s, int64_t kv_head) const {
+        return s.k_scale.shifted(kv_head * params->k_scale_stride_head * static_cast<int64_t>(sizeof(float)));
+    }
+    FA_HOST_DEVICE Rows value_scales(const Sequence& s, int64_t kv_head) const {
+        return s.v_scale.shifted(kv_head * params->v_scale_stride_head * static_cast<int64_t>(sizeof(float)));
     }
 
     // A row is one query token of one query head. Rows of the heads that share a key head are processed together: row r
@@ -86,6 +96,8 @@ struct PackedHead {
     int64_t kv_head;
     float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
     float* values;  // (units of keys, headdim_v padded)
+    float* key_scales;  // of a quantised cache, one a key; zeros past the end
+    float* value_scales;
 };
 
 // How an instruction set packs for a dtype and head dimension, in the units above.

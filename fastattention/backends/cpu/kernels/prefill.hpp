@@ -35,15 +35,27 @@ struct PanelRows {
         call.keys(s, head.kv_head).addresses(first, n, keys);
         call.values(s, head.kv_head).addresses(first, n, values);
         for (int64_t j = 0; j < n; ++j) {
-            prefetch_bytes(keys[j], call.params->headdim * call.element_size);
-            prefetch_bytes(values[j], call.params->headdim_v * call.element_size);
+            prefetch_bytes(keys[j], call.params->headdim * call.cache_element_size);
+            prefetch_bytes(values[j], call.params->headdim_v * call.cache_element_size);
         }
     }
 };
 
+// The scales of a panel's keys and values; 0 past the end.
+template <class Stored>
+FA_INLINE void pack_scales(const Call& call, const PackedHead& head, int64_t first, int64_t n) {
+    if constexpr (kQuantised<Stored>) {
+        const Sequence& s = call.sequences[head.sequence];
+        load_scales(call.key_scales(s, head.kv_head), first, n, head.key_scales + first);
+        load_scales(call.value_scales(s, head.kv_head), first, n, head.value_scales + first);
+        for (int64_t j = n; j < kPanel; ++j) head.key_scales[first + j] = head.value_scales[first + j] = 0.0f;
+    }
+}
+
 // Packs one panel of keys, transposed, and the values of the same keys. Keys past the end become zeros: their scores are
-// masked, and zeros keep whatever follows the sequence in memory out of the products.
-template <class Element>
+// masked, and zeros keep whatever follows the sequence in memory out of the products. Quantised numbers stay without their
+// scales, which join the scores and the probabilities: floats and bfloat16 hold them exactly.
+template <class Stored>
 static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, FloatUnit) {
     const FaAttentionParams& p = *call.params;
     const PackGeometry g = pack_geometry<FloatUnit>(p);
@@ -59,14 +71,24 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
             for (int64_t c = 0; c < g.value_columns; ++c) values[j * g.value_columns + c] = 0.0f;
             continue;
         }
-        widen_row(reinterpret_cast<const Element*>(rows.keys[j]), wide, p.headdim, p.headdim);
+        widen_row(reinterpret_cast<const Stored*>(rows.keys[j]), wide, p.headdim, p.headdim);
         for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = wide[u];
-        widen_row(reinterpret_cast<const Element*>(rows.values[j]), values + j * g.value_columns, p.headdim_v, g.value_columns);
+        widen_row(reinterpret_cast<const Stored*>(rows.values[j]), values + j * g.value_columns, p.headdim_v, g.value_columns);
     }
+    pack_scales<Stored>(call, head, first, n);
 }
 
 #ifdef FA_HAS_BF16_DOT
-template <class Element, class Pair>
+FA_INLINE void copy_row(const Bfloat16* from, Bfloat16* to, int64_t n) { memcpy(to, from, n * sizeof(Bfloat16)); }
+
+template <class Stored>
+FA_INLINE void copy_row(const Stored* from, Bfloat16* to, int64_t n) {
+    float wide[kMaxHeaddim + Vec::kWidth];
+    widen_row(from, wide, n, n);
+    narrow_row(wide, to, n);
+}
+
+template <class Stored, class Pair>
 static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, Pair) {
     const FaAttentionParams& p = *call.params;
     const PackGeometry g = pack_geometry<Pair>(p);
@@ -78,16 +100,18 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
     Bfloat16 key[kMaxHeaddim + 2], pair[2][kMaxHeaddim + 2 * Vec::kWidth];
     for (int64_t j = 0; j < kPanel; ++j) {
         memset(key, 0, sizeof(key));
-        if (j < n) memcpy(key, rows.keys[j], p.headdim * sizeof(Bfloat16));
+        if (j < n) copy_row(reinterpret_cast<const Stored*>(rows.keys[j]), key, p.headdim);
         for (int64_t u = 0; u < g.key_units; ++u) memcpy(&keys[u * kPanel + j], &key[2 * u], 4);
     }
     for (int64_t j = 0; j < kPanel; j += 2) {
         memset(pair, 0, sizeof(pair));
-        for (int64_t i = 0; i < 2 && j + i < n; ++i) memcpy(pair[i], rows.values[j + i], p.headdim_v * sizeof(Bfloat16));
+        for (int64_t i = 0; i < 2 && j + i < n; ++i)
+            copy_row(reinterpret_cast<const Stored*>(rows.values[j + i]), pair[i], p.headdim_v);
         auto* to = reinterpret_cast<uint32_t*>(values + j / 2 * g.value_columns);
         for (int64_t c = 0; c < g.value_columns; ++c)
             to[c] = pair[0][c].bits | static_cast<uint32_t>(pair[1][c].bits) << 16;
     }
+    pack_scales<Stored>(call, head, first, n);
 }
 #endif
 
@@ -175,6 +199,7 @@ private:
             end = smaller(sequence_.mask.row_end(token) - key, n);
         }
         if (begin >= end) return clear_probabilities(scores, padded);
+        if (head_.key_scales) multiply(scores, head_.key_scales + key, n);
         if (modifies_) {
             const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
             modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, n);
@@ -191,18 +216,26 @@ private:
             row_max_[row] = new_max;
             if (old_max != -kInfinity) rescale(row, exp2(old_max - new_max));
         }
-        store(row_sum_ + row * Vec::kWidth, load(row_sum_ + row * Vec::kWidth) + exponentiate(scores, padded, new_max));
+        const Vec sum = head_.value_scales ? exponentiate<true>(scores, padded, new_max, head_.value_scales + key)
+                                           : exponentiate<false>(scores, padded, new_max, nullptr);
+        store(row_sum_ + row * Vec::kWidth, load(row_sum_ + row * Vec::kWidth) + sum);
     }
 
-    // Writes exp2(score * scale - max) over the scores and returns their sum, lane by lane. Pairs are written as bfloat16
-    // from the start of the row: never ahead of what is still to be read.
-    Vec exponentiate(float* scores, int64_t padded, float max) const {
+    static void multiply(float* scores, const float* by, int64_t n) {
+        for (int64_t j = 0; j < n; j += Vec::kWidth) store(scores + j, load(scores + j) * load(by + j));
+    }
+
+    // Writes exp2(score * scale - max), times the scales of the values, over the scores and returns their sum without those,
+    // lane by lane. Pairs are written as bfloat16 from the start of the row: never ahead of what is still to be read.
+    template <bool kScaled>
+    Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {
         // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
         const Vec scale = broadcast(scale_), shift = broadcast(max == -kInfinity ? 0.0f : -max);
         Vec sum = zero();
         for (int64_t j = 0; j < padded; j += Vec::kWidth) {
-            const Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));
+            Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));
             sum = sum + p;
+            if (kScaled) p = p * load(value_scales + j);
             if (Unit::kElements == 1) {
                 store(scores + j, p);
             } else {

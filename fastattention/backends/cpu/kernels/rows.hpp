@@ -29,6 +29,20 @@ FA_INLINE void prefetch_bytes(const void* data, int64_t bytes) {
     for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(static_cast<const char*>(data) + byte);
 }
 
+// to[0..n) = the scales of rows `row` to row + n - 1.
+static void load_scales(const Rows& rows, int64_t row, int64_t n, float* to) {
+    if (rows.pages == nullptr) {
+        const char* at = rows.base + row * rows.stride_row;
+        for (int64_t j = 0; j < n; ++j, at += rows.stride_row) memcpy(to + j, at, sizeof(float));
+        return;
+    }
+    int64_t page = (rows.first + row) / rows.page_size, slot = (rows.first + row) % rows.page_size;
+    for (int64_t j = 0; j < n; ++page, slot = 0) {
+        const char* at = rows.base + rows.pages[page] * rows.stride_page + slot * rows.stride_row;
+        for (; slot < rows.page_size && j < n; ++slot, ++j, at += rows.stride_row) memcpy(to + j, at, sizeof(float));
+    }
+}
+
 // Rotary embedding of one row at a position, in place. Interleaved: elements 2i and 2i + 1 turn by angle i (GPT-J);
 // otherwise i and i + rotary_dim / 2 (GPT-NeoX, Llama).
 template <class Element>
@@ -75,6 +89,15 @@ static void load_query(const Call& call, const Sequence& s, QueryRow at, float* 
     if (p.rotary_dim > 0) {
         const bool by_token = p.window_left >= 0 || p.window_right >= 0;
         rotate_row<Element>(p, s.cache_seqlen + (by_token ? at.token : 0), to);
+    }
+}
+
+// The same, of the dtype that the call has.
+static void load_query(const Call& call, const Sequence& s, QueryRow at, float* to, int64_t padded) {
+    switch (call.params->dtype) {
+        case FA_FLOAT32: return load_query<float>(call, s, at, to, padded);
+        case FA_BFLOAT16: return load_query<Bfloat16>(call, s, at, to, padded);
+        default: return load_query<Float16>(call, s, at, to, padded);
     }
 }
 

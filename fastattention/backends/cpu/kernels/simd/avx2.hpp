@@ -57,6 +57,17 @@ FA_INLINE __m128i to_bits16(Vec a, Bfloat16) {
     return _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
 }
 
+FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bits))}; }
+// As float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
+FA_INLINE Vec from_bits8(__m128i bits, Float8) {
+    const __m128i wide = _mm_cvtepu8_epi16(bits);
+    const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
+    const __m128i sign = _mm_slli_epi16(_mm_xor_si128(wide, magnitude), 8);
+    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7e00));
+    const __m128i half = _mm_or_si128(_mm_or_si128(sign, _mm_slli_epi16(magnitude, 7)), nan);
+    return {_mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f))};
+}
+
 FA_INLINE __m256i first_lanes(int n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -76,6 +87,20 @@ FA_INLINE Vec load_partial(const Half* p, int n) {
     memcpy(padded, p, n * sizeof(Half));
     return load(padded);
 }
+template <class Byte>
+FA_INLINE Vec load_bytes(const Byte* p) {
+    return from_bits8(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), Byte{});
+}
+template <class Byte>
+FA_INLINE Vec load_bytes_partial(const Byte* p, int n) {
+    Byte padded[8] = {};
+    memcpy(padded, p, n);
+    return load_bytes(padded);
+}
+FA_INLINE Vec load(const Int8* p) { return load_bytes(p); }
+FA_INLINE Vec load(const Float8* p) { return load_bytes(p); }
+FA_INLINE Vec load_partial(const Int8* p, int n) { return load_bytes_partial(p, n); }
+FA_INLINE Vec load_partial(const Float8* p, int n) { return load_bytes_partial(p, n); }
 template <class Half>
 FA_INLINE void store(Half* p, Vec a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bits16(a, Half{}));
@@ -101,6 +126,14 @@ FA_INLINE Vec reduce_columns(const Vec* acc) {
     const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(acc[0].v, acc[1].v), _mm256_hadd_ps(acc[2].v, acc[3].v));
     const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(acc[4].v, acc[5].v), _mm256_hadd_ps(acc[6].v, acc[7].v));
     return {_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31))};
+}
+
+// Lane i is from[i / kTimes].
+template <int kTimes>
+FA_INLINE Vec repeat_each(const float* from) {
+    if constexpr (kTimes == 1) return load(from);
+    const __m256i index = _mm256_srli_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), __builtin_ctz(kTimes));
+    return {_mm256_permutevar8x32_ps(load_partial(from, Vec::kWidth / kTimes).v, index)};
 }
 
 // Into the second-level cache: first-level prefetches hold buffers that the loads of the moment need (docs/experiments.md).

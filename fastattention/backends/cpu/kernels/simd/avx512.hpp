@@ -53,6 +53,18 @@ FA_INLINE __m256i to_bits16(Vec a, Bfloat16) {
 #endif
 }
 
+FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits))}; }
+// As float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
+FA_INLINE Vec from_bits8(__m128i bits, Float8) {
+    const __m256i wide = _mm256_cvtepu8_epi16(bits);
+    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+    const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(wide, magnitude), 8);
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f));
+    const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
+    const __m512 value = _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00)));
+    return {_mm512_mul_ps(value, _mm512_set1_ps(256.0f))};
+}
+
 FA_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 FA_INLINE Vec load_partial(const float* p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 FA_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
@@ -66,6 +78,10 @@ template <class Half>
 FA_INLINE Vec load_partial(const Half* p, int n) {
     return from_bits16(_mm256_maskz_loadu_epi16(first_lanes(n), p), Half{});
 }
+FA_INLINE Vec load(const Int8* p) { return from_bits8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), Int8{}); }
+FA_INLINE Vec load(const Float8* p) { return from_bits8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), Float8{}); }
+FA_INLINE Vec load_partial(const Int8* p, int n) { return from_bits8(_mm_maskz_loadu_epi8(first_lanes(n), p), Int8{}); }
+FA_INLINE Vec load_partial(const Float8* p, int n) { return from_bits8(_mm_maskz_loadu_epi8(first_lanes(n), p), Float8{}); }
 template <class Half>
 FA_INLINE void store(Half* p, Vec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bits16(a, Half{}));
@@ -79,29 +95,61 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
 FA_INLINE Vec scale_exponent(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
 FA_INLINE Vec round_nearest(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
+FA_INLINE __m512 add_lanes(__m512 a, __m512 b) { return _mm512_add_ps(a, b); }
+FA_INLINE __m512i add_lanes(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
+
 // Lane i of the result is the sum of all lanes of acc[i]. Each step adds two vectors' halves with one shuffle and one
 // blend; the lanes come out in bit-reversed order of the pairing, which is why acc is paired at distance 8, 4, 2, 1.
-FA_INLINE Vec reduce_columns(const Vec* acc) {
+template <class Lanes>
+FA_INLINE Vec reduce_columns_as(const Vec* acc) {
     __m512 t[8], u[4], w[2];
+    auto add = [](__m512 a, __m512 b) __attribute__((always_inline)) {
+        return (__m512)add_lanes((Lanes)a, (Lanes)b);
+    };
     for (int i = 0; i < 8; ++i) {
         const __m512 x = acc[i].v, y = acc[i + 8].v;
-        t[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xff00, x, y), _mm512_shuffle_f32x4(x, y, 0x4e));
+        t[i] = add(_mm512_mask_blend_ps(0xff00, x, y), _mm512_shuffle_f32x4(x, y, 0x4e));
     }
     for (int i = 0; i < 4; ++i) {
         const __m512 x = t[i], y = t[i + 4];
         const __m512 swapped = _mm512_castpd_ps(_mm512_permutex_pd(_mm512_castps_pd(_mm512_mask_blend_ps(0x0f0f, x, y)), 0x4e));
-        u[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xf0f0, x, y), swapped);
+        u[i] = add(_mm512_mask_blend_ps(0xf0f0, x, y), swapped);
     }
     for (int i = 0; i < 2; ++i) {
         const __m512 x = u[i], y = u[i + 2];
-        const __m512 crossed = _mm512_shuffle_ps(x, y, 0x4e);
-        w[i] = _mm512_add_ps(_mm512_mask_blend_ps(0xcccc, x, y), crossed);
+        w[i] = add(_mm512_mask_blend_ps(0xcccc, x, y), _mm512_shuffle_ps(x, y, 0x4e));
     }
     const __m512 x = w[0], y = w[1];
     const __m512 even = _mm512_mask_blend_ps(0xaaaa, x, y);
-    const __m512 odd = _mm512_permute_ps(_mm512_mask_blend_ps(0x5555, x, y), 0xb1);
-    return {_mm512_add_ps(even, odd)};
+    return {add(even, _mm512_permute_ps(_mm512_mask_blend_ps(0x5555, x, y), 0xb1))};
 }
+FA_INLINE Vec reduce_columns(const Vec* acc) { return reduce_columns_as<__m512>(acc); }
+
+// Vectors of integers, 16 of 32 bits or 32 of 16 bits (words), as their bits.
+#define FA_HAS_WORDS
+FA_INLINE Vec from_integers(__m512i a) { return {_mm512_castsi512_ps(a)}; }
+FA_INLINE __m512i to_integers(Vec a) { return _mm512_castps_si512(a.v); }
+FA_INLINE Vec integers_to_floats(Vec a) { return {_mm512_cvtepi32_ps(to_integers(a))}; }
+// As reduce_columns, of integers; the result is floats.
+FA_INLINE Vec reduce_integer_columns(const Vec* acc) { return integers_to_floats(reduce_columns_as<__m512i>(acc)); }
+
+FA_INLINE Vec load_words(const Int8* p) {
+    return from_integers(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+FA_INLINE Vec load_words_partial(const Int8* p, int n) {
+    const __mmask32 lanes = static_cast<__mmask32>((1ull << n) - 1ull);
+    return from_integers(_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(lanes, p)));
+}
+// acc + a.even * b.even + a.odd * b.odd over sixteen pairs of words.
+FA_INLINE Vec dot_words(Vec acc, Vec a, Vec b) {
+#ifdef FA_HAS_VNNI
+    return from_integers(_mm512_dpwssd_epi32(to_integers(acc), to_integers(a), to_integers(b)));
+#else
+    return from_integers(_mm512_add_epi32(to_integers(acc), _mm512_madd_epi16(to_integers(a), to_integers(b))));
+#endif
+}
+FA_INLINE __m256i round_words(Vec a) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)); }
+FA_INLINE void store_words(uint16_t* to, __m256i words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words); }
 
 #ifdef FA_HAS_BF16_DOT
 // acc + a.even * b.even + a.odd * b.odd over sixteen pairs of bfloat16.
@@ -113,11 +161,12 @@ FA_INLINE Vec load_pairs(const Bfloat16* p) { return {_mm512_castsi512_ps(_mm512
 FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
     return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1ull), p))};
 }
+#endif
 
-// Probabilities of kGroup rows, key by key, become pairs of neighbouring keys: to[(pair * kGroup + g) * 2 + i] is key
+// Probabilities of kGroup rows, 16 bits each, key by key, become pairs of neighbouring keys: to[(pair * kGroup + g) * 2 + i] is key
 // 2 * pair + i of row g.
 template <int kGroup>
-FA_INLINE void store_key_pairs(Bfloat16* to, Vec p) {
+FA_INLINE void store_key_pairs(uint16_t* to, __m256i p) {
     alignas(32) static constexpr struct Order {
         uint16_t lane[16] = {};
         constexpr Order() {
@@ -125,7 +174,7 @@ FA_INLINE void store_key_pairs(Bfloat16* to, Vec p) {
         }
     } order;
     const __m256i index = _mm256_load_si256(reinterpret_cast<const __m256i*>(order.lane));
-    const __m256i pairs = _mm256_permutexvar_epi16(index, to_bits16(p, Bfloat16{}));
+    const __m256i pairs = _mm256_permutexvar_epi16(index, p);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs);
 }
 
@@ -144,7 +193,15 @@ FA_INLINE void restore_columns(Vec low, Vec high, Vec& first, Vec& second) {
     first.v = _mm512_permutex2var_ps(low.v, index_first, high.v);
     second.v = _mm512_permutex2var_ps(low.v, index_second, high.v);
 }
-#endif
+
+// Lane i is from[i / kTimes].
+template <int kTimes>
+FA_INLINE Vec repeat_each(const float* from) {
+    if constexpr (kTimes == 1) return load(from);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i index = _mm512_srli_epi32(lanes, __builtin_ctz(kTimes));
+    return {_mm512_permutexvar_ps(index, load_partial(from, Vec::kWidth / kTimes).v)};
+}
 
 // Into the second-level cache: first-level prefetches hold buffers that the loads of the moment need (docs/experiments.md).
 FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }

@@ -18,8 +18,23 @@ struct Bfloat16 {
 struct Float16 {
     uint16_t bits;
 };
+// Of quantised caches: numbers to be multiplied with a scale.
+struct Int8 {
+    int8_t value;
+};
+struct Float8 {
+    uint8_t bits;  // e4m3: a sign, four bits of exponent with a bias of 7, three of mantissa; no infinities, 0x7f is NaN
+};
+
+template <class Element>
+constexpr bool kQuantised = false;
+template <>
+constexpr bool kQuantised<Int8> = true;
+template <>
+constexpr bool kQuantised<Float8> = true;
 
 static constexpr float kInfinity = __builtin_inff();
+static constexpr float kNan = __builtin_nanf("");
 static constexpr float kLargest = 3.402823466e38f;
 static constexpr float kLog2E = 1.44269504088896340736f;
 static constexpr float kLn2 = 0.69314718055994530942f;

@@ -66,6 +66,15 @@ FA_INLINE float to_float(Float16 x) {
     return value;
 }
 
+FA_INLINE float to_float(Int8 x) { return x.value; }
+
+FA_INLINE float to_float(Float8 x) {
+    const uint32_t magnitude = x.bits & 0x7f;
+    if (magnitude == 0x7f) return kNan;
+    // As float16, whose exponent has another bias: 2^8 apart.
+    return to_float(Float16{static_cast<uint16_t>((x.bits & 0x80) << 8 | magnitude << 7)}) * 256.0f;
+}
+
 FA_INLINE Bfloat16 to_half(float x, Bfloat16) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -142,6 +151,12 @@ FA_INLINE Vec scale_exponent(Vec p, Vec n) {
 // Lane i of the result is the sum of all lanes of acc[i].
 FA_INLINE Vec reduce_columns(const Vec* acc) {
     return {Float4{reduce_add(acc[0]), reduce_add(acc[1]), reduce_add(acc[2]), reduce_add(acc[3])}};
+}
+
+// Lane i is from[i / kTimes].
+template <int kTimes>
+FA_INLINE Vec repeat_each(const float* from) {
+    return {Float4{from[0], from[1 / kTimes], from[2 / kTimes], from[3 / kTimes]}};
 }
 
 FA_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }

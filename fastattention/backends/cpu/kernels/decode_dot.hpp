@@ -1,0 +1,175 @@
+// How a decode multiplies: what it loads of a key or value, its multiply-add, and the operands that fit.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+// Elements widened to floats, one vector at a time.
+template <class Element>
+struct Wide {
+    using Stored = Element;
+    using Grouped = Wide;                         // what multiplies when there are more than four rows
+    static constexpr int kColumnStep = Vec::kWidth;  // columns of a row of output are filled up to a multiple of this
+    static constexpr int kChunk = Vec::kWidth;  // elements a step takes
+    static constexpr int kKeysPerStep = 1;      // of values
+    static constexpr int kColumnVectors = 1;    // accumulators of one chunk of columns
+    static constexpr bool kPrecise = true;      // the exponential
+    FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
+    FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+    FA_INLINE Vec reduce(const Vec* acc) { return reduce_columns(acc); }
+
+    // Writes query g of a group, n elements, as steps take it; returns what its products are multiples of.
+    FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
+        narrow_row(query, queries + g * stride, n);
+        return 1.0f;
+    }
+
+    // The operand that a step multiplies with probabilities, from the same columns of its keys' values.
+    FA_INLINE void combine(const Vec* values, Vec* columns) { columns[0] = values[0]; }
+    FA_INLINE void restore_order(const float* from, float* to) { store(to, load(from)); }
+    template <int kGroup>
+    FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
+        store(to + i, p);
+    }
+    // Once a block has all of them: units[g] is what those of row g are multiples of.
+    template <int kGroup>
+    FA_INLINE void finish_probabilities(float*, int64_t, float*) {}
+
+    // Called around the work of a task.
+    FA_INLINE void begin() {}
+    FA_INLINE void end() {}
+
+    // What a block begins its sums with, and adds them to.
+    FA_INLINE Vec begin_sum(const float* acc_o) { return load(acc_o); }
+    FA_INLINE Vec end_sum(Vec acc, const float*, float) { return acc; }
+};
+
+#ifdef FA_HAS_BF16_DOT
+// Two at a time by the instruction for pairs of bfloat16. Its columns come out interleaved and are put back in order when a
+// split is done.
+struct Paired : Wide<float> {
+    using Stored = Bfloat16;
+    using Grouped = Paired;
+    static constexpr int kColumnStep = 2 * Vec::kWidth;
+    static constexpr int kChunk = 2 * Vec::kWidth;
+    static constexpr int kKeysPerStep = 2;
+    static constexpr int kColumnVectors = 2;
+    static constexpr bool kPrecise = false;
+    FA_INLINE Vec load_chunk(const Bfloat16* p) { return load_pairs(p); }
+    FA_INLINE Vec load_chunk_partial(const Bfloat16* p, int n) { return load_pairs_partial(p, n); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
+    FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
+        narrow_row(query, reinterpret_cast<Bfloat16*>(queries + g * stride), n);
+        return 1.0f;
+    }
+
+    FA_INLINE void combine(const Vec* values, Vec* columns) {
+        columns[0] = interleave_low(values[0], values[1]);
+        columns[1] = interleave_high(values[0], values[1]);
+    }
+    FA_INLINE void restore_order(const float* from, float* to) {
+        Vec first, second;
+        restore_columns(load(from), load(from + Vec::kWidth), first, second);
+        store(to, first);
+        store(to + Vec::kWidth, second);
+    }
+    template <int kGroup>
+    FA_INLINE void store_probabilities(float* to, int64_t i, Vec p) {
+        store_key_pairs<kGroup>(reinterpret_cast<uint16_t*>(to) + i, to_bits16(p, Bfloat16{}));
+    }
+};
+#endif
+
+#ifdef FA_HAS_WORDS
+struct FixedPointTiles;
+
+// int8 as pairs of 16-bit integers, with queries and probabilities in 16-bit fixed point: 15 bits relative to the largest of
+// a query, and to the largest of a row's probabilities (times the scales of the values) in a block. Products and sums are
+// exact: 32 bits hold those of 256 elements, and of the 128 keys of a block.
+struct FixedPoint : Wide<Int8> {
+#ifdef FA_HAS_AMX
+    using Grouped = FixedPointTiles;
+    static constexpr int kColumnStep = 64;
+#else
+    using Grouped = FixedPoint;
+    static constexpr int kColumnStep = 2 * Vec::kWidth;
+#endif
+    static constexpr int kChunk = 2 * Vec::kWidth;
+    static constexpr int kKeysPerStep = 2;
+    static constexpr int kColumnVectors = 2;
+    static constexpr float kLargestWord = 32767.0f;
+    FA_INLINE Vec load_chunk(const Int8* p) { return load_words(p); }
+    FA_INLINE Vec load_chunk_partial(const Int8* p, int n) { return load_words_partial(p, n); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_words(acc, a, b); }
+    FA_INLINE Vec reduce(const Vec* acc) { return reduce_integer_columns(acc); }
+
+    FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
+        float unit;
+        const Vec factor = fixed_point(query, n, kLargestWord, unit);
+        auto* to = reinterpret_cast<uint16_t*>(queries + g * stride);
+        for (int64_t i = 0; i < n; i += Vec::kWidth) store_words(to + i, round_words(load(query + i) * factor));
+        return unit;
+    }
+
+    FA_INLINE void combine(const Vec* values, Vec* columns) {
+        columns[0] = interleave_low(values[0], values[1]);
+        columns[1] = interleave_high(values[0], values[1]);
+    }
+    FA_INLINE void restore_order(const float* from, float* to) {
+        Vec first, second;
+        restore_columns(load(from), load(from + Vec::kWidth), first, second);
+        store(to, first);
+        store(to + Vec::kWidth, second);
+    }
+
+    // In place: what is written is never ahead of what is still to be read.
+    template <int kGroup>
+    FA_INLINE void finish_probabilities(float* probabilities, int64_t n, float* units) {
+        float factors[Vec::kWidth];
+        fixed_point_rows<kGroup>(probabilities, n, kLargestWord, units, factors);
+        for (int64_t i = 0; i < n; i += Vec::kWidth)
+            store_key_pairs<kGroup>(reinterpret_cast<uint16_t*>(probabilities) + i,
+                                    round_words(load(probabilities + i) * load(factors)));
+    }
+
+    FA_INLINE Vec begin_sum(const float*) { return zero(); }
+    FA_INLINE Vec end_sum(Vec acc, const float* acc_o, float unit) {
+        return fma(integers_to_floats(acc), broadcast(unit), load(acc_o));
+    }
+
+protected:
+    // What makes words of x[0..n), the largest `largest_word`; unit: of what they are multiples, NaN when an element is not
+    // finite.
+    FA_INLINE Vec fixed_point(const float* x, int64_t n, float largest_word, float& unit) {
+        float factors[Vec::kWidth];
+        fixed_point_rows<1>(x, n, largest_word, &unit, factors);
+        return load(factors);
+    }
+
+    // The same for kGroup rows side by side; factors[i] is that of row i % kGroup.
+    template <int kGroup>
+    FA_INLINE void fixed_point_rows(const float* x, int64_t n, float largest_word, float* units, float* factors) {
+        Vec highest = zero(), spoiled = zero();
+        for (int64_t i = 0; i < n; i += Vec::kWidth) {
+            highest = maximum(highest, absolute(load(x + i)));
+            spoiled = fma(load(x + i), zero(), spoiled);  // NaN for infinities and NaN
+        }
+        float lanes[Vec::kWidth], bad[Vec::kWidth];
+        store(lanes, highest);
+        store(bad, spoiled);
+        for (int g = 0; g < kGroup; ++g) {
+            float largest = 0.0f, row_bad = 0.0f;
+            for (int i = g; i < Vec::kWidth; i += kGroup) {
+                largest = lanes[i] > largest ? lanes[i] : largest;
+                row_bad += bad[i];
+            }
+            units[g] = largest / largest_word + row_bad;
+            // Finite also when the largest is 0 or nearly so.
+            const float factor = largest_word / largest < kLargest ? largest_word / largest : kLargest;
+            for (int i = g; i < Vec::kWidth; i += kGroup) factors[i] = factor;
+        }
+    }
+};
+#endif
+
+}  // namespace FA_NAMESPACE

@@ -1,0 +1,58 @@
+// Numbers as a quantised cache stores them. The formula is that of fastattention/quantised.py, bit for bit.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+FA_INLINE float largest_stored(Int8) { return 127.0f; }
+FA_INLINE float largest_stored(Float8) { return 448.0f; }
+
+// x: integral, at most 127.
+FA_INLINE Int8 to_stored(float x, Int8) { return {static_cast<int8_t>(x)}; }
+
+// Rounded to nearest even; |x| at most 448.
+FA_INLINE Float8 to_stored(float x, Float8) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 24 & 0x80;
+    bits &= 0x7fffffff;
+    if (bits < 0x3c800000) {  // below 2^-6: a multiple of 2^-9
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        const float shifted = magnitude + 16384.0f;  // aligns 2^-9 with the last bit, so that the addition rounds
+        memcpy(&bits, &shifted, 4);
+        return {static_cast<uint8_t>(sign | (bits - 0x46800000))};
+    }
+    return {static_cast<uint8_t>(sign | ((bits - (120u << 23) + 0x7ffff + (bits >> 20 & 1)) >> 20))};
+}
+
+FA_INLINE Vec round_for(Vec x, Int8) { return round_nearest(x); }
+FA_INLINE Vec round_for(Vec x, Float8) { return x; }  // when it is stored
+
+// Stores x[0..n) as multiples of the scale that is returned: 0 for zeros, NaN when an element is not finite. x is padded with
+// zeros to whole vectors.
+template <class Stored>
+static float quantise_row(const float* x, int64_t n, Stored* to) {
+    Vec highest = zero(), spoiled = zero();
+    for (int64_t i = 0; i < n; i += Vec::kWidth) {
+        highest = maximum(highest, absolute(load(x + i)));
+        spoiled = fma(load(x + i), zero(), spoiled);  // NaN for infinities and NaN
+    }
+    const bool finite = reduce_add(spoiled) == 0.0f;
+    const float amax = finite ? reduce_max(highest) : 0.0f, largest = largest_stored(Stored{});
+    if (amax == 0.0f) {
+        memset(to, 0, n * sizeof(Stored));
+        return finite ? 0.0f : kNan;
+    }
+    // Finite also for amax so small that its reciprocal is not.
+    const float factor = largest / amax < kLargest ? largest / amax : kLargest;
+    float lanes[Vec::kWidth];
+    for (int64_t i = 0; i < n; i += Vec::kWidth) {
+        const Vec scaled = load(x + i) * broadcast(factor);
+        const Vec bounded = maximum(zero() - maximum(zero() - scaled, broadcast(-largest)), broadcast(-largest));
+        store(lanes, round_for(bounded, Stored{}));
+        for (int64_t lane = 0; lane < smaller(Vec::kWidth, n - i); ++lane) to[i + lane] = to_stored(lanes[lane], Stored{});
+    }
+    return amax / largest;
+}
+
+}  // namespace FA_NAMESPACE

@@ -137,9 +137,10 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
         _range(params, "out", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim_v),
         Range(params.partial_out or 0, 4 * num_slots * params.partial_rows * params.headdim_v),
     ]
+    item = 1 if problem.cache_dtype is not None else 2
     for name, columns in (("k", params.headdim), ("v", params.headdim_v)):
         for block, tokens in _blocks(params, problem):
-            ranges.append(_range(params, name, block, 1, tokens, problem.nheads_k, columns))
+            ranges.append(_range(params, name, block, 1, tokens, problem.nheads_k, columns, item))
     return [part for part in ranges if part.bytes > 0]
 
 
@@ -176,7 +177,7 @@ def _pages(params: AttentionParams, lengths: Sequence[int]) -> list[int]:
 
 
 def _range(
-    params: AttentionParams, name: str, block: int, batches: int, tokens: int, heads: int, columns: int
+    params: AttentionParams, name: str, block: int, batches: int, tokens: int, heads: int, columns: int, item: int = 2
 ) -> Range:
     """The memory of one tensor from a page, or a row of the batch, on."""
     stride_batch, stride_row, stride_head = (
@@ -185,7 +186,7 @@ def _range(
     if min(batches, tokens, heads) == 0:
         return Range(0, 0)
     last = (batches - 1) * stride_batch + (tokens - 1) * stride_row + (heads - 1) * stride_head
-    return Range(getattr(params, name) + 2 * block * stride_batch, 2 * (last + columns))
+    return Range(getattr(params, name) + item * block * stride_batch, item * (last + columns))
 
 
 class EmulatedCudaBackend(CudaBackend):

@@ -104,8 +104,8 @@ class CudaBackend(Backend):
             template, inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), out.data_ptr(), pointer(lse),
             pointer(inputs.cu_seqlens_q), pointer(inputs.cu_seqlens_k), pointer(inputs.cache_seqlens),
             pointer(inputs.cache_batch_idx), pointer(inputs.cache_leftpad), pointer(inputs.block_table),
-            pointer(inputs.alibi_slopes), pointer(inputs.sinks), pointer(inputs.attn_bias), pointer(partials), stats_at,
-            pointer(counters),
+            pointer(inputs.alibi_slopes), pointer(inputs.sinks), pointer(inputs.attn_bias), pointer(inputs.k_scale),
+            pointer(inputs.v_scale), pointer(partials), stats_at, pointer(counters),
         )
         # fmt: on
         for step in plan.attention:

@@ -12,7 +12,7 @@ import torch
 
 from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.heuristics import first_that_fits, modifies_scores, padded_headdim
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, KernelConfig
 from fastattention.problem import Layout, Problem
 
 # Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
@@ -86,12 +86,22 @@ def is_decode(problem: Problem, limits: Limits) -> bool:
     """Whether the decode kernel serves a problem, rather than the forward kernel."""
     if problem.layout is not Layout.KVCACHE:
         return False
+    if problem.cache_dtype is not None:
+        return True  # the forward kernel reads no quantised caches
     ctas_of_forward = problem.batch_size * problem.nheads * -(-problem.seqlen_q // _FORWARD_TILE)
     return num_rows(problem) <= _MAX_ROWS or ctas_of_forward < 2 * limits.num_sms
 
 
 def configs_for(
-    arch: int, dtype: str, headdim: int, headdim_v: int, rows: int, keys: int, modifies: bool, paged: bool
+    arch: int,
+    dtype: str,
+    headdim: int,
+    headdim_v: int,
+    rows: int,
+    keys: int,
+    modifies: bool,
+    paged: bool,
+    cache_format: str = "",
 ) -> list[KernelConfig]:
     """The candidates for a call, best first. keys: of all heads, for each multiprocessor."""
     columns = padded_headdim(headdim), padded_headdim(headdim_v)
@@ -121,6 +131,7 @@ def configs_for(
             modifies_scores=modifies,
             paged=paged,
             decodes=True,
+            cache_format=cache_format,
             warps_share_rows=sizes.warps_share_rows,
         )
         for sizes in by_preference
@@ -139,6 +150,7 @@ def choose_decode(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         problem.batch_size * problem.nheads_k * problem.seqlen_k // limits.num_sms,
         modifies_scores(problem),
         problem.is_paged,
+        CACHE_FORMATS[problem.cache_dtype],
     )
     return first_that_fits(candidates, limits)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
+
 from fastattention.backends.cuda.chips import Limits
 
 MAX_HEADDIM = 256
@@ -57,6 +59,9 @@ ARCH_FACTS = {
 }
 
 
+CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8"}
+_CACHE_FORMAT_NUMBERS = {"": "0", "int8": "1", "float8": "2"}  # in kernels/element.cuh
+
 COMBINE_WARPS = 8  # of a CTA that merges the partial results of a row; kernels/combine.cuh says the same
 APPEND_WARPS = 4  # likewise kernels/append.cuh
 
@@ -79,6 +84,7 @@ class KernelConfig:
     modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
     paged: bool
     decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
+    cache_format: str = ""  # of a quantised cache: "int8" or "float8"
     warps_share_rows: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
 
     @property
@@ -121,8 +127,11 @@ class KernelConfig:
     def shared_bytes(self) -> int:
         """Shared memory of a CTA; the kernels assert the same."""
         size = ARCH_FACTS[self.arch].shared_bytes
-        query_pitch, value_pitch = self._pitch(self.headdim, size), self._pitch(self.headdim_v, size)
-        stages = self.key_warps * self.num_stages * self.tile_n * (query_pitch + value_pitch)
+        query_pitch = self._pitch(self.headdim, size)
+        # Asynchronous copies leave a quantised cache as it is.
+        cache_size = 1 if self.cache_format and self.arch >= 80 else size
+        key_bytes = self._pitch(self.headdim, cache_size) + self._pitch(self.headdim_v, cache_size)
+        stages = self.key_warps * self.num_stages * self.tile_n * (key_bytes + 8 * bool(self.cache_format))
         if self.decodes:
             return self.tile_m * query_pitch + stages + self.key_warps * self.tile_m * 8
         return self.tile_m * max(query_pitch, self._pitch(self.headdim_v, 2)) + stages
@@ -149,7 +158,8 @@ class KernelConfig:
         """A readable name, unique among variants."""
         parts = f"p{self.num_value_parts}" * (self.num_value_parts > 1)
         layout = "r" * self.warps_share_rows + "q" * self.queries_in_registers + parts
-        features = "_scores" * self.modifies_scores + "_paged" * self.paged
+        cache = f"_{self.cache_format}" if self.cache_format else ""
+        features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged
         return (
             f"{'decode' if self.decodes else 'forward'}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
             f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_blocks}{layout}{features}"
@@ -161,6 +171,7 @@ class KernelConfig:
             "FA_ARCH_HEADER": f'"arch/sm{self.arch}.cuh"',
             "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
             "FA_BFLOAT16_OPERANDS": str(int(self.dtype == "bfloat16" and self.arch >= 80)),
+            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
             "FA_HEADDIM": str(self.headdim),
             "FA_HEADDIM_V": str(self.headdim_v),
             "FA_TILE_M": str(self.tile_m),
@@ -184,11 +195,12 @@ class AppendConfig:
     """One variant of kernels/append.cuh."""
 
     dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
+    cache_format: str = ""  # of a quantised cache: "int8" or "float8"
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        return f"append_{self.dtype}"
+        return f"append_{self.dtype}" + (f"_{self.cache_format}" if self.cache_format else "")
 
     @property
     def source(self) -> str:
@@ -202,7 +214,10 @@ class AppendConfig:
 
     def macros(self) -> dict[str, str]:
         """What kernels/element.cuh is compiled with."""
-        return {"FA_BFLOAT16": str(int(self.dtype == "bfloat16"))}
+        return {
+            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
+            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
+        }
 
 
 def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:

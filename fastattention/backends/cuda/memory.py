@@ -11,7 +11,8 @@ from fastattention.problem import Inputs
 
 CHUNK = 8  # elements of 16 bits that are read at once: 16 bytes
 
-# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table.
+# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table,
+# scales.
 Strides = tuple[object, ...]
 
 
@@ -25,6 +26,8 @@ def strides_of(inputs: Inputs) -> Strides:
         None if bias is None else (bias.stride(), bias.dtype),
         None if alibi is None else alibi.stride(),
         None if table is None else table.stride(),
+        None if inputs.k_scale is None else inputs.k_scale.stride(),
+        None if inputs.v_scale is None else inputs.v_scale.stride(),
     )
 
 
@@ -41,7 +44,10 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     if dtype is torch.float16 and inputs.q.dtype is torch.bfloat16 and config.check_float16_range():
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
             _check_float16_range(name, tensor)
-    q, k, v = (_aligned(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
+    if inputs.k_scale is None:
+        q, k, v = (_aligned(tensor.to(dtype), CHUNK) for tensor in (inputs.q, inputs.k, inputs.v))
+    else:
+        q, k, v = (_aligned(tensor, 2 * CHUNK) for tensor in (inputs.q.to(dtype), inputs.k, inputs.v))
     return inputs._replace(q=q, k=k, v=v, attn_bias=bias)
 
 
@@ -55,18 +61,19 @@ def _check_float16_range(name: str, tensor: Tensor) -> None:
         )
 
 
-def _is_aligned(tensor: Tensor) -> bool:
-    """Rows are contiguous, begin at 16 bytes, have a multiple of 8 columns and lie less than 2^31 elements apart."""
+def _is_aligned(tensor: Tensor, columns: int) -> bool:
+    """Rows are contiguous, begin at 16 bytes, have a multiple of `columns` and lie less than 2^31 elements apart."""
     *outer, row, head, column = tensor.stride()
-    in_chunks = all(size % CHUNK == 0 for size in (*outer, row, head, tensor.shape[-1]))
-    return in_chunks and tensor.data_ptr() % 16 == 0 and column == 1 and row < 2**31
+    in_chunks = all(size * tensor.itemsize % 16 == 0 for size in (*outer, row, head))
+    return in_chunks and tensor.shape[-1] % columns == 0 and tensor.data_ptr() % 16 == 0 and column == 1 and row < 2**31
 
 
-def _aligned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _aligned(tensor: Tensor, columns: int) -> Tensor:
     """The tensor, or a copy of it that is aligned; columns that it lacks are zeros."""
-    tensor = tensor.to(dtype)
-    if _is_aligned(tensor):
+    if _is_aligned(tensor, columns):
         return tensor
-    if missing := -tensor.shape[-1] % CHUNK:
-        return torch.nn.functional.pad(tensor, (0, missing))
+    if missing := -tensor.shape[-1] % columns:
+        # As bytes, because torch pads no float8.
+        padded = torch.nn.functional.pad(tensor.view(torch.int8) if tensor.itemsize == 1 else tensor, (0, missing))
+        return padded.view(tensor.dtype)
     return tensor.clone(memory_format=torch.contiguous_format)

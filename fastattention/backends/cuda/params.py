@@ -46,8 +46,10 @@ class AttentionParams(Params):
 
     _fields_ = _fields(
         Q="""q k v out lse cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad block_table
-        alibi_slopes sinks attn_bias partial_out partial_stats counters""",
+        alibi_slopes sinks attn_bias k_scale v_scale partial_out partial_stats counters""",
         q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
+        k_scale_stride_batch k_scale_stride_row k_scale_stride_head
+        v_scale_stride_batch v_scale_stride_row v_scale_stride_head
         out_stride_batch out_stride_head lse_stride_batch lse_stride_head
         bias_stride_batch bias_stride_head bias_stride_row bias_stride_key alibi_stride_batch block_table_stride""",
         i="""q_stride_row k_stride_row v_stride_row out_stride_row batch_size seqlen_q seqlen_k seqlen_new
@@ -62,10 +64,12 @@ class AppendParams(Params):
     """Of append.cuh."""
 
     _fields_ = _fields(
-        Q="""k_new v_new k v q q_rotated rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad
-        block_table""",
+        Q="""k_new v_new k v k_scale v_scale q q_rotated rotary_cos rotary_sin
+        cache_seqlens cache_batch_idx cache_leftpad block_table""",
         q="""k_new_stride_batch k_new_stride_row k_new_stride_head v_new_stride_batch v_new_stride_row v_new_stride_head
         k_stride_batch k_stride_row k_stride_head v_stride_batch v_stride_row v_stride_head
+        k_scale_stride_batch k_scale_stride_row k_scale_stride_head
+        v_scale_stride_batch v_scale_stride_row v_scale_stride_head
         q_stride_batch q_stride_row q_stride_head block_table_stride""",
         i="""batch_size seqlen_q seqlen_new nheads nheads_k headdim headdim_v page_block_size max_cache_seqlen
         rotary_dim rotary_interleaved rotates_by_token""",

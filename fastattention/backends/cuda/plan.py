@@ -12,7 +12,7 @@ from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.decode_heuristics import Split
 from fastattention.backends.cuda.jit.module import Function
-from fastattention.backends.cuda.kernel_config import APPEND_WARPS, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import APPEND_WARPS, CACHE_FORMATS, AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.memory import Strides
 from fastattention.backends.cuda.params import AppendParams, AttentionParams, Params
 from fastattention.problem import Inputs, Layout, Problem
@@ -77,7 +77,7 @@ def _append_step(problem: Problem) -> Step | None:
         return None
     # Caches have the dtype of q, on every GPU.
     dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
-    return Step(AppendConfig(dtype), 0, -(-rows // APPEND_WARPS))
+    return Step(AppendConfig(dtype, CACHE_FORMATS[problem.cache_dtype]), 0, -(-rows // APPEND_WARPS))
 
 
 def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
@@ -92,6 +92,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
+        *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale),
         0 if packed else problem.seqlen_q * out_row, inputs.v.shape[-1],
         0 if packed else problem.nheads * lse_head, lse_head,
         *bias_strides(bias),
@@ -110,6 +111,14 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     # fmt: on
 
 
+def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
+    """(batch, row, head) strides of the scales of a quantised cache; zeros for None."""
+    if scale is None:
+        return 0, 0, 0
+    batch, row, head = scale.stride()
+    return batch, row, head
+
+
 def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
     """Tokens that a sequence's cache may hold before the call: room for its new tokens, and angles for them and q."""
     room = problem.seqlen_k - problem.seqlen_new
@@ -126,14 +135,16 @@ def append_params(problem: Problem, inputs: Inputs, q_rotated: Tensor | None) ->
     # fmt: off
     template = AppendParams.template(
         *token_strides(inputs.k_new), *token_strides(inputs.v_new), *token_strides(inputs.k), *token_strides(inputs.v),
-        *token_strides(q), 0 if table is None else table.stride(0),
+        *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale), *token_strides(q),
+        0 if table is None else table.stride(0),
         problem.batch_size, problem.seqlen_q, problem.seqlen_new, problem.nheads, problem.nheads_k,
         problem.headdim, problem.headdim_v, problem.page_block_size or 0, max_cache_seqlen(problem, inputs),
         problem.rotary_dim, problem.rotary_interleaved, problem.has_window,
     )
     return AppendParams.make(
-        template, pointer(inputs.k_new), pointer(inputs.v_new), pointer(inputs.k), pointer(inputs.v), pointer(q),
-        pointer(q_rotated), pointer(inputs.rotary_cos), pointer(inputs.rotary_sin), pointer(inputs.cache_seqlens),
-        pointer(inputs.cache_batch_idx), pointer(inputs.cache_leftpad), pointer(table),
+        template, pointer(inputs.k_new), pointer(inputs.v_new), pointer(inputs.k), pointer(inputs.v),
+        pointer(inputs.k_scale), pointer(inputs.v_scale), pointer(q), pointer(q_rotated), pointer(inputs.rotary_cos),
+        pointer(inputs.rotary_sin), pointer(inputs.cache_seqlens), pointer(inputs.cache_batch_idx),
+        pointer(inputs.cache_leftpad), pointer(table),
     )
     # fmt: on

@@ -36,7 +36,10 @@ FA_DEVICE int shuffle_xor(int x, int mask) { return shuffle(x, lane_index() ^ ma
 FA_DEVICE float shuffle(float x, int lane) { return emulator::float_of_bits(emulator::shuffle(emulator::bits_of_float(x), lane)); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_index() ^ mask); }
 FA_DEVICE int computed_here(int x) { return x; }
-FA_DEVICE const uint16_t* computed_here(const uint16_t* x) { return x; }
+template <class T>
+FA_DEVICE const T* computed_here(const T* x) {
+    return x;
+}
 FA_DEVICE bool any_lane(bool x) { return emulator::any_lane(x); }
 FA_DEVICE int count_lanes(bool x) {
     int count = 0;
@@ -103,10 +106,30 @@ FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
     return emulator::float_to_bfloat16(low) | static_cast<uint32_t>(emulator::float_to_bfloat16(high)) << 16;
 }
 
+FA_DEVICE uint32_t subtract_float16(uint32_t a, uint32_t b) {
+    const auto half = [&](int shift) {
+        return float16_to_float(static_cast<uint16_t>(a >> shift)) - float16_to_float(static_cast<uint16_t>(b >> shift));
+    };
+    return pack_float16(half(0), half(16));
+}
+FA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t x = 0;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t which = selector >> 4 * i & 7;
+        x |= ((which < 4 ? a : b) >> which % 4 * 8 & 0xffu) << 8 * i;
+    }
+    return x;
+}
+FA_DEVICE float divided(float a, float b) { return a / b; }
+FA_DEVICE int round_to_integer(float x) { return static_cast<int>(std::nearbyint(x)); }
+
+FA_DEVICE void copy_async_32(uint32_t to, const void* from, bool valid) {
+    emulator::start_copy(*emulator::current, to, valid ? from : nullptr, 4);
+}
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
     // Also where nothing is read, the address must be aligned.
     emulator::check_global(from, "copies", valid);
-    emulator::start_copy(*emulator::current, to, valid ? from : nullptr);
+    emulator::start_copy(*emulator::current, to, valid ? from : nullptr, 16);
     emulator::current->warp->accesses.add(lane_index(), emulator::Access::kCopy128, to);
 }
 FA_DEVICE void copy_async_commit() { ++emulator::current->num_groups; }

@@ -50,6 +50,7 @@ struct Collective {
 struct PendingCopy {
     std::uint32_t to;
     const void* from;  // null for zeros
+    std::uint32_t bytes;
     int group;
 };
 

@@ -105,14 +105,14 @@ void write_shared(Thread& thread, std::uint32_t address, const void* from, std::
     std::memcpy(&memory[address - kSharedBase], from, bytes);
 }
 
-void start_copy(Thread& thread, std::uint32_t to, const void* from) {
-    Word* word = checked(thread, to, 16, "copies");
+void start_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes) {
+    Word* word = checked(thread, to, bytes, "copies");
     const Event now = event_of(thread);
-    for (std::uint32_t i = 0; i < 16; i += 4, ++word) {
+    for (std::uint32_t i = 0; i < bytes; i += 4, ++word) {
         check_write(thread, *word, now, to + i);
         word->copied_by = thread.index;
     }
-    thread.copies.push_back({to, from, thread.num_groups});
+    thread.copies.push_back({to, from, bytes, thread.num_groups});
 }
 
 void wait_for_copies(Thread& thread, int pending) {
@@ -120,15 +120,15 @@ void wait_for_copies(Thread& thread, int pending) {
     const auto finished = [&](const PendingCopy& copy) {
         if (copy.group >= first_pending) return false;
         Word* word = &words[(copy.to - kSharedBase) / 4];
-        for (int i = 0; i < 4; ++i, ++word) {
+        for (std::uint32_t i = 0; i < copy.bytes; i += 4, ++word) {
             word->copied_by = -1;
             word->written = event_of(thread);
         }
         unsigned char* to = &memory[copy.to - kSharedBase];
         if (copy.from != nullptr) {
-            std::memcpy(to, copy.from, 16);
+            std::memcpy(to, copy.from, copy.bytes);
         } else {
-            std::memset(to, 0, 16);
+            std::memset(to, 0, copy.bytes);
         }
         return true;
     };
@@ -137,7 +137,7 @@ void wait_for_copies(Thread& thread, int pending) {
 
 void abandon_copies(Thread& thread) {
     for (const PendingCopy& copy : thread.copies)
-        for (int i = 0; i < 4; ++i) words[(copy.to - kSharedBase) / 4 + i].copied_by = -1;
+        for (std::uint32_t i = 0; i < copy.bytes / 4; ++i) words[(copy.to - kSharedBase) / 4 + i].copied_by = -1;
     thread.copies.clear();
 }
 

@@ -26,8 +26,8 @@ void begin_shared_memory(std::uint32_t bytes);
 void read_shared(Thread& thread, std::uint32_t address, void* to, std::uint32_t bytes);
 void write_shared(Thread& thread, std::uint32_t address, const void* from, std::uint32_t bytes);
 
-// Of 16 bytes of global memory, or zeros when `from` is null.
-void start_copy(Thread& thread, std::uint32_t to, const void* from);
+// Of 4 or 16 bytes of global memory, or zeros when `from` is null.
+void start_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes);
 // Until at most `pending` of the groups that the thread committed are under way.
 void wait_for_copies(Thread& thread, int pending);
 // Of a thread that has returned.

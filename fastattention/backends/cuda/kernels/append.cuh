@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cache.cuh"
-#include "element.cuh"
+#include "quantise.cuh"
 
 namespace fastattention {
 
@@ -54,7 +54,9 @@ private:
         const int position = p_.cache_seqlens[at.batch] + at.token;
         const Source from{p_.k_new, p_.k_new_stride_batch, p_.k_new_stride_row, p_.k_new_stride_head};
         const Row row = read_rotated(from.row(at.batch, at.token, at.head), position);
-        write(row, p_.k + in_cache(at, position, p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head), p_.headdim);
+        CacheItem* to = static_cast<CacheItem*>(p_.k) + in_cache(at, position, p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head);
+        float* scale = p_.k_scale + in_cache(at, position, p_.k_scale_stride_batch, p_.k_scale_stride_row, p_.k_scale_stride_head);
+        write_cached(row, to, scale, p_.headdim);
     }
 
     FA_DEVICE void append_value(int64_t index) const {
@@ -63,7 +65,9 @@ private:
         const int position = p_.cache_seqlens[at.batch] + at.token;
         const Source from{p_.v_new, p_.v_new_stride_batch, p_.v_new_stride_row, p_.v_new_stride_head};
         const Row row = read(from.row(at.batch, at.token, at.head), p_.headdim_v);
-        write(row, p_.v + in_cache(at, position, p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head), p_.headdim_v);
+        CacheItem* to = static_cast<CacheItem*>(p_.v) + in_cache(at, position, p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head);
+        float* scale = p_.v_scale + in_cache(at, position, p_.v_scale_stride_batch, p_.v_scale_stride_row, p_.v_scale_stride_head);
+        write_cached(row, to, scale, p_.headdim_v);
     }
 
     FA_DEVICE void rotate_query(int64_t index) const {
@@ -122,6 +126,18 @@ private:
         for (int i = 0; i < kMostOfLane; ++i) {
             const int column = i * 32 + lane_index();
             if (column < columns) to[column] = static_cast<uint16_t>(Element::pack(row.x[i], 0.0f));
+        }
+    }
+
+    FA_DEVICE void write_cached(const Row& row, uint16_t* to, float*, int columns) const { write(row, to, columns); }
+
+    FA_DEVICE void write_cached(const Row& row, uint8_t* to, float* scale, int columns) const {
+        const Scaled scaled = scaled_for(row.x);
+        if (lane_index() == 0) *scale = scaled.scale;
+#pragma unroll
+        for (int i = 0; i < kMostOfLane; ++i) {
+            const int column = i * 32 + lane_index();
+            if (column < columns) to[column] = stored(row.x[i] * scaled.factor);
         }
     }
 

@@ -93,8 +93,8 @@ private:
         const int end = smaller(base + piece.end_tile * kLineTile, mask.row_end(p_.seqlen_q - 1));
         const int team = kWarpsShareRows ? warp_index() : 0;
         const KeyRange keys{base + piece.first_tile * kLineTile + team * kTileN, end, kLineTile, 0, 0};
-        Loop loop(query_rows(p_, work, num_rows), key_rows(p_, work, end), value_rows(p_, work, end), shared_,
-                  shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes, first_row, keys);
+        Loop loop(sources_of(p_, work, num_rows, end), shared_, shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes,
+                  first_row, keys);
         WarpRows rows(p_, work, mask, last_row);
         loop.run(rows);
         if (!is_within_capacity(p_, work.batch)) rows.poison();

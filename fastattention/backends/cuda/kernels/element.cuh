@@ -24,4 +24,19 @@ using Element = Bfloat16;
 using Element = Float16;
 #endif
 
+// What caches hold: 0, elements; otherwise one byte of a number that its token's scale multiplies, 1 int8 or 2 float8 (e4m3).
+constexpr int kCacheFormat = FA_CACHE_FORMAT;
+constexpr bool kQuantised = kCacheFormat != 0;
+constexpr bool kInt8 = kCacheFormat == 1;
+
+template <bool kIsByte>
+struct CacheItemOf {
+    using Type = uint16_t;
+};
+template <>
+struct CacheItemOf<true> {
+    using Type = uint8_t;
+};
+using CacheItem = CacheItemOf<kQuantised>::Type;
+
 }  // namespace fastattention

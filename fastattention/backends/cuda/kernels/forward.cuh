@@ -22,8 +22,7 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
                         mask.row_begin(last_row), full_end};
     const uint32_t shared = shared_memory();
     if (keys.begin < keys.end) {
-        Loop loop(query_rows(p, work, mask.seqlen_q), key_rows(p, work, keys.end), value_rows(p, work, keys.end), shared,
-                  shared + kQueryBytes, first_row, keys);
+        Loop loop(sources_of(p, work, mask.seqlen_q, keys.end), shared, shared + kQueryBytes, first_row, keys);
         WarpRows rows(p, work, mask, last_row);
         loop.run(rows);
         block_barrier();

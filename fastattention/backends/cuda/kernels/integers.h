@@ -4,6 +4,7 @@
 #ifdef __CUDACC_RTC__
 using int32_t = int;
 using int64_t = long long;
+using uint8_t = unsigned char;
 using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 #else

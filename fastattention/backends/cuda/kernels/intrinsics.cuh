@@ -62,7 +62,8 @@ FA_DEVICE int computed_here(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-FA_DEVICE const uint16_t* computed_here(const uint16_t* x) {
+template <class T>
+FA_DEVICE const T* computed_here(const T* x) {
     asm volatile("" : "+l"(x));
     return x;
 }
@@ -188,9 +189,25 @@ FA_DEVICE uint32_t pack_bfloat16(float low, float high) {
 #endif
 }
 
+// Two float16.
+FA_DEVICE uint32_t subtract_float16(uint32_t a, uint32_t b) {
+    uint32_t x;
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+// Byte i of the result is the one of the eight in a (0 to 3) and b (4 to 7) that digit i of the selector, in base 16, names.
+FA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// Rounded once.
+FA_DEVICE float divided(float a, float b) { return __fdiv_rn(a, b); }
+// To the nearest integer, ties to even.
+FA_DEVICE int round_to_integer(float x) { return __float2int_rn(x); }
+
 // 16 bytes from global to shared memory, or zeros: then `from` is not read. Its neighbours will be asked for too.
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+FA_DEVICE void copy_async_32(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 FA_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most kPending of the groups this thread committed are under way.

@@ -23,19 +23,25 @@ struct KeyRange {
 // Team: the warps that share tiles of keys and values.
 template <class Team>
 class KeyLoop {
-    using QueryCopy = TileCopy<Arch, WholeCta, SourceRows<kGroupedRows>, kTileM, kHeaddim>;
-    using KeyCopy = TileCopy<Arch, Team, SourceRows<kPaged>, kTileN, kHeaddim>;
-    using ValueCopy = TileCopy<Arch, Team, SourceRows<kPaged>, kTileN, kHeaddimV>;
+    using QueryCopy = TileCopy<Arch, WholeCta, uint16_t, kGroupedRows, kTileM, kHeaddim>;
+    using KeyCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddim>;
+    using ValueCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddimV>;
+    using ScalesCopy = TileScales<Arch, Team>;
 
 public:
     static constexpr int kQueryBytes = QueryCopy::kBytes;
-    static constexpr int kStageBytes = KeyCopy::kBytes + ValueCopy::kBytes;
-    static constexpr int kTeamBytes = kStages * kStageBytes;
+    static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + ValueCopy::kBytes + ScalesCopy::kBytes);
 
     // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values. Copies begin at once.
-    FA_DEVICE KeyLoop(const SourceRows<kGroupedRows>& q, const SourceRows<kPaged>& k, const SourceRows<kPaged>& v,
-                      uint32_t q_shared, uint32_t kv_shared, int first_row, const KeyRange& keys)
-        : q_copy_(q), k_copy_(k), v_copy_(v), q_shared_(q_shared), kv_shared_(kv_shared), keys_(keys), ahead_(keys.begin) {
+    FA_DEVICE KeyLoop(const Sources& from, uint32_t q_shared, uint32_t kv_shared, int first_row, const KeyRange& keys)
+        : q_copy_(from.q),
+          k_copy_(from.k),
+          v_copy_(from.v),
+          scales_copy_(from),
+          q_shared_(q_shared),
+          kv_shared_(kv_shared),
+          keys_(keys),
+          ahead_(keys.begin) {
         q_copy_.begin(first_row, q_shared_);
         if constexpr (kPipelined) {
             copy_async_commit();
@@ -72,8 +78,9 @@ private:
             if (kind != TileKind::kSkipped) {
                 WarpRows::Scores scores = {};
                 rows.multiply_queries(scores, k_shared(stage));
-                rows.prepare(scores, key, kind);
-                rows.accumulate_values(scores, v_shared(stage));
+                const LaneScales scales(scales_shared(stage));
+                rows.prepare(scores, scales, key, kind);
+                rows.accumulate_values(scores, scales, v_shared(stage));
             }
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
@@ -85,6 +92,7 @@ private:
         if (ahead_ < keys_.end) {
             k_copy_.begin(ahead_, k_shared(stage_ahead_));
             v_copy_.begin(ahead_, v_shared(stage_ahead_));
+            scales_copy_.begin(ahead_, scales_shared(stage_ahead_));
         }
         copy_async_commit();
         ahead_ += keys_.step;
@@ -100,15 +108,18 @@ private:
         rows.load_queries(q_shared_);
         for_each_tile([&](auto all_seen, int key) {
             v_copy_.begin(key, v_shared(0));
+            scales_copy_.begin(key, scales_shared(0));
             const bool more = key + keys_.step < keys_.end;
             const TileKind kind = all_seen.value ? TileKind::kFull : rows.kind_of(key);
             WarpRows::Scores scores = {};
             if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0));
+            scales_copy_.finish(scales_shared(0));
             arrive(v_copy_, v_shared(0));
             if (more) k_copy_.begin(key + keys_.step, k_shared(0));
             if (kind != TileKind::kSkipped) {
-                rows.prepare(scores, key, kind);
-                rows.accumulate_values(scores, v_shared(0));
+                const LaneScales scales(scales_shared(0));
+                rows.prepare(scores, scales, key, kind);
+                rows.accumulate_values(scores, scales, v_shared(0));
             }
             // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
             arrive(k_copy_, k_shared(0));
@@ -143,10 +154,12 @@ private:
     FA_DEVICE uint32_t v_shared(int stage) const {
         return kv_shared_ + kStages * KeyCopy::kBytes + stage * ValueCopy::kBytes;
     }
+    FA_DEVICE uint32_t scales_shared(int stage) const { return v_shared(kStages) + stage * ScalesCopy::kBytes; }
 
     QueryCopy q_copy_;
     KeyCopy k_copy_;
     ValueCopy v_copy_;
+    ScalesCopy scales_copy_;
     const uint32_t q_shared_, kv_shared_;
     const KeyRange keys_;
     int ahead_, stage_ahead_ = 0;  // the next tile to fetch, and its place

@@ -9,8 +9,8 @@ namespace fastattention {
 // Of attention: forward.cuh, decode.cuh and combine.cuh.
 struct AttentionParams {
     const uint16_t* q;  // (batch_size, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) when packed
-    const uint16_t* k;  // (batch_size, seqlen_k, nheads_k, headdim), packed, a cache, or pages of page_block_size tokens
-    const uint16_t* v;
+    const void* k;      // (batch_size, seqlen_k, nheads_k, headdim), packed, a cache, or pages of page_block_size tokens
+    const void* v;
     uint16_t* out;      // as q, with headdim_v
     float* lse;         // (batch_size, nheads, seqlen_q), or (nheads, total_q) when packed; null when not asked for
 
@@ -24,6 +24,9 @@ struct AttentionParams {
     const float* sinks;              // (nheads), null without
     const void* attn_bias;           // null without
 
+    const float* k_scale;  // of a quantised cache, as k without its last axis
+    const float* v_scale;
+
     float* partial_out;    // (slots, partial_rows, headdim_v), see schedule.cuh
     float* partial_stats;  // (slots, partial_rows, 2): running maximum, sum
     int32_t* counters;     // (batch_size, num_units), zeros, and zeros again in the end; null where combine.cuh merges
@@ -31,6 +34,8 @@ struct AttentionParams {
     int64_t q_stride_batch, q_stride_head;
     int64_t k_stride_batch, k_stride_head;  // when paged, stride_batch is a page's
     int64_t v_stride_batch, v_stride_head;
+    int64_t k_scale_stride_batch, k_scale_stride_row, k_scale_stride_head;
+    int64_t v_scale_stride_batch, v_scale_stride_row, v_scale_stride_head;
     int64_t out_stride_batch, out_stride_head;
     int64_t lse_stride_batch, lse_stride_head;
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
@@ -62,8 +67,10 @@ struct AttentionParams {
 struct AppendParams {
     const uint16_t* k_new;  // (batch_size, seqlen_new, nheads_k, headdim)
     const uint16_t* v_new;
-    uint16_t* k;  // the cache, as in AttentionParams
-    uint16_t* v;
+    void* k;  // the cache and its scales, as in AttentionParams
+    void* v;
+    float* k_scale;
+    float* v_scale;
     const uint16_t* q;     // (batch_size, seqlen_q, nheads, headdim), null when it is not to be rotated
     uint16_t* q_rotated;   // the same, contiguous
     const uint16_t* rotary_cos;  // (positions, rotary_dim / 2), null without
@@ -78,6 +85,8 @@ struct AppendParams {
     int64_t v_new_stride_batch, v_new_stride_row, v_new_stride_head;
     int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a row of the cache or of a page
     int64_t v_stride_batch, v_stride_row, v_stride_head;
+    int64_t k_scale_stride_batch, k_scale_stride_row, k_scale_stride_head;
+    int64_t v_scale_stride_batch, v_scale_stride_row, v_scale_stride_head;
     int64_t q_stride_batch, q_stride_row, q_stride_head;
     int64_t block_table_stride;
 

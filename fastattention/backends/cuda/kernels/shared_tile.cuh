@@ -6,7 +6,7 @@
 // is read more often than it is copied is better off with addresses that are plain sums.
 #pragma once
 
-#include "variant.cuh"
+#include "stored.cuh"
 
 namespace fastattention {
 
@@ -47,13 +47,12 @@ private:
     uint32_t at_, flip_;
 };
 
-// Rows of queries, keys or values of one head of one sequence; kBlocked: in blocks of block_size rows, such as pages.
-template <bool kBlocked>
+// Rows of queries, keys or values, or of scales, of one head of one sequence; kBlocked: in blocks of block_size rows, such as
+// pages.
+template <class Item, bool kBlocked>
 struct SourceRows {
-    static constexpr bool kIsBlocked = kBlocked;
-
-    const uint16_t* base;  // row 0, or block 0
-    int stride_row;        // less than 2^31 elements: addresses cost one multiplication
+    const Item* base;  // row 0, or block 0
+    int stride_row;    // less than 2^31 items: addresses cost one multiplication
     int num_rows;          // beyond them tiles hold zeros
     int num_columns;       // likewise
     const int32_t* table;  // where blocks lie, null when they lie in order
@@ -61,7 +60,7 @@ struct SourceRows {
     int block_size;
     int first;  // rows of the first block that come before row 0
 
-    FA_DEVICE const uint16_t* row(int index) const {
+    FA_DEVICE const Item* row(int index) const {
         if constexpr (kBlocked) {
             index += first;
             const int block = index / block_size;
@@ -70,6 +69,9 @@ struct SourceRows {
         }
         return base + static_cast<int64_t>(index) * stride_row;
     }
+
+    // Where a table of blocks ends with the sequence, rows beyond it have no address.
+    FA_DEVICE const Item* row_or_first(int index) const { return row(kBlocked && index >= num_rows ? 0 : index); }
 };
 
 // Threads that copy a tile together and wait for each other.
@@ -85,7 +87,7 @@ struct OneWarp {
     static FA_DEVICE void barrier() { warp_barrier(); }
 };
 
-// What lies in memory as matrix products take it.
+// What lies in memory, 16 bits a number, as matrix products take it.
 FA_DEVICE Words4 as_operands(Words4 chunk) {
     if constexpr (Element::kIsBfloat16 && !Operand::kIsBfloat16) {
 #pragma unroll
@@ -96,17 +98,37 @@ FA_DEVICE Words4 as_operands(Words4 chunk) {
     return chunk;
 }
 
-// Copies one tile of kRows x kColumns after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has the
+// Eight of the sixteen bytes of a chunk of a quantised cache as operands.
+FA_DEVICE Words4 widen_half(Words4 chunk, int half) {
+    const uint32_t low = chunk.word[2 * half], high = chunk.word[2 * half + 1];
+    return {widen_bytes<0, 1>(low), widen_bytes<2, 3>(low), widen_bytes<0, 1>(high), widen_bytes<2, 3>(high)};
+}
+
+// Writes a chunk of global memory to shared memory, as operands.
+template <class Item>
+FA_DEVICE void store_operands(uint32_t to, Words4 chunk) {
+    if constexpr (sizeof(Item) == 1) {
+        store_shared_128(to, widen_half(chunk, 0));
+        store_shared_128(to + 16, widen_half(chunk, 1));
+    } else {
+        store_shared_128(to, as_operands(chunk));
+    }
+}
+
+// Copies one tile of kRows x kColumns items after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has the
 // same columns in all of its rows. `begin` starts a copy, `finish` completes it for the thread itself: the others see it after
 // a barrier. Between the two, data is on its way (sm80) or waits in registers.
-template <class Arch, class Team, class Source, int kRows, int kColumns>
+template <class Arch, class Team, class Item, bool kBlocked, int kRows, int kColumns>
 class TileCopy {
 public:
-    static constexpr int kPitch = pitch_of<Arch::kSharedBytes>(kColumns);
+    using Source = SourceRows<Item, kBlocked>;
+    // Asynchronous copies change nothing on the way.
+    static constexpr int kSharedBytes = Arch::kAsyncCopy ? sizeof(Item) : Arch::kSharedBytes;
+    static constexpr int kPitch = pitch_of<kSharedBytes>(kColumns);
     static constexpr int kBytes = kRows * kPitch;
 
     FA_DEVICE explicit TileCopy(const Source& from) : from_(from) {
-        from_.base = computed_here(from.base + Team::index() % kLanesOfRow * 8);
+        from_.base = computed_here(from.base + Team::index() % kLanesOfRow * kChunk);
     }
 
     FA_DEVICE void begin(int first_row, uint32_t to) {
@@ -117,14 +139,13 @@ public:
             if (!share.has_row(i)) break;
             const int row = first_row + share.row(i);
             const bool row_valid = row < from_.num_rows;
-            // A table of blocks ends with the sequence.
-            const uint16_t* source = from_.row(Source::kIsBlocked && !row_valid ? 0 : row);
+            const Item* source = from_.row_or_first(row);
 #pragma unroll
             for (int j = 0; j < kChunksOfThread; ++j) {
                 if (!share.has_column(j)) break;
                 const bool valid = row_valid && share.column(j) < from_.num_columns;
                 if constexpr (Arch::kAsyncCopy) {
-                    const uint32_t at = kSwizzled ? share.swizzled(i, j) : i * kRowStep * kPitch + j * kChunkStep * 2;
+                    const uint32_t at = kSwizzled ? share.swizzled(i, j) : i * kRowStep * kPitch + j * kChunkStep * kSharedBytes;
                     copy_async_128(to + at, source + j * kChunkStep, valid);
                 } else {
                     staged_[i][j] = valid ? load_global_128(source + j * kChunkStep) : Words4{};
@@ -144,16 +165,18 @@ public:
 #pragma unroll
                 for (int j = 0; j < kChunksOfThread; ++j) {
                     if (!share.has_column(j)) break;
-                    Arch::store_chunk(to + i * kRowStep * kPitch + j * kChunkStep * Arch::kSharedBytes, staged_[i][j]);
+                    Arch::template store_chunk<Item>(to + i * kRowStep * kPitch + j * kChunkStep * kSharedBytes, staged_[i][j]);
                 }
             }
         }
     }
 
 private:
-    static constexpr int kLanesOfRow = kColumns < 64 ? kColumns / 8 : 8;
+    static constexpr int kChunk = 16 / sizeof(Item);  // items that a lane takes at a time
+    static constexpr int kChunksOfRow = kColumns / kChunk;
+    static constexpr int kLanesOfRow = kChunksOfRow > 4 ? 8 : kChunksOfRow;
     static constexpr int kRowStep = Team::kThreads / kLanesOfRow;
-    static constexpr int kChunkStep = kLanesOfRow * 8;  // columns
+    static constexpr int kChunkStep = kLanesOfRow * kChunk;  // columns
     static constexpr int kRowsOfThread = (kRows + kRowStep - 1) / kRowStep;
     static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
 
@@ -163,17 +186,17 @@ private:
         FA_DEVICE Share() {
             const int thread = computed_here(Team::index());
             row_ = thread / kLanesOfRow;
-            column_ = thread % kLanesOfRow * 8;
+            column_ = thread % kLanesOfRow * kChunk;
         }
         FA_DEVICE int row(int i) const { return row_ + i * kRowStep; }
         FA_DEVICE int column(int j) const { return column_ + j * kChunkStep; }
         FA_DEVICE bool has_row(int i) const { return kRows % kRowStep == 0 || row(i) < kRows; }
         FA_DEVICE bool has_column(int j) const { return kColumns % kChunkStep == 0 || column(j) < kColumns; }
         // Of its first chunk in shared memory.
-        FA_DEVICE uint32_t offset() const { return row_ * kPitch + column_ * Arch::kSharedBytes; }
+        FA_DEVICE uint32_t offset() const { return row_ * kPitch + column_ * kSharedBytes; }
         // Of any chunk, where they change places.
         FA_DEVICE uint32_t swizzled(int i, int j) const {
-            return row(i) * kPitch + (column(j) / 8 ^ swizzle_of(kPitch, row(i))) * 16;
+            return row(i) * kPitch + (column(j) / kChunk ^ swizzle_of(kPitch, row(i))) * 16;
         }
 
     private:
@@ -182,6 +205,46 @@ private:
 
     Source from_;  // from the thread's first column on
     Words4 staged_[Arch::kAsyncCopy ? 1 : kRowsOfThread][Arch::kAsyncCopy ? 1 : kChunksOfThread];
+};
+
+// Copies the scales of one tile of kRows keys after the other, a float a key.
+template <class Arch, class Team, bool kBlocked, int kRows>
+class ScaleCopy {
+public:
+    static constexpr int kBytes = kRows * 4;
+
+    FA_DEVICE explicit ScaleCopy(const SourceRows<float, kBlocked>& from) : from_(from) {}
+
+    FA_DEVICE void begin(int first_row, uint32_t to) {
+#pragma unroll
+        for (int i = 0; i < kOfThread; ++i) {
+            const int row = Team::index() + i * Team::kThreads;
+            if (row >= kRows) break;
+            const bool valid = first_row + row < from_.num_rows;
+            const float* source = from_.row_or_first(first_row + row);
+            if constexpr (Arch::kAsyncCopy) {
+                copy_async_32(to + row * 4, source, valid);
+            } else {
+                staged_[i] = valid ? *source : 0.0f;
+            }
+        }
+    }
+
+    FA_DEVICE void finish(uint32_t to) const {
+        if constexpr (!Arch::kAsyncCopy) {
+#pragma unroll
+            for (int i = 0; i < kOfThread; ++i) {
+                const int row = Team::index() + i * Team::kThreads;
+                if (row < kRows) store_shared_32(to + row * 4, as_bits(staged_[i]));
+            }
+        }
+    }
+
+private:
+    static constexpr int kOfThread = (kRows + Team::kThreads - 1) / Team::kThreads;
+
+    SourceRows<float, kBlocked> from_;
+    float staged_[kOfThread];
 };
 
 }  // namespace fastattention

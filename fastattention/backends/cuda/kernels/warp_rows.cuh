@@ -4,7 +4,7 @@
 
 #include FA_ARCH_HEADER
 
-#include "results.cuh"
+#include "scales.cuh"
 
 namespace fastattention {
 
@@ -15,6 +15,8 @@ static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 
 
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
+
+using LaneScales = ScalesOfLane<Arch>;
 
 // The first row of this warp among those of the CTA.
 FA_DEVICE int first_warp_row() { return kRowWarps == 1 ? 0 : warp_index() * kWarpRows; }
@@ -53,7 +55,8 @@ public:
     }
 
     // Everything up to the exponentials: modifications, mask, and maxima.
-    FA_DEVICE void prepare(Scores& scores, int key, TileKind kind) {
+    FA_DEVICE void prepare(Scores& scores, const LaneScales& scales, int key, TileKind kind) {
+        if constexpr (kQuantised) scale(scores, scales);
         if constexpr (kModifiesScores) modify(scores, key);
         if (kind != TileKind::kFull) {
             if (mask_.left < 0) {
@@ -62,18 +65,18 @@ public:
                 hide<true>(scores, key);
             }
         }
-        raise_maxima(scores);
+        raise_maxima(scores, scales);
     }
 
     // Scores become probabilities relative to the running maxima; acc_o_ += p v. A few keys at a time.
-    FA_DEVICE void accumulate_values(Scores& scores, uint32_t v_shared) {
+    FA_DEVICE void accumulate_values(Scores& scores, const LaneScales& scales, uint32_t v_shared) {
         const typename Arch::Values values(v_shared);
 #pragma unroll
         for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) {
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                for (int which = 0; which < 2; ++which) exponentiate(scores, group, step, which);
+                for (int which = 0; which < 2; ++which) exponentiate(scores, scales, group, step, which);
             values.template accumulate<kSteps>(acc_o_, scores, group);
         }
     }
@@ -149,6 +152,15 @@ private:
 
     FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
 
+    FA_DEVICE static void scale(Scores& scores, const LaneScales& scales) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = scales.scaled_score(scores[step][n][i], n, i);
+    }
+
     FA_DEVICE void modify(Scores& scores, int key) const {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -202,7 +214,7 @@ private:
 
     // Probabilities are relative to row_max_, which may stay below the highest score by kSlack: what was accumulated needs
     // to be rescaled only when a score is higher by more, which after the first tiles is rare.
-    FA_DEVICE void raise_maxima(const Scores& scores) {
+    FA_DEVICE void raise_maxima(const Scores& scores, const LaneScales& scales) {
         constexpr float kSlack = 8.0f;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
         float highest[kSteps][2];
         bool raised = false;
@@ -210,7 +222,7 @@ private:
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                highest[step][which] = highest_score(scores, step, which) * scale_log2_;
+                highest[step][which] = highest_weight(scores, scales, step, which);
                 raised |= highest[step][which] > row_max_[step][which] + kSlack;
             }
         if (!any_lane(raised)) return;
@@ -222,6 +234,20 @@ private:
                 rescale(step, which, exp2_approximate(row_max_[step][which] - shift_of(new_max)));
                 row_max_[step][which] = new_max;
             }
+    }
+
+    // Of a row and a tile of keys, in log2 units: the highest score, or, with a quantised cache, the highest score and scale of a
+    // value together, since that is what becomes 16 bits wide.
+    FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
+        if constexpr (!kQuantised) return highest_score(scores, step, which) * scale_log2_;
+        float highest = -infinity();
+#pragma unroll
+        for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which)
+                    highest = maximum(highest, scores[step][n][i] * scale_log2_ + scales.log2_of_weight(n, i));
+        return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
     }
 
     static FA_DEVICE float highest_score(const Scores& scores, int step, int which) {
@@ -243,7 +269,7 @@ private:
                 if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
     }
 
-    FA_DEVICE void exponentiate(Scores& scores, int group, int step, int which) {
+    FA_DEVICE void exponentiate(Scores& scores, const LaneScales& scales, int group, int step, int which) {
         constexpr int kTiles = Arch::kKeyStep / 8;
         const float shift = shift_of(row_max_[step][which]);
 #pragma unroll
@@ -255,6 +281,7 @@ private:
                     float& s = scores[step][n][i];
                     s = exp2_approximate(s * scale_log2_ - shift);
                     sum = i == first_element(which) ? s : sum + s;
+                    s = scales.weight(s, n, i);
                 }
             row_sum_[step][which] += sum;
         }

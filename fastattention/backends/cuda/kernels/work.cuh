@@ -68,7 +68,7 @@ FA_DEVICE int head_of(const AttentionParams& p, const Work& w, int row) {
     return kGroupedRows ? w.head + row - token_of(p, row) * p.group_size : w.head;
 }
 
-FA_DEVICE SourceRows<kGroupedRows> query_rows(const AttentionParams& p, const Work& w, int num_rows) {
+FA_DEVICE SourceRows<uint16_t, kGroupedRows> query_rows(const AttentionParams& p, const Work& w, int num_rows) {
     const uint16_t* base = p.q + w.batch * p.q_stride_batch + first_token(p.cu_seqlens_q, w.batch) * p.q_stride_row +
                            w.head * p.q_stride_head;
     if constexpr (kGroupedRows) {
@@ -79,26 +79,52 @@ FA_DEVICE SourceRows<kGroupedRows> query_rows(const AttentionParams& p, const Wo
     }
 }
 
-// Keys or values up to key_end: a tile's rows beyond are zeros.
-FA_DEVICE SourceRows<kPaged> cache_rows(const AttentionParams& p, const Work& w, int key_end, const uint16_t* base,
-                                        int64_t stride_batch, int stride_row, int64_t stride_head, int columns) {
-    base += w.head / p.group_size * stride_head;
-    const int pad = leftpad_of(p, w.batch);
+// Keys or values, or their scales, up to key_end: a tile's rows beyond are zeros.
+template <class Item>
+FA_DEVICE SourceRows<Item, kPaged> cache_rows(const AttentionParams& p, const Work& w, int key_end, const Item* base,
+                                              int64_t stride_batch, int64_t stride_row, int64_t stride_head, int columns) {
+    base += quotient(w.head, p.group_size) * stride_head;
+    const int pad = leftpad_of(p, w.batch), step = static_cast<int>(stride_row);
     if constexpr (kPaged)
-        return {base, stride_row, key_end, columns, p.block_table + w.batch * p.block_table_stride, stride_batch,
+        return {base, step, key_end, columns, p.block_table + w.batch * p.block_table_stride, stride_batch,
                 p.page_block_size, pad};
     const int64_t row = p.cache_batch_idx == nullptr ? w.batch : p.cache_batch_idx[w.batch];
     base += row * stride_batch + (first_token(p.cu_seqlens_k, w.batch) + pad) * stride_row;
-    return {base, stride_row, key_end, columns, nullptr, 0, 1, 0};
+    return {base, step, key_end, columns, nullptr, 0, 1, 0};
 }
 
-FA_DEVICE SourceRows<kPaged> key_rows(const AttentionParams& p, const Work& w, int key_end) {
-    return cache_rows(p, w, key_end, p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, p.headdim);
+FA_DEVICE SourceRows<CacheItem, kPaged> key_rows(const AttentionParams& p, const Work& w, int key_end) {
+    return cache_rows(p, w, key_end, static_cast<const CacheItem*>(p.k), p.k_stride_batch, p.k_stride_row, p.k_stride_head,
+                      p.headdim);
 }
 
-FA_DEVICE SourceRows<kPaged> value_rows(const AttentionParams& p, const Work& w, int key_end) {
-    return cache_rows(p, w, key_end, p.v + w.first_column, p.v_stride_batch, p.v_stride_row, p.v_stride_head,
-                      p.headdim_v - w.first_column);
+FA_DEVICE SourceRows<CacheItem, kPaged> value_rows(const AttentionParams& p, const Work& w, int key_end) {
+    return cache_rows(p, w, key_end, static_cast<const CacheItem*>(p.v) + w.first_column, p.v_stride_batch, p.v_stride_row,
+                      p.v_stride_head, p.headdim_v - w.first_column);
+}
+
+FA_DEVICE SourceRows<float, kPaged> key_scales(const AttentionParams& p, const Work& w, int key_end) {
+    return cache_rows(p, w, key_end, p.k_scale, p.k_scale_stride_batch, p.k_scale_stride_row, p.k_scale_stride_head, 1);
+}
+
+FA_DEVICE SourceRows<float, kPaged> value_scales(const AttentionParams& p, const Work& w, int key_end) {
+    return cache_rows(p, w, key_end, p.v_scale, p.v_scale_stride_batch, p.v_scale_stride_row, p.v_scale_stride_head, 1);
+}
+
+// All that a tile of query rows reads.
+struct Sources {
+    SourceRows<uint16_t, kGroupedRows> q;
+    SourceRows<CacheItem, kPaged> k, v;
+    SourceRows<float, kPaged> k_scale, v_scale;  // of a quantised cache
+};
+
+FA_DEVICE Sources sources_of(const AttentionParams& p, const Work& w, int num_rows, int key_end) {
+    Sources sources{query_rows(p, w, num_rows), key_rows(p, w, key_end), value_rows(p, w, key_end), {}, {}};
+    if constexpr (kQuantised) {
+        sources.k_scale = key_scales(p, w, key_end);
+        sources.v_scale = value_scales(p, w, key_end);
+    }
+    return sources;
 }
 
 }  // namespace fastattention

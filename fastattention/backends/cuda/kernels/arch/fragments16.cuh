@@ -82,6 +82,18 @@ struct Fragments16 : Layout16 {
             }
     }
 
+    // Probabilities of 16 keys as operand A of the second product.
+    template <int kSteps>
+    static FA_DEVICE void pack_probabilities(uint32_t (&a)[kSteps][4], const float (&p)[kSteps][kTileN / 8][4], int group) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = &p[step][2 * group + i / 2][i % 2 * 2];
+                a[step][i] = Operand::pack(pair[0], pair[1]);
+            }
+    }
+
     // Operand B of the second product, read from a tile of values.
     class Values {
     public:
@@ -95,13 +107,7 @@ struct Fragments16 : Layout16 {
         FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
                                   int group) const {
             uint32_t a[kSteps][4];
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float* pair = &p[step][2 * group + i / 2][i % 2 * 2];
-                    a[step][i] = Operand::pack(pair[0], pair[1]);
-                }
+            pack_probabilities(a, p, group);
 #pragma unroll
             for (int n = 0; n < kHeaddimV / 16; ++n) {
                 uint32_t b[4];

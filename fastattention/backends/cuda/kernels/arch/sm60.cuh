@@ -14,14 +14,26 @@ struct Arch : Layout16 {
     static constexpr int kSharedBytes = 4;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
 
+    template <class Item>
     static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
+        if constexpr (sizeof(Item) == 1) {
+            store_widened<Float16>(to, widen_half(chunk, 0));
+            store_widened<Float16>(to + 32, widen_half(chunk, 1));
+        } else {
+            store_widened<Element>(to, chunk);
+        }
+    }
+
+    // Eight numbers of 16 bits as floats.
+    template <class Number>
+    static FA_DEVICE void store_widened(uint32_t to, Words4 chunk) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Words4 wide;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const uint32_t word = chunk.word[half * 2 + i / 2];
-                wide.word[i] = as_bits(Element::widen(static_cast<uint16_t>(word >> (i % 2 * 16))));
+                wide.word[i] = as_bits(Number::widen(static_cast<uint16_t>(word >> (i % 2 * 16))));
             }
             store_shared_128(to + half * 16, wide);
         }

@@ -39,12 +39,17 @@ struct Arch {
         return tile / 2 * 16 + i / 4 * 8 + tile % 2 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
     }
 
+    static FA_DEVICE constexpr int column_of_element(int i) { return i / 4 * 2 + i % 2; }
+
     template <class Combine>
     static FA_DEVICE float reduce_row(float x, Combine combine) {
         return combine(x, shuffle_xor(x, 2));
     }
 
-    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) { store_shared_128(to, as_operands(chunk)); }
+    template <class Item>
+    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
+        store_operands<Item>(to, chunk);
+    }
 
     // Where a lane's row of an 8 x 8 operand begins.
     static FA_DEVICE int operand_row() { return lane_index() % 4 + lane_index() / 16 * 4; }

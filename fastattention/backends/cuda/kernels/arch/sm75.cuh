@@ -18,7 +18,10 @@ struct Arch : Fragments16<MmaTwiceM16N8K8> {
     static constexpr bool kAsyncCopy = false;
     static constexpr bool kSeparateFullTiles = true;
 
-    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) { store_shared_128(to, as_operands(chunk)); }
+    template <class Item>
+    static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
+        store_operands<Item>(to, chunk);
+    }
 };
 
 }  // namespace fastattention

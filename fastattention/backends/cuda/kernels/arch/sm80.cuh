@@ -1,7 +1,7 @@
 // Ampere and newer: m16n8k16, asynchronous copies, bfloat16.
 #pragma once
 
-#include "fragments16.cuh"
+#include "fragments8.cuh"
 
 namespace fastattention {
 
@@ -17,7 +17,16 @@ struct MmaM16N8K16 {
     }
 };
 
-struct Arch : Fragments16<MmaM16N8K16> {
+template <bool kIsQuantised>
+struct FragmentsOf {
+    using Type = Fragments16<MmaM16N8K16>;
+};
+template <>
+struct FragmentsOf<true> {
+    using Type = Fragments8<MmaM16N8K16>;
+};
+
+struct Arch : FragmentsOf<kQuantised>::Type {
     static constexpr bool kAsyncCopy = true;
     static constexpr bool kSeparateFullTiles = false;  // it costs registers, and slots of instructions are not short
 };

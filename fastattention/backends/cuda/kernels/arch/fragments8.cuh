@@ -1,0 +1,121 @@
+// Tiles of a quantised cache in shared memory as they lie in global memory, a byte a number, widened when they are loaded.
+//
+// ldmatrix moves pairs of bytes where it moves numbers of 16 bits otherwise. Of keys, a lane gets four neighbouring columns where
+// a product of 16 columns wants two and two that are eight further on; queries are read in that order too. Of values, a lane gets
+// two neighbouring columns of two keys: one of either is an operand of one product, the other of its neighbour, so of 16 columns
+// the even ones and the odd ones are accumulators of their own.
+#pragma once
+
+#include "fragments16.cuh"
+
+namespace fastattention {
+
+template <class Mma>
+struct Fragments8 : Fragments16<Mma> {
+    using Base = Fragments16<Mma>;
+
+    static FA_DEVICE int value_column(int tile, int i) { return tile / 2 * 16 + (lane_index() % 4 * 2 + i % 2) * 2 + tile % 2; }
+
+    template <int kSteps>
+    class Queries {
+    public:
+        // q: address of the warp's first row.
+        FA_DEVICE void load(uint32_t q) {
+            const int lane = lane_index();
+            row_ = LaneRow<kPitch>(q, lane / 4, lane % 4 / 2);
+            if constexpr (kQueriesInRegisters) {
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                    for (int depth = 0; depth < kHeaddim / 16; ++depth) read(fragments_[step][depth], step, depth);
+            }
+        }
+
+        // Operand A of 16 columns.
+        FA_DEVICE void fragment(uint32_t (&a)[4], int step, int depth) const {
+            if constexpr (kQueriesInRegisters) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = fragments_[step][depth][i];
+            } else {
+                read(a, step, depth);
+            }
+        }
+
+    private:
+        static constexpr int kPitch = pitch_of<2>(kHeaddim);
+
+        FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const {
+            const int within = lane_index() % 2 * 8;
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const Words2 four = load_shared_64(row_.address(step * 16 + which * 8, depth) + within);
+                a[which] = four.word[0];
+                a[2 + which] = four.word[1];
+            }
+        }
+
+        LaneRow<kPitch> row_;
+        uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];
+    };
+
+    // acc_s += q k^T
+    template <int kSteps>
+    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
+        const int lane = computed_here(lane_index());
+        const LaneRow<pitch_of<1>(kHeaddim)> row(k, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+        for (int pair = 0; pair < kHeaddim / 32; ++pair) {
+            uint32_t a[2][kSteps][4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) q.fragment(a[half][step], step, 2 * pair + half);
+#pragma unroll
+            for (int n = 0; n < kTileN / 16; ++n) {
+                uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, their next columns, keys 8 to 15, likewise
+                load_matrices(x, row.address(n * 16, pair));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t b[4] = {widen_bytes<0, 1>(x[half]), widen_bytes<2, 3>(x[half]),
+                                           widen_bytes<0, 1>(x[2 + half]), widen_bytes<2, 3>(x[2 + half])};
+                    Base::multiply_add_pairs(acc_s, 2 * n, a[half], b);
+                }
+            }
+        }
+    }
+
+    class Values {
+    public:
+        FA_DEVICE explicit Values(uint32_t v) {
+            const int lane = computed_here(lane_index());
+            row_ = LaneRow<kPitch>(v, lane % 16, lane / 16);
+        }
+
+        // acc_o += p v for keys 16 group ... 16 group + 15 of the tile.
+        template <int kSteps>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
+                                  int group) const {
+            uint32_t a[kSteps][4];
+            Base::pack_probabilities(a, p, group);
+#pragma unroll
+            for (int pair = 0; pair < kHeaddimV / 32; ++pair) {
+                uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, keys 8 to 15, and the next columns of both
+                load_matrices_transposed(x, row_.address(group * 16, pair));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const uint32_t low = x[2 * half], high = x[2 * half + 1];
+                    const uint32_t b[4] = {widen_bytes<0, 2>(low), widen_bytes<0, 2>(high), widen_bytes<1, 3>(low),
+                                           widen_bytes<1, 3>(high)};
+                    Base::multiply_add_pairs(acc_o, 2 * (2 * pair + half), a, b);
+                }
+            }
+        }
+
+    private:
+        static constexpr int kPitch = pitch_of<1>(kHeaddimV);
+
+        LaneRow<kPitch> row_;
+    };
+};
+
+}  // namespace fastattention

@@ -1,0 +1,30 @@
+// From the bytes of a quantised cache to operands of matrix products.
+//
+// Both formats become float16 in a few instructions: int8, its sign bit inverted, is the low half of a float16 between 1024 and
+// 1279; float8 has float16's layout with fewer bits, and is 2^-8 of its number there, which kStoredFactor makes up for.
+#pragma once
+
+#include "variant.cuh"
+
+namespace fastattention {
+
+constexpr float kStoredFactor = kInt8 ? 1.0f : 256.0f;  // of scales
+
+// Bytes `first` and `second` of a word as two operands.
+template <int kFirst, int kSecond>
+FA_DEVICE uint32_t widen_bytes(uint32_t word) {
+    uint32_t pair;
+    if constexpr (kInt8) {
+        // Both bytes, each below 0x64: 1024 plus a number from 0 to 255.
+        pair = permute_bytes(word ^ 0x80808080u, 0x64646464u, kFirst | 4 << 4 | kSecond << 8 | 4 << 12);
+        pair = subtract_float16(pair, 0x64806480u);
+    } else {
+        pair = permute_bytes(word, 0, 4 | kFirst << 4 | 4 << 8 | kSecond << 12);
+        pair = (pair & 0x80008000u) | (pair >> 1 & 0x3f803f80u);
+    }
+    if constexpr (Operand::kIsBfloat16)
+        return Operand::pack(Float16::widen(static_cast<uint16_t>(pair)), Float16::widen(static_cast<uint16_t>(pair >> 16)));
+    return pair;
+}
+
+}  // namespace fastattention

@@ -56,6 +56,15 @@ def check_float16_range() -> bool:
     return os.environ.get("FASTATTENTION_CHECK_RANGE") == "1"
 
 
+def check_numbers() -> bool:
+    """FASTATTENTION_CHECK_NUMBERS: 1 checks lengths, offsets and page indices of calls on any device.
+
+    Every call then waits for its device, and none can be captured in a graph. Unset or empty: they are checked on the
+    CPU only, and on a GPU a sequence whose cache has no room for an append gives NaN instead.
+    """
+    return os.environ.get("FASTATTENTION_CHECK_NUMBERS") == "1"
+
+
 def kernel_cache() -> Path:
     """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine.
 

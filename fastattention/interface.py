@@ -312,6 +312,11 @@ def fast_attn_with_kvcache(
     bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads, seqlen_q,
     capacity), alibi_slopes and attn_bias counting keys from cache_leftpad. There is no backward. The other arguments
     and the errors are those of `fastattention.interface`; when an error is raised the caches are as they were.
+
+    A sequence whose cache has no room for the append is an error on the CPU. On a GPU, where lengths are known to the
+    device alone, its cache is left as it was and its out and lse are NaN; so they are where cache_seqlens or
+    cache_leftpad makes no sense, or the rotary tables are too short. FASTATTENTION_CHECK_NUMBERS=1 makes all of these
+    errors there too, and every call wait for the GPU.
     Returns out (batch_size, seqlen_q, nheads, headdim_v), with return_softmax_lse or return_lse (out, lse).
     """
     with_lse = return_softmax_lse or return_lse

@@ -91,7 +91,7 @@ def prepare_kvcache(
     )
     _check_memory(a)
     cache_seqlens = _cache_seqlens(problem, a)
-    if a.q.is_cpu:
+    if lengths.are_checked(a.q):
         _check_numbers(problem, a, cache_seqlens.tolist())
     return problem, _inputs(problem, a, cache_seqlens)
 

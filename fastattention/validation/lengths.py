@@ -1,7 +1,7 @@
 """Checks of numbers held in tensors: lengths, offsets and page indices.
 
 On the CPU they are read and checked before anything is computed. On other devices reading them would synchronise, so
-they are taken as given, as flash-attn does.
+they are taken as given, as flash-attn does, unless FASTATTENTION_CHECK_NUMBERS asks for the checks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,13 @@ from __future__ import annotations
 import numpy
 from torch import Tensor
 
+from fastattention import config
 from fastattention.errors import ArgumentError
+
+
+def are_checked(tensor: Tensor) -> bool:
+    """Whether the numbers of calls on the device of `tensor` are checked."""
+    return tensor.is_cpu or config.check_numbers()
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> int:

@@ -212,7 +212,7 @@ def _check_packed_lengths(
         max_seqlen_q = read_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None:
         max_seqlen_k = read_int("max_seqlen_k", max_seqlen_k)
-    if max_seqlen_q is not None and max_seqlen_k is not None and not q.is_cpu:
+    if max_seqlen_q is not None and max_seqlen_k is not None and not lengths.are_checked(q):
         lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, 0)
         lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
         return max_seqlen_q, max_seqlen_k

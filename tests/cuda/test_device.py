@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,10 +19,11 @@ from conformance.devices import copied_back, moved
 from conformance.engines import Engine, forget_backends
 from torch import Tensor
 
-from fastattention import fast_attn_func
+from fastattention import ArgumentError, fast_attn_func, fast_attn_with_kvcache
 from fastattention.backends.cuda.chips import ARCHS
 from fastattention.backends.registry import get_backend, verdict
 from fastattention.problem import Problem
+from fastattention.quantised import quantise
 
 pytestmark = pytest.mark.skipif(get_backend("cuda").why_unavailable() is not None, reason="needs a GPU")
 
@@ -74,6 +76,13 @@ def _tensors(device: str = "cuda:0") -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+@pytest.fixture(autouse=True)
+def checked_mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers in tensors are checked, except where a graph is captured or the device is to notice by itself."""
+    if request.node.get_closest_marker("unchecked") is None:
+        monkeypatch.setenv("FASTATTENTION_CHECK_NUMBERS", "1")
+
+
 def test_a_captured_graph_replays_with_new_numbers() -> None:
     q, k, v = _tensors()
     fast_attn_func(q, k, v, causal=True, backend="cuda")
@@ -83,6 +92,129 @@ def test_a_captured_graph_replays_with_new_numbers() -> None:
     q.copy_(torch.randn_like(q))
     graph.replay()
     assert torch.equal(captured, fast_attn_func(q, k, v, causal=True, backend="cuda"))
+
+
+class Decoding(NamedTuple):
+    """A decode step: one new token for each of three sequences of uneven length."""
+
+    arguments: dict[str, Any]
+    new: tuple[Tensor, Tensor, Tensor]  # what q, k and v are at each step
+
+    def step(self) -> Tensor:
+        out: Tensor = fast_attn_with_kvcache(**self.arguments, backend="cuda")
+        return out
+
+    @property
+    def cache_seqlens(self) -> Tensor:
+        seqlens: Tensor = self.arguments["cache_seqlens"]
+        return seqlens
+
+
+STORED = {"float16": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}
+
+
+def _decoding(stored: torch.dtype | None, page_block_size: int | None, steps: int = 12) -> Decoding:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).half()
+
+    batch_size, capacity, nheads_k, headdim = 3, 1024, 2, 64
+    shape = (batch_size, capacity, nheads_k, headdim)
+    arguments: dict[str, Any] = {}
+    if page_block_size is not None:
+        num_blocks = batch_size * capacity // page_block_size
+        shape = (num_blocks, page_block_size, nheads_k, headdim)
+        table = torch.randperm(num_blocks, device="cuda", generator=generator).int()
+        arguments["block_table"] = table.reshape(batch_size, -1)
+    for name in ("k", "v"):
+        cache = draw(*shape)
+        if stored is not None:
+            cache, arguments[f"{name}_scale"] = quantise(cache, stored)
+        arguments[f"{name}_cache"] = cache
+    angles = 6.3 * torch.rand(capacity, headdim // 2, device="cuda", generator=generator)
+    q, k, v = draw(steps, batch_size, 1, 8, headdim), *(draw(steps, batch_size, 1, nheads_k, headdim) for _ in range(2))
+    arguments |= {
+        "q": q[0].clone(),
+        "k": k[0].clone(),
+        "v": v[0].clone(),
+        "rotary_cos": angles.cos().half(),
+        "rotary_sin": angles.sin().half(),
+        "cache_seqlens": torch.tensor([5, 130, 900], dtype=torch.int32, device="cuda"),
+        "causal": True,
+    }
+    return Decoding(arguments, (q, k, v))
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("page_block_size", [None, 16], ids=["dense", "pages"])
+@pytest.mark.parametrize("stored", STORED.values(), ids=STORED.keys())
+def test_a_captured_decode_replays_with_growing_lengths(
+    stored: torch.dtype | None, page_block_size: int | None
+) -> None:
+    eager, replayed = (_decoding(stored, page_block_size) for _ in range(2))
+    _decoding(stored, page_block_size).step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = replayed.step()
+        replayed.cache_seqlens.add_(1)
+    for numbers in zip(*eager.new, strict=True):
+        for decoding in (eager, replayed):
+            for name, number in zip(("q", "k", "v"), numbers, strict=True):
+                decoding.arguments[name].copy_(number)
+        expected = eager.step()
+        eager.cache_seqlens.add_(1)
+        graph.replay()
+        assert torch.equal(captured, expected)
+    assert torch.equal(eager.arguments["k_cache"].view(torch.int8), replayed.arguments["k_cache"].view(torch.int8))
+
+
+@pytest.mark.unchecked
+def test_a_call_does_not_wait_for_the_gpu() -> None:
+    decoding = _decoding(None, None)
+    decoding.step()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1_000_000_000)
+        decoding.step()
+        assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.unchecked
+def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone() -> None:
+    decoding = _decoding(None, None)
+    decoding.cache_seqlens[1] = 1024
+    before = {name: decoding.arguments[name].clone() for name in ("k_cache", "v_cache")}
+    out = decoding.step()
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+    for name, cache in before.items():
+        changed = (decoding.arguments[name] != cache).flatten(2).any(-1)
+        assert changed.nonzero().tolist() == [[0, 5], [2, 900]]
+
+
+def test_in_checked_mode_it_is_the_error_of_the_cpu() -> None:
+    decoding = _decoding(None, None)
+    decoding.cache_seqlens[1] = 1024
+    before = decoding.arguments["k_cache"].clone()
+    with pytest.raises(ArgumentError, match=r"cache_seqlens\[1\]=1024"):
+        decoding.step()
+    assert torch.equal(before, decoding.arguments["k_cache"])
+
+
+def test_streams_do_not_share_counters() -> None:
+    """Decodes that run at the same time merge their own parts."""
+    expected = [_decoding(None, None).step() for _ in range(2)]
+    torch.cuda.synchronize()
+    calls = [(torch.cuda.Stream(), [_decoding(None, None) for _ in range(30)]) for _ in range(2)]
+    torch.cuda.synchronize()
+    outs = []
+    for stream, decodings in calls:
+        with torch.cuda.stream(stream):
+            outs += [decoding.step() for decoding in decodings]
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected[0]) for out in outs)
 
 
 def test_work_is_in_order_with_the_current_stream() -> None:

@@ -8,13 +8,13 @@ import torch
 
 import fastattention
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.cli.bench import gpu, npu
+from fastattention.cli.bench import gpu, gpu_decode, npu
 from fastattention.cli.bench.session import answer, publish, show_header, start_session
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.workload import Workload
 from fastattention.errors import ArgumentError
 
-DEVICES, DEVICE_ROUNDS = {"gpu": gpu.answer, "npu": npu.answer}, 9
+DEVICES, DEVICE_ROUNDS = {"gpu": gpu.answer, "gpu_decode": gpu_decode.answer, "npu": npu.answer}, 9
 FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # a workload: 3 to 5 minutes and less than one in all on two cores
 
 
@@ -36,7 +36,8 @@ def bench(
     for question in questions:
         if question not in (*suite, *DEVICES):
             raise ArgumentError(f"question {question!r} is not known; choose from {', '.join([*suite, *DEVICES])}")
-    present = {"gpu": torch.cuda.is_available(), "npu": AscendBackend().why_unavailable() is None}
+    has_gpu = torch.cuda.is_available()
+    present = {"gpu": has_gpu, "gpu_decode": has_gpu, "npu": AscendBackend().why_unavailable() is None}
     for device, answer_on in DEVICES.items():
         if device in questions or (not questions and present[device]):
             answer_on(gpu.QUICK_SEQLENS if short else gpu.FULL_SEQLENS, DEVICE_ROUNDS, output)

@@ -1,0 +1,252 @@
+"""The question "gpu_decode": how fast is one query a sequence against its cache on a GPU, and how close to memory?
+
+float16, heads of 128. Beside torch's kernels for the same call: pages of several sizes in random order, quantised
+caches, and the code paths of older GPUs. Calls are captured in graphs and replayed, so that the processor does not
+count; caches take turns where one would stay in the second-level cache. Rates are those of the bytes of keys and values
+that are read. Medians of interleaved rounds, timed by the GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastattention import fast_attn_with_kvcache
+from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.chips import ARCHS, arch_of
+from fastattention.cli.bench.gpu import Call, processor_microseconds, show_reasons, write_report
+from fastattention.cli.console import OUTPUT, progress_bar
+from fastattention.cli.machine import describe_machine
+from fastattention.errors import ArgumentError
+from fastattention.quantised import quantise
+from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
+
+HEADDIM = 128
+PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cudnn": SDPBackend.CUDNN_ATTENTION}
+STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
+PAGES = (1, 16, 64, 256)
+MOST_BYTES = 40_000_000_000  # of one cache
+CACHE_TURN_BYTES = 400_000_000  # of caches that take turns: several times the second-level cache
+
+
+class Shape(NamedTuple):
+    """Sequences of one length."""
+
+    batch_size: int
+    nheads: int
+    nheads_k: int
+    seqlen: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values in float16."""
+        return 4 * self.batch_size * self.nheads_k * self.seqlen * HEADDIM
+
+
+HEADS = ((32, 32), (32, 8), (64, 8))
+FULL_LENGTHS = ((1, 1024), (1, 4096), (1, 8192), (1, 65536), (1, 131072), (8, 4096), (8, 32768), (16, 8192), (64, 4096),
+                (64, 16384))  # fmt: skip
+QUICK_LENGTHS = ((1, 8192), (8, 32768))
+# Where other layouts and older paths are measured too.
+VARIED = (Shape(1, 32, 8, 65536), Shape(8, 32, 8, 32768), Shape(1, 32, 32, 8192))
+
+
+def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
+    """Measure the current GPU, print a table, write gpu_decode.json into `output`. Raises ArgumentError without one.
+
+    seqlens: as for the question "gpu"; few of them mean few shapes here.
+    """
+    if not torch.cuda.is_available():
+        raise ArgumentError("question 'gpu_decode' needs a CUDA device, and torch sees none")
+    lengths = FULL_LENGTHS if len(seqlens) > 2 else QUICK_LENGTHS
+    shapes = [Shape(batch, *heads, seqlen) for heads in HEADS for batch, seqlen in lengths]
+    major, minor = torch.cuda.get_device_capability()
+    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
+    report = {
+        "machine": machine,
+        "copy_gbps": copy_bandwidth(rounds),
+        "call_us": call_microseconds(),
+        "measurements": measure([shape for shape in shapes if shape.cache_bytes <= MOST_BYTES], rounds),
+    }
+    show(report)
+    write_report(report, output / "gpu_decode.json")
+
+
+def measure(shapes: Sequence[Shape], rounds: int) -> list[dict[str, Any]]:
+    """A record for every shape."""
+    records = []
+    with progress_bar() as bar:
+        for shape in bar.track(shapes, description="decode"):
+            ways: dict[str, Way] = {
+                "fastattention": ours,
+                **{name: partial(by_torch, peer) for name, peer in PEERS.items()},
+            }
+            if shape in VARIED:
+                ways |= variations()
+            records.append(record(shape, ways, rounds))
+            torch.cuda.empty_cache()
+    return records
+
+
+Way = Callable[[Shape, Tensor, Tensor], Call]
+
+
+def variations() -> dict[str, Way]:
+    """Pages, quantised caches, and the code paths of older GPUs."""
+    newest = arch_of(10 * torch.cuda.get_device_capability()[0])
+    ways: dict[str, Way] = {f"pages of {size}": partial(in_pages, size) for size in PAGES}
+    ways |= {f"{name} cache": partial(in_bytes, stored) for name, stored in STORED.items()}
+    return ways | {f"sm{arch} path": partial(ours, arch=arch) for arch in ARCHS if arch < newest}
+
+
+def record(shape: Shape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]:
+    """Times every way of computing a shape in turns; one that does not serve it is left out, with its reason."""
+    caches = [
+        tuple(
+            torch.randn(shape.batch_size, shape.seqlen, shape.nheads_k, HEADDIM, device="cuda", dtype=torch.float16)
+            for _ in range(2)
+        )
+        for _ in range(max(1, min(48, -(-CACHE_TURN_BYTES // shape.cache_bytes))))
+    ]
+    graphs: dict[str, Graph] = {}
+    reasons: dict[str, str] = {}
+    for name, way in ways.items():
+        try:
+            graphs[name] = Graph([way(shape, k, v) for k, v in caches])
+        except Exception as error:  # whatever a peer raises for what it does not serve
+            reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    microseconds = interleaved(graphs, rounds)
+    gbps = {name: shape.cache_bytes / taken / 1e3 for name, taken in microseconds.items()}
+    return {**shape._asdict(), "microseconds": microseconds, "gbps": gbps, "reasons": reasons}
+
+
+class Graph:
+    """Calls that are captured once and replayed; keeps alive what they read."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls = calls
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for call in calls:
+                call()
+
+    def replay(self) -> None:
+        """All calls."""
+        self._graph.replay()
+
+
+def interleaved(graphs: Mapping[str, Graph], rounds: int) -> dict[str, float]:
+    """Median microseconds of a call, the graphs taking turns."""
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for graph in graphs.values():
+        graph.replay()
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            samples[name].append(1e3 * milliseconds(graph.replay) / len(graph.calls))
+    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def milliseconds(call: Call) -> float:
+    """Of the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def copy_bandwidth(rounds: int) -> float:
+    """GB/s of a copy of 2 GiB within the GPU, reading and writing."""
+    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * len(source) / statistics.median(milliseconds(lambda: target.copy_(source)) for _ in range(rounds)) / 1e6
+
+
+def queries(shape: Shape) -> Tensor:
+    """(batch_size, 1, nheads, headdim)"""
+    return torch.randn(shape.batch_size, 1, shape.nheads, HEADDIM, device="cuda", dtype=torch.float16)
+
+
+def ours(shape: Shape, k: Tensor, v: Tensor, arch: int | None = None, **more: Tensor) -> Call:
+    """Our backend on a cache as it lies, by the code path `arch`."""
+    backend = CudaBackend(arch)
+    seqlens = torch.full((shape.batch_size,), shape.seqlen, dtype=torch.int32, device="cuda")
+    arguments = KvCacheArguments(queries(shape), k, v, cache_seqlens=seqlens, **more)
+    return partial(backend.forward, *prepare_kvcache(arguments, Options()))
+
+
+def in_pages(size: int, shape: Shape, k: Tensor, v: Tensor) -> Call:
+    """The same memory as pages in random order."""
+    num_blocks = shape.batch_size * shape.seqlen // size
+    table = torch.randperm(num_blocks, device="cuda").int().reshape(shape.batch_size, -1)
+    k, v = (cache.view(num_blocks, size, shape.nheads_k, HEADDIM) for cache in (k, v))
+    return ours(shape, k, v, block_table=table)
+
+
+def in_bytes(stored: torch.dtype, shape: Shape, k: Tensor, v: Tensor) -> Call:
+    """A quantised cache."""
+    (k_stored, k_scale), (v_stored, v_scale) = quantise(k, stored), quantise(v, stored)
+    return ours(shape, k_stored, v_stored, k_scale=k_scale, v_scale=v_scale)
+
+
+def by_torch(peer: SDPBackend, shape: Shape, k: Tensor, v: Tensor) -> Call:
+    """Torch's attention by one of its kernels."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (queries(shape), k, v))
+
+    def call() -> Tensor:
+        with sdpa_kernel(peer):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=shape.nheads != shape.nheads_k)
+
+    return call
+
+
+def call_microseconds() -> dict[str, float]:
+    """What a call on a short cache takes of the processor: without and with an append."""
+    q, k, v = (torch.randn(1, 1, 8, HEADDIM, device="cuda").half() for _ in range(3))
+    cache = torch.zeros(1, 64, 8, HEADDIM, device="cuda", dtype=torch.float16)
+    seqlens = torch.ones(1, dtype=torch.int32, device="cuda")
+    return {
+        "fast_attn_with_kvcache": processor_microseconds(
+            lambda: fast_attn_with_kvcache(q, cache, cache, cache_seqlens=seqlens), 1000
+        ),
+        "with an append": processor_microseconds(
+            lambda: fast_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=seqlens), 1000
+        ),
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the tables: every shape beside torch, then the variations."""
+    machine = report["machine"]
+    title = f"GB/s of keys and values, {machine['gpus'][0]}, torch {machine['versions']['torch']}"
+    table = Table("batch", "heads", "keys", "fastattention", *PEERS, "microseconds", title=title)
+    for one in report["measurements"]:
+        rates = (f"{one['gbps'][name]:.0f}" if name in one["gbps"] else "" for name in ("fastattention", *PEERS))
+        heads = f"{one['nheads']}:{one['nheads_k']}"
+        taken = f"{one['microseconds']['fastattention']:.1f}"
+        table.add_row(str(one["batch_size"]), heads, str(one["seqlen"]), *rates, taken)
+    OUTPUT.print(table)
+    OUTPUT.print(f"a copy within the GPU: {report['copy_gbps']:.0f} GB/s, reading and writing")
+    for one in report["measurements"]:
+        others = {name: taken for name, taken in one["microseconds"].items() if name not in ("fastattention", *PEERS)}
+        for name, taken in others.items():
+            speed = one["microseconds"]["fastattention"] / taken
+            what = f"{one['batch_size']} x {one['seqlen']} keys, {one['nheads']}:{one['nheads_k']} heads, {name}"
+            OUTPUT.print(f"{what}: {taken:.1f} us, {speed:.2f} times as fast as float16 in rows")
+    show_reasons(report)
+    calls = ", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items())
+    OUTPUT.print(f"processor time of a call: {calls}")

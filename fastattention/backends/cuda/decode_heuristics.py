@@ -23,6 +23,13 @@ _MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes t
 _ENOUGH_USED = 0.9  # of the best share of the GPU that is used
 
 
+class _Few(NamedTuple):
+    """Limits of calls for which a tile is meant. Paged ones prefer another: to look up pages takes more warps."""
+
+    keys: int  # of all heads, for each multiprocessor
+    nheads_k: int
+
+
 class _Tiles(NamedTuple):
     tile_m: int  # serves calls with as many rows at best
     tile_n: int
@@ -32,7 +39,8 @@ class _Tiles(NamedTuple):
     queries_in_registers: bool
     warps_share_rows: bool
     num_value_parts: int = 1
-    max_keys: int | None = None  # calls with more keys, of all heads and for each multiprocessor, prefer another
+    few: _Few | None = None
+    quantised: bool = False  # for such caches, whose bytes need more warps than they take memory
 
 
 # For head dimensions up to the key, the candidates, best first: of those with the fewest rows that hold the call's, or
@@ -40,7 +48,9 @@ class _Tiles(NamedTuple):
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         128: (
-            _Tiles(16, 32, 4, 2, 1, True, True, max_keys=24576),
+            _Tiles(16, 32, 8, 2, 1, True, True, quantised=True),
+            _Tiles(16, 32, 4, 2, 2, True, True, quantised=True),
+            _Tiles(16, 32, 4, 2, 1, True, True, few=_Few(24576, 16)),
             _Tiles(16, 16, 4, 2, 2, True, True),
             _Tiles(16, 16, 4, 2, 1, True, True),
             _Tiles(32, 16, 4, 2, 2, False, True),
@@ -99,6 +109,7 @@ def configs_for(
     headdim_v: int,
     rows: int,
     keys: int,
+    nheads_k: int,
     modifies: bool,
     paged: bool,
     cache_format: str = "",
@@ -107,14 +118,12 @@ def configs_for(
     columns = padded_headdim(headdim), padded_headdim(headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
     # The smallest tile that holds all rows; where there is none, the largest.
-    by_preference = sorted(
-        tiles,
-        key=lambda sizes: (
-            sizes.tile_m < rows,
-            abs(sizes.tile_m - rows),
-            sizes.max_keys is not None and keys > sizes.max_keys,
-        ),
-    )
+
+    def preference(sizes: _Tiles) -> tuple[bool, int, bool, bool]:
+        has_many = sizes.few is not None and (paged or keys > sizes.few.keys or nheads_k > sizes.few.nheads_k)
+        return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantised != bool(cache_format), has_many
+
+    by_preference = sorted(tiles, key=preference)
     return [
         KernelConfig(
             arch=arch,
@@ -148,6 +157,7 @@ def choose_decode(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         problem.headdim_v,
         num_rows(problem),
         problem.batch_size * problem.nheads_k * problem.seqlen_k // limits.num_sms,
+        problem.nheads_k,
         modifies_scores(problem),
         problem.is_paged,
         CACHE_FORMATS[problem.cache_dtype],

@@ -101,7 +101,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         q_row, k_row, v_row, out_row,
         problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
         max_cache_seqlen(problem, inputs), problem.nheads, problem.group_size,
-        inputs.q.shape[-1], inputs.v.shape[-1], problem.page_block_size or 0,
+        inputs.q.shape[-1], inputs.v.shape[-1], problem.page_block_size or 0, *page_divisor(problem.page_block_size),
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
         plan.num_m_tiles, plan.heads_together, split.num_units, split.num_groups, split.num_splits,
@@ -109,6 +109,15 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on
+
+
+def page_divisor(page_block_size: int | None) -> tuple[int, int]:
+    """(multiplier, shift) with which kernels divide by a number (Divisor in shared_tile.cuh), as int32; zeros for 1."""
+    if page_block_size is None or page_block_size == 1:
+        return 0, 0
+    exponent = (page_block_size - 1).bit_length()
+    multiplier = -(-(1 << 31 + exponent) // page_block_size)
+    return (multiplier ^ 1 << 31) - (1 << 31), exponent - 1
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:

@@ -177,7 +177,7 @@ def copy_bandwidth(rounds: int) -> float:
 
 
 def queries(shape: Shape) -> Tensor:
-    """(batch_size, 1, nheads, headdim)"""
+    """Of shape (batch_size, 1, nheads, headdim)."""
     return torch.randn(shape.batch_size, 1, shape.nheads, HEADDIM, device="cuda", dtype=torch.float16)
 
 

@@ -120,6 +120,7 @@ FA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     }
     return x;
 }
+FA_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 FA_DEVICE float divided(float a, float b) { return a / b; }
 FA_DEVICE int round_to_integer(float x) { return static_cast<int>(std::nearbyint(x)); }
 

@@ -197,6 +197,8 @@ FA_DEVICE uint32_t subtract_float16(uint32_t a, uint32_t b) {
 }
 // Byte i of the result is the one of the eight in a (0 to 3) and b (4 to 7) that digit i of the selector, in base 16, names.
 FA_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// The high 32 bits of a product of 64.
+FA_DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 // Rounded once.
 FA_DEVICE float divided(float a, float b) { return __fdiv_rn(a, b); }
 // To the nearest integer, ties to even.

@@ -24,8 +24,8 @@ struct KeyRange {
 template <class Team>
 class KeyLoop {
     using QueryCopy = TileCopy<Arch, WholeCta, uint16_t, kGroupedRows, kTileM, kHeaddim>;
-    using KeyCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddim>;
-    using ValueCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddimV>;
+    using KeyCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddim, kLooksAhead>;
+    using ValueCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddimV, kLooksAhead>;
     using ScalesCopy = TileScales<Arch, Team>;
 
 public:
@@ -42,13 +42,16 @@ public:
           kv_shared_(kv_shared),
           keys_(keys),
           ahead_(keys.begin) {
+        k_copy_.look_up(keys.begin);
+        v_copy_.look_up(keys.begin);
+        scales_copy_.look_up(keys.begin);
         q_copy_.begin(first_row, q_shared_);
         if constexpr (kPipelined) {
             copy_async_commit();
 #pragma unroll
             for (int i = 0; i < kStages - 1; ++i) begin_next();
         } else {
-            k_copy_.begin(keys.begin, k_shared(0));
+            begin_keys(keys.begin);
         }
     }
 
@@ -90,9 +93,8 @@ private:
     // The next tile of keys and values into the next place, if there is one more.
     FA_DEVICE void begin_next() {
         if (ahead_ < keys_.end) {
-            k_copy_.begin(ahead_, k_shared(stage_ahead_));
-            v_copy_.begin(ahead_, v_shared(stage_ahead_));
-            scales_copy_.begin(ahead_, scales_shared(stage_ahead_));
+            begin_keys(ahead_, stage_ahead_);
+            begin_values(ahead_, stage_ahead_);
         }
         copy_async_commit();
         ahead_ += keys_.step;
@@ -107,15 +109,14 @@ private:
         if constexpr (kKeyWarps > 1) block_barrier();
         rows.load_queries(q_shared_);
         for_each_tile([&](auto all_seen, int key) {
-            v_copy_.begin(key, v_shared(0));
-            scales_copy_.begin(key, scales_shared(0));
+            begin_values(key);
             const bool more = key + keys_.step < keys_.end;
             const TileKind kind = all_seen.value ? TileKind::kFull : rows.kind_of(key);
             WarpRows::Scores scores = {};
             if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0));
             scales_copy_.finish(scales_shared(0));
             arrive(v_copy_, v_shared(0));
-            if (more) k_copy_.begin(key + keys_.step, k_shared(0));
+            if (more) begin_keys(key + keys_.step);
             if (kind != TileKind::kSkipped) {
                 const LaneScales scales(scales_shared(0));
                 rows.prepare(scores, scales, key, kind);
@@ -137,6 +138,17 @@ private:
                 step(AllSeen<false>{}, key);
             }
         }
+    }
+
+    FA_DEVICE void begin_keys(int key, int stage = 0) {
+        k_copy_.begin(key, k_shared(stage));
+        k_copy_.look_up(key + keys_.step);
+    }
+    FA_DEVICE void begin_values(int key, int stage = 0) {
+        v_copy_.begin(key, v_shared(stage));
+        v_copy_.look_up(key + keys_.step);
+        scales_copy_.begin(key, scales_shared(stage));
+        scales_copy_.look_up(key + keys_.step);
     }
 
     // Everyone is done with what lay in the place of this copy before: each waited at a barrier since.

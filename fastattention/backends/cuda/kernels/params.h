@@ -51,7 +51,8 @@ struct AttentionParams {
     int32_t group_size;  // query heads that share a key head
     int32_t headdim, headdim_v;
     int32_t page_block_size;
-    int32_t window_left, window_right;  // keys visible on either side of the diagonal, -1 unlimited
+    int32_t page_multiplier, page_shift;  // divide by page_block_size, see Divisor
+    int32_t window_left, window_right;    // keys visible on either side of the diagonal, -1 unlimited
     int32_t bias_is_float;              // otherwise it has the dtype of q
     int32_t num_m_tiles;                // of the longest sequence
     int32_t heads_together;             // heads whose tiles run at about the same time, see find_work

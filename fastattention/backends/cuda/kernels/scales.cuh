@@ -13,18 +13,23 @@ public:
     static constexpr int kBytes = 0;
 
     FA_DEVICE explicit TileScales(const Sources&) {}
+    FA_DEVICE void look_up(int) {}
     FA_DEVICE void begin(int, uint32_t) {}
     FA_DEVICE void finish(uint32_t) const {}
 };
 
 template <class Arch, class Team>
 class TileScales<Arch, Team, true> {
-    using Copy = ScaleCopy<Arch, Team, kPaged, kTileN>;
+    using Copy = ScaleCopy<Arch, Team, kPaged, kTileN, kLooksAhead>;
 
 public:
     static constexpr int kBytes = 2 * Copy::kBytes;
 
     FA_DEVICE explicit TileScales(const Sources& from) : k_copy_(from.k_scale), v_copy_(from.v_scale) {}
+    FA_DEVICE void look_up(int key) {
+        k_copy_.look_up(key);
+        v_copy_.look_up(key);
+    }
     FA_DEVICE void begin(int key, uint32_t to) {
         k_copy_.begin(key, to);
         v_copy_.begin(key, to + Copy::kBytes);

@@ -47,6 +47,29 @@ private:
     uint32_t at_, flip_;
 };
 
+// Of numbers that are not negative. A division takes a while, and this is often by 1.
+FA_DEVICE int quotient(int a, int b) {
+    return b == 1 ? a : static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+}
+
+// Divides numbers below 2^31 by multiplication: with l = ceil(log2(size)), multiplier = ceil(2^(31 + l) / size) and shift = l - 1.
+// A decode asks for pages more often than there is time for divisions. Without a multiplier it divides.
+struct Divisor {
+    int size;
+    uint32_t multiplier;
+    int shift;
+
+    FA_DEVICE int quotient_of(int x) const {
+        if (multiplier == 0) return quotient(x, size);
+        return static_cast<int>(multiply_high(static_cast<uint32_t>(x), multiplier) >> shift);
+    }
+};
+
+// Of a row: a block, and a row in it.
+struct Place {
+    int block, row;
+};
+
 // Rows of queries, keys or values, or of scales, of one head of one sequence; kBlocked: in blocks of block_size rows, such as
 // pages.
 template <class Item, bool kBlocked>
@@ -57,21 +80,43 @@ struct SourceRows {
     int num_columns;       // likewise
     const int32_t* table;  // where blocks lie, null when they lie in order
     int64_t stride_block;
-    int block_size;
+    Divisor block_size;
     int first;  // rows of the first block that come before row 0
 
-    FA_DEVICE const Item* row(int index) const {
-        if constexpr (kBlocked) {
-            index += first;
-            const int block = index / block_size;
-            const int64_t at = table == nullptr ? block : table[block];
-            return base + at * stride_block + static_cast<int64_t>(index - block * block_size) * stride_row;
-        }
-        return base + static_cast<int64_t>(index) * stride_row;
+    // The block that a row is in, and its place there. A table ends with the sequence: rows beyond are as row 0.
+    FA_DEVICE Place place_of(int index) const {
+        if constexpr (!kBlocked) return {0, index};
+        index = index < num_rows ? first + index : first;
+        const int block = block_size.quotient_of(index);
+        return {table == nullptr ? block : table[block], index - block * block_size.size};
     }
 
-    // Where a table of blocks ends with the sequence, rows beyond it have no address.
-    FA_DEVICE const Item* row_or_first(int index) const { return row(kBlocked && index >= num_rows ? 0 : index); }
+    FA_DEVICE const Item* at(const Place& place) const {
+        const Item* row = base + static_cast<int64_t>(place.row) * stride_row;
+        return kBlocked ? row + place.block * stride_block : row;
+    }
+};
+
+// Where the rows lie that a thread copies of a tile. To find out takes as long as a copy where a table must be asked, so a decode
+// asks for the next tile's when it begins the copy of one.
+template <class Source, int kCount, bool kLooksAhead>
+class Places {
+public:
+    FA_DEVICE void look_up(const Source& from, int first_row, int step) {
+        if constexpr (kLooksAhead) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) ahead_[i] = from.place_of(first_row + i * step);
+        }
+    }
+
+    // Of the i-th row, of the tile that was asked for last.
+    FA_DEVICE Place place(const Source& from, int row, int i) const {
+        if constexpr (kLooksAhead) return ahead_[i];
+        return from.place_of(row);
+    }
+
+private:
+    Place ahead_[kLooksAhead ? kCount : 1];
 };
 
 // Threads that copy a tile together and wait for each other.
@@ -118,7 +163,7 @@ FA_DEVICE void store_operands(uint32_t to, Words4 chunk) {
 // Copies one tile of kRows x kColumns items after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has the
 // same columns in all of its rows. `begin` starts a copy, `finish` completes it for the thread itself: the others see it after
 // a barrier. Between the two, data is on its way (sm80) or waits in registers.
-template <class Arch, class Team, class Item, bool kBlocked, int kRows, int kColumns>
+template <class Arch, class Team, class Item, bool kBlocked, int kRows, int kColumns, bool kLooksAhead = false>
 class TileCopy {
 public:
     using Source = SourceRows<Item, kBlocked>;
@@ -131,6 +176,9 @@ public:
         from_.base = computed_here(from.base + Team::index() % kLanesOfRow * kChunk);
     }
 
+    // Asks where the rows of a tile lie, of which `begin` is to be called next.
+    FA_DEVICE void look_up(int first_row) { places_.look_up(from_, first_row + Share().row(0), kRowStep); }
+
     FA_DEVICE void begin(int first_row, uint32_t to) {
         const Share share;
         if constexpr (!kSwizzled) to += share.offset();
@@ -139,7 +187,7 @@ public:
             if (!share.has_row(i)) break;
             const int row = first_row + share.row(i);
             const bool row_valid = row < from_.num_rows;
-            const Item* source = from_.row_or_first(row);
+            const Item* source = from_.at(places_.place(from_, row, i));
 #pragma unroll
             for (int j = 0; j < kChunksOfThread; ++j) {
                 if (!share.has_column(j)) break;
@@ -204,16 +252,19 @@ private:
     };
 
     Source from_;  // from the thread's first column on
+    Places<Source, kRowsOfThread, kLooksAhead> places_;
     Words4 staged_[Arch::kAsyncCopy ? 1 : kRowsOfThread][Arch::kAsyncCopy ? 1 : kChunksOfThread];
 };
 
 // Copies the scales of one tile of kRows keys after the other, a float a key.
-template <class Arch, class Team, bool kBlocked, int kRows>
+template <class Arch, class Team, bool kBlocked, int kRows, bool kLooksAhead>
 class ScaleCopy {
 public:
     static constexpr int kBytes = kRows * 4;
 
     FA_DEVICE explicit ScaleCopy(const SourceRows<float, kBlocked>& from) : from_(from) {}
+
+    FA_DEVICE void look_up(int first_row) { places_.look_up(from_, first_row + Team::index(), Team::kThreads); }
 
     FA_DEVICE void begin(int first_row, uint32_t to) {
 #pragma unroll
@@ -221,7 +272,7 @@ public:
             const int row = Team::index() + i * Team::kThreads;
             if (row >= kRows) break;
             const bool valid = first_row + row < from_.num_rows;
-            const float* source = from_.row_or_first(first_row + row);
+            const float* source = from_.at(places_.place(from_, first_row + row, i));
             if constexpr (Arch::kAsyncCopy) {
                 copy_async_32(to + row * 4, source, valid);
             } else {
@@ -244,6 +295,7 @@ private:
     static constexpr int kOfThread = (kRows + Team::kThreads - 1) / Team::kThreads;
 
     SourceRows<float, kBlocked> from_;
+    Places<SourceRows<float, kBlocked>, kOfThread, kLooksAhead> places_;
     float staged_[kOfThread];
 };
 

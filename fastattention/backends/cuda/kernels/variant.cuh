@@ -20,6 +20,7 @@ constexpr bool kGroupedRows = FA_GROUPED_ROWS;
 constexpr bool kWarpsShareRows = FA_WARPS_SHARE_ROWS;
 constexpr bool kQueriesInRegisters = FA_QUERIES_IN_REGISTERS;  // otherwise read from shared memory for every tile
 
+constexpr bool kLooksAhead = kPaged && kGroupedRows;  // for where the keys of the next tile lie, see shared_tile.cuh
 constexpr bool kSwizzled = FA_SWIZZLED;  // how rows lie in shared memory, see shared_tile.cuh
 
 constexpr int kThreads = kWarps * 32;

@@ -11,11 +11,6 @@ namespace fastattention {
 
 FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
-// Of numbers that are not negative. A division takes a while, and this is often by 1.
-FA_DEVICE int quotient(int a, int b) {
-    return b == 1 ? a : static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
-}
-
 // A tile of query rows: of one head, or of all the heads that share a key head (kGroupedRows), `head` being the first.
 struct Work {
     int m_tile, head, batch;
@@ -73,9 +68,10 @@ FA_DEVICE SourceRows<uint16_t, kGroupedRows> query_rows(const AttentionParams& p
                            w.head * p.q_stride_head;
     if constexpr (kGroupedRows) {
         // A token's heads are the rows of a block.
-        return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row, p.group_size, 0};
+        return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row,
+                {p.group_size, 0, 0}, 0};
     } else {
-        return {base, p.q_stride_row, num_rows, p.headdim, nullptr, 0, 1, 0};
+        return {base, p.q_stride_row, num_rows, p.headdim, nullptr, 0, {1, 0, 0}, 0};
     }
 }
 
@@ -87,10 +83,10 @@ FA_DEVICE SourceRows<Item, kPaged> cache_rows(const AttentionParams& p, const Wo
     const int pad = leftpad_of(p, w.batch), step = static_cast<int>(stride_row);
     if constexpr (kPaged)
         return {base, step, key_end, columns, p.block_table + w.batch * p.block_table_stride, stride_batch,
-                p.page_block_size, pad};
+                {p.page_block_size, static_cast<uint32_t>(p.page_multiplier), p.page_shift}, pad};
     const int64_t row = p.cache_batch_idx == nullptr ? w.batch : p.cache_batch_idx[w.batch];
     base += row * stride_batch + (first_token(p.cu_seqlens_k, w.batch) + pad) * stride_row;
-    return {base, step, key_end, columns, nullptr, 0, 1, 0};
+    return {base, step, key_end, columns, nullptr, 0, {1, 0, 0}, 0};
 }
 
 FA_DEVICE SourceRows<CacheItem, kPaged> key_rows(const AttentionParams& p, const Work& w, int key_end) {

@@ -115,8 +115,8 @@ template <class Element, class Dot, int kGroup, int kChunks>
 FA_INLINE void accumulate_from(const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
                                float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
     for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
-        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride, column,
-                                                                 headdim_v);
+        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride,
+                                                                 column, headdim_v);
     if constexpr (kChunks > 1) {
         accumulate_from<Element, Dot, kGroup, kChunks / 2>(block, head, probabilities, units, acc_o, acc_stride, column,
                                                            headdim_v);

@@ -8,8 +8,9 @@ static constexpr int64_t kBlockKeys = 128;
 // Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a first-level cache and enough to cover
 // the latency of memory.
 static constexpr int64_t kAhead = 64;
-// Heads that take turns need short blocks: each is fetched whole before it begins.
-static constexpr int64_t kTurnKeys = 16;
+// Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantised cache are fewer,
+// and each of its blocks ends by adding integer sums to floats (docs/experiments.md).
+static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
 
 // Where the rows of one block lie, and those to prefetch; past the last key they repeat it.
 template <class Element>
@@ -34,7 +35,7 @@ struct ScaleRows {
 // The keys and values of `heads` neighbouring heads.
 template <class Element>
 struct Block {
-    static constexpr int64_t kTurn = kQuantised<Element> ? 4 * kTurnKeys : kTurnKeys;
+    static constexpr int64_t kTurn = kQuantised<Element> ? kQuantisedTurnKeys : kTurnKeys;
     BlockRows<Element> keys, values;
     ScaleRows scales;
     int64_t first;  // key

@@ -110,7 +110,7 @@ static void score_block(FixedPointTiles, const Block<Int8>& block, int64_t head,
         const int64_t n = smaller(2 * kKeys, block.n - j);
         for (int64_t t = 0; t < n; ++t) {
             ahead.prefetch_next(0, headdim);
-            const Int8* key = block.keys.rows[j + t] + offset;
+            const Int8* key = block.keys[j + t] + offset;
             for (int64_t c = 0; c < headdim; c += 64) _mm512_store_si512(keys[t] + c, load_bytes(key + c, headdim - c));
         }
         _tile_zero(0);
@@ -142,7 +142,7 @@ FA_INLINE void interleave_values(const Block<Int8>& block, int64_t key, int64_t 
         for (int64_t i = first; i < smaller(first + 16, n); i += 4) ahead.prefetch_next(column, columns);
         __m512i x[4];
         for (int i = 0; i < 4; ++i)
-            x[i] = load_bytes(block.values.rows[key + smaller(first + 4 * i, n - 1)] + offset, columns);
+            x[i] = load_bytes(block.values[key + smaller(first + 4 * i, n - 1)] + offset, columns);
         const __m512i low[2] = {_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3])};
         const __m512i high[2] = {_mm512_unpackhi_epi8(x[0], x[1]), _mm512_unpackhi_epi8(x[2], x[3])};
         int8_t* to = tiles + row * 64;

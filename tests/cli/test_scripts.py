@@ -65,6 +65,18 @@ def test_isa_script_measures_the_instruction_set_it_is_told(tmp_path: Path) -> N
     assert {one["workload"]["dtype"] for one in report["measurements"]} == {"float32"}
 
 
+def test_quantised_cache_script_finds_what_rounding_costs(tmp_path: Path) -> None:
+    load_script("quantised_cache").main(tokens=300, keys=64, seconds=0.0, output=tmp_path)
+    report = read(tmp_path / "quantised_cache.json")
+    errors = {(one["numbers"], one["cache"]): one["rms"] / one["rms_out"] for one in report["errors"]}
+    assert errors["no outliers", "float16"] < errors["no outliers", "bfloat16"] < errors["no outliers", "int8"] < 0.05
+    assert errors["outliers in keys", "int8"] > errors["outliers in keys", "float8"]
+    assert errors["outliers in values, other channels", "int8"] > 4 * errors["no outliers", "int8"]
+    assert len({numbers for numbers, _ in errors}) == 4 + 4  # layers of the model, and drawn ones
+    assert all(one["rms"] < 1e-2 for one in report["arithmetic"])
+    assert len(report["times"]) == 4
+
+
 def test_memory_script_finds_the_square_of_eager_attention(tmp_path: Path) -> None:
     load_script("memory").main(shortest=1024, longest=1024, output=tmp_path)
     peaks = {peak["peer"]: peak for peak in read(tmp_path / "memory.json")["peaks"]}

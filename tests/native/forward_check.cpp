@@ -81,6 +81,7 @@ FaAttentionParams make_params(const Shape& s, int64_t dtype, Tensor& q, Tensor& 
     p.out = out.data();
     p.lse = lse.data();
     p.dtype = dtype;
+    p.cache_dtype = dtype;
     p.batch_size = 1;
     p.seqlen_q = s.seqlen_q;
     p.seqlen_k = s.seqlen_k;

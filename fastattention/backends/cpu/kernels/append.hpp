@@ -10,8 +10,8 @@ FA_INLINE void store_token(const float* wide, int64_t n, Stored* to, char* scale
     memcpy(scale_to, &scale, sizeof(scale));
 }
 
-// Writes new token `token` of a sequence, all of its heads, behind what the cache holds; keys are rotated on the way, and both
-// are quantised, from floats, where the cache is.
+// Writes new token `token` of a sequence, all of its heads, behind what the cache holds; keys are rotated on the way, and
+// both are quantised, from floats, where the cache is.
 template <class Element, class Stored>
 static void append_token(const Call& call, const Sequence& s, int64_t token) {
     const FaAttentionParams& p = *call.params;

@@ -23,7 +23,6 @@ static void score_block(Dot, const Block<Element>& block, int64_t head, const fl
     const int64_t offset = head * block.keys.head_stride;
     PrefetchCursor<Element> ahead(block.keys, block, head);
     for (int64_t j = 0; j < block.n; j += kKeys) {
-        const Element* const* keys = block.keys.rows + j;
         Vec acc[Vec::kWidth];
 #pragma GCC unroll 16
         for (int i = 0; i < Vec::kWidth; ++i) acc[i] = zero();
@@ -56,10 +55,11 @@ static void score_block(Dot, const Block<Element>& block, int64_t head, const fl
             }
         };
         for (int64_t c = 0; c < chunks; ++c)
-            step(queries + c * Vec::kWidth, [&](int t) { return Dot::load_chunk(keys[t] + offset + c * Dot::kChunk); });
+            step(queries + c * Vec::kWidth,
+                 [&](int t) { return Dot::load_chunk(block.keys[j + t] + offset + c * Dot::kChunk); });
         if (tail)
             step(queries + chunks * Vec::kWidth,
-                 [&](int t) { return Dot::load_chunk_partial(keys[t] + offset + chunks * Dot::kChunk, tail); });
+                 [&](int t) { return Dot::load_chunk_partial(block.keys[j + t] + offset + chunks * Dot::kChunk, tail); });
         store(scores + j * kGroup, Dot::reduce(acc));
     }
 }
@@ -80,7 +80,7 @@ FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, con
     const int64_t offset = head * block.values.head_stride + column;
     PrefetchCursor<Element> ahead(block.values, block, head);
     auto value = [&](int64_t j, int c) __attribute__((always_inline)) {
-        const Element* p = block.values.rows[j] + offset + c * Dot::kChunk;
+        const Element* p = block.values[j] + offset + c * Dot::kChunk;
         return kPartial ? Dot::load_chunk_partial(p, tail) : Dot::load_chunk(p);
     };
     for (int64_t j = 0; j < block.n; j += Dot::kKeysPerStep) {
@@ -115,8 +115,8 @@ template <class Element, class Dot, int kGroup, int kChunks>
 FA_INLINE void accumulate_from(const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
                                float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
     for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
-        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride, column,
-                                                                 headdim_v);
+        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride,
+                                                                 column, headdim_v);
     if constexpr (kChunks > 1) {
         accumulate_from<Element, Dot, kGroup, kChunks / 2>(block, head, probabilities, units, acc_o, acc_stride, column,
                                                            headdim_v);

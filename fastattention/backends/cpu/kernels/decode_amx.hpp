@@ -33,8 +33,8 @@ struct FixedPointTiles : FixedPoint {
         return unit;
     }
 
-    // Tiles of 64 keys: eight rows of high planes, eight of low ones. In each half of a tile key 4 i + l is at 8 l + i, which
-    // is how its eight vectors of four keys are transposed.
+    // Tiles of 64 keys: eight rows of high planes, eight of low ones. In each half of a tile key 4 i + l is at 8 l + i,
+    // which is how its eight vectors of four keys are transposed.
     template <int kGroup>
     FA_INLINE void finish_probabilities(float* probabilities, int64_t n, float* units) {
         static_assert(kGroup == kRows, "a tile holds eight queries");
@@ -98,8 +98,8 @@ FA_INLINE __m512i load_bytes(const Int8* p, int64_t n) {
 
 // As the template of decode.hpp.
 template <int kGroup>
-static void score_block(FixedPointTiles, const Block<Int8>& block, int64_t head, const float* queries, int64_t, int64_t headdim,
-                        float* scores) {
+static void score_block(FixedPointTiles, const Block<Int8>& block, int64_t head, const float* queries, int64_t,
+                        int64_t headdim, float* scores) {
     constexpr int kKeys = 16;
     const int64_t chunks = (headdim + 63) / 64;
     const int64_t offset = head * block.keys.head_stride;
@@ -110,8 +110,8 @@ static void score_block(FixedPointTiles, const Block<Int8>& block, int64_t head,
         const int64_t n = smaller(2 * kKeys, block.n - j);
         for (int64_t t = 0; t < n; ++t) {
             ahead.prefetch_next(0, headdim);
-            const Int8* key = block.keys.rows[j + t] + offset;
-            for (int64_t c = 0; c < chunks; ++c) _mm512_store_si512(keys[t] + c * 64, load_bytes(key + c * 64, headdim - c * 64));
+            const Int8* key = block.keys[j + t] + offset;
+            for (int64_t c = 0; c < headdim; c += 64) _mm512_store_si512(keys[t] + c, load_bytes(key + c, headdim - c));
         }
         _tile_zero(0);
         _tile_zero(1);
@@ -131,7 +131,8 @@ static void score_block(FixedPointTiles, const Block<Int8>& block, int64_t head,
     }
 }
 
-// Values of up to 64 keys from `key` on, 64 columns of them, as the four tiles of restore_order; rows as the probabilities lie.
+// Values of up to 64 keys from `key` on, 64 columns of them, as the four tiles of restore_order; their keys lie as those of
+// the probabilities do.
 FA_INLINE void interleave_values(const Block<Int8>& block, int64_t key, int64_t offset, int64_t columns,
                                  PrefetchCursor<Int8>& ahead, int64_t column, int8_t* tiles) {
     const int64_t n = block.n - key;
@@ -140,7 +141,8 @@ FA_INLINE void interleave_values(const Block<Int8>& block, int64_t key, int64_t 
         if (first >= n) continue;  // their probabilities are 0
         for (int64_t i = first; i < smaller(first + 16, n); i += 4) ahead.prefetch_next(column, columns);
         __m512i x[4];
-        for (int i = 0; i < 4; ++i) x[i] = load_bytes(block.values.rows[key + smaller(first + 4 * i, n - 1)] + offset, columns);
+        for (int i = 0; i < 4; ++i)
+            x[i] = load_bytes(block.values[key + smaller(first + 4 * i, n - 1)] + offset, columns);
         const __m512i low[2] = {_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3])};
         const __m512i high[2] = {_mm512_unpackhi_epi8(x[0], x[1]), _mm512_unpackhi_epi8(x[2], x[3])};
         int8_t* to = tiles + row * 64;

@@ -8,20 +8,24 @@ static constexpr int64_t kBlockKeys = 128;
 // Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a first-level cache and enough to cover
 // the latency of memory.
 static constexpr int64_t kAhead = 64;
-// Heads that take turns need short blocks: each is fetched whole before it begins.
-static constexpr int64_t kTurnKeys = 16;
+// Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantised cache are fewer,
+// and each of its blocks ends by adding integer sums to floats (docs/experiments.md).
+static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
 
 // Where the rows of one block lie, and those to prefetch; past the last key they repeat it.
 template <class Element>
 struct BlockRows {
-    const Element* rows[kBlockKeys + kAhead];
+    char* addresses[kBlockKeys + kAhead];
     int64_t head_stride;  // in elements
 
+    __attribute__((always_inline)) const Element* operator[](int64_t j) const {
+        return reinterpret_cast<const Element*>(addresses[j]);
+    }
+
     void locate(const Rows& from, int64_t begin, int64_t end, int64_t count) {
-        char* addresses[kBlockKeys + kAhead];
         const int64_t known = smaller(count, end - begin);
         from.addresses(begin, known, addresses);
-        for (int64_t j = 0; j < count; ++j) rows[j] = reinterpret_cast<const Element*>(addresses[smaller(j, known - 1)]);
+        for (int64_t j = known; j < count; ++j) addresses[j] = addresses[known - 1];
     }
 };
 
@@ -34,7 +38,7 @@ struct ScaleRows {
 // The keys and values of `heads` neighbouring heads.
 template <class Element>
 struct Block {
-    static constexpr int64_t kTurn = kQuantised<Element> ? 4 * kTurnKeys : kTurnKeys;
+    static constexpr int64_t kTurn = kQuantised<Element> ? kQuantisedTurnKeys : kTurnKeys;
     BlockRows<Element> keys, values;
     ScaleRows scales;
     int64_t first;  // key
@@ -65,14 +69,15 @@ template <class Element>
 class PrefetchCursor {
 public:
     PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head)
-        : row_(rows.rows + block.ahead() + head * block.n / block.heads),
+        : row_(rows.addresses + block.ahead() + head * block.n / block.heads),
           head_(head * block.n % block.heads),
           heads_(block.heads),
           head_stride_(rows.head_stride) {}
 
     // n elements of the next row, from `column` on.
     __attribute__((always_inline)) void prefetch_next(int64_t column, int64_t n) {
-        prefetch_bytes(*row_ + head_ * head_stride_ + column, n * static_cast<int64_t>(sizeof(Element)));
+        prefetch_bytes(reinterpret_cast<const Element*>(*row_) + head_ * head_stride_ + column,
+                       n * static_cast<int64_t>(sizeof(Element)));
         if (++head_ == heads_) {
             head_ = 0;
             ++row_;
@@ -80,7 +85,7 @@ public:
     }
 
 private:
-    const Element* const* row_;
+    char* const* row_;
     int64_t head_;
     const int64_t heads_, head_stride_;
 };

@@ -136,7 +136,8 @@ private:
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;
         const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.cache_element_size;
-        return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(kMaxSplitHeads, p_.nheads_k));
+        const int64_t most = is_quantised(p_) ? kMaxSplitHeads : kMaxSplitHeads / 2;
+        return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(most, p_.nheads_k));
     }
 
     // Splits of the same keys lie together, head by head, and a task is as many of them as are read together.

@@ -121,7 +121,7 @@ struct DecodeSplit {
 };
 
 // Heads that one call of decode_splits takes at most.
-constexpr int64_t kMaxSplitHeads = 8;
+constexpr int64_t kMaxSplitHeads = 16;
 
 struct Kernels {
     const char* name;

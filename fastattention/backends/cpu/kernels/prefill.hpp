@@ -73,7 +73,8 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
         }
         widen_row(reinterpret_cast<const Stored*>(rows.keys[j]), wide, p.headdim, p.headdim);
         for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = wide[u];
-        widen_row(reinterpret_cast<const Stored*>(rows.values[j]), values + j * g.value_columns, p.headdim_v, g.value_columns);
+        widen_row(reinterpret_cast<const Stored*>(rows.values[j]), values + j * g.value_columns, p.headdim_v,
+                  g.value_columns);
     }
     pack_scales<Stored>(call, head, first, n);
 }

@@ -28,8 +28,8 @@ FA_INLINE Float8 to_stored(float x, Float8) {
 FA_INLINE Vec round_for(Vec x, Int8) { return round_nearest(x); }
 FA_INLINE Vec round_for(Vec x, Float8) { return x; }  // when it is stored
 
-// Stores x[0..n) as multiples of the scale that is returned: 0 for zeros, NaN when an element is not finite. x is padded with
-// zeros to whole vectors.
+// Stores x[0..n) as multiples of the scale that is returned: 0 for zeros, NaN when an element is not finite. x is padded
+// with zeros to whole vectors.
 template <class Stored>
 static float quantise_row(const float* x, int64_t n, Stored* to) {
     Vec highest = zero(), spoiled = zero();

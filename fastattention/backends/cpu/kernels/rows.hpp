@@ -33,6 +33,10 @@ FA_INLINE void prefetch_bytes(const void* data, int64_t bytes) {
 static void load_scales(const Rows& rows, int64_t row, int64_t n, float* to) {
     if (rows.pages == nullptr) {
         const char* at = rows.base + row * rows.stride_row;
+        if (rows.stride_row == sizeof(float)) {
+            memcpy(to, at, n * sizeof(float));
+            return;
+        }
         for (int64_t j = 0; j < n; ++j, at += rows.stride_row) memcpy(to + j, at, sizeof(float));
         return;
     }

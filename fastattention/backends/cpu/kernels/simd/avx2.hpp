@@ -60,12 +60,11 @@ FA_INLINE __m128i to_bits16(Vec a, Bfloat16) {
 FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bits))}; }
 // As float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
 FA_INLINE Vec from_bits8(__m128i bits, Float8) {
-    const __m128i wide = _mm_cvtepu8_epi16(bits);
-    const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
-    const __m128i sign = _mm_slli_epi16(_mm_xor_si128(wide, magnitude), 8);
-    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7e00));
-    const __m128i half = _mm_or_si128(_mm_or_si128(sign, _mm_slli_epi16(magnitude, 7)), nan);
-    return {_mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f))};
+    const __m128i upper = _mm_slli_epi16(_mm_cvtepu8_epi16(bits), 8);
+    const __m128i half = _mm_and_si128(_mm_srai_epi16(upper, 1), _mm_set1_epi16(static_cast<short>(0xbfff)));
+    const __m128i nan = _mm_cmpeq_epi16(_mm_slli_epi16(upper, 1), _mm_set1_epi16(static_cast<short>(0xfe00)));
+    const __m256 value = _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7e00))));
+    return {_mm256_mul_ps(value, _mm256_set1_ps(256.0f))};
 }
 
 FA_INLINE __m256i first_lanes(int n) {

@@ -56,11 +56,10 @@ FA_INLINE __m256i to_bits16(Vec a, Bfloat16) {
 FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits))}; }
 // As float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
 FA_INLINE Vec from_bits8(__m128i bits, Float8) {
-    const __m256i wide = _mm256_cvtepu8_epi16(bits);
-    const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
-    const __m256i sign = _mm256_slli_epi16(_mm256_xor_si256(wide, magnitude), 8);
-    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7f));
-    const __m256i half = _mm256_or_si256(sign, _mm256_slli_epi16(magnitude, 7));
+    const __m256i upper = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bits), 8);
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(upper, 1), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+    const __m256i magnitude = _mm256_slli_epi16(upper, 1);
+    const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(static_cast<short>(0xfe00)));
     const __m512 value = _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7e00)));
     return {_mm512_mul_ps(value, _mm512_set1_ps(256.0f))};
 }
@@ -112,7 +111,8 @@ FA_INLINE Vec reduce_columns_as(const Vec* acc) {
     }
     for (int i = 0; i < 4; ++i) {
         const __m512 x = t[i], y = t[i + 4];
-        const __m512 swapped = _mm512_castpd_ps(_mm512_permutex_pd(_mm512_castps_pd(_mm512_mask_blend_ps(0x0f0f, x, y)), 0x4e));
+        const __m512d crossed = _mm512_castps_pd(_mm512_mask_blend_ps(0x0f0f, x, y));
+        const __m512 swapped = _mm512_castpd_ps(_mm512_permutex_pd(crossed, 0x4e));
         u[i] = add(_mm512_mask_blend_ps(0xf0f0, x, y), swapped);
     }
     for (int i = 0; i < 2; ++i) {
@@ -163,8 +163,8 @@ FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
 }
 #endif
 
-// Probabilities of kGroup rows, 16 bits each, key by key, become pairs of neighbouring keys: to[(pair * kGroup + g) * 2 + i] is key
-// 2 * pair + i of row g.
+// Probabilities of kGroup rows, 16 bits each, key by key, become pairs of neighbouring keys: to[(pair * kGroup + g) * 2 + i]
+// is key 2 * pair + i of row g.
 template <int kGroup>
 FA_INLINE void store_key_pairs(uint16_t* to, __m256i p) {
     alignas(32) static constexpr struct Order {

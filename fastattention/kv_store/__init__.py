@@ -1,0 +1,6 @@
+"""KV stores: keys and values of a batch of sequences in memory that the library owns, laid out as suits it best."""
+
+from fastattention.kv_store.base import KVStore
+from fastattention.kv_store.dense import DenseKVStore
+
+__all__ = ["DenseKVStore", "KVStore"]

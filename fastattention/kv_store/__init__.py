@@ -2,5 +2,6 @@
 
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.dense import DenseKVStore
+from fastattention.kv_store.packed import PackedKVStore
 
-__all__ = ["DenseKVStore", "KVStore"]
+__all__ = ["DenseKVStore", "KVStore", "PackedKVStore"]

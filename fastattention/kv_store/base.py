@@ -40,7 +40,7 @@ class KVStore(abc.ABC):
         device: torch.device | str = "cpu",
     ) -> None:
         self.batch_size = _size("batch_size", batch_size, 0)
-        self.capacity = _size("capacity", capacity, 1)
+        self.capacity = _size("capacity", capacity, 0)
         self.nheads_k = _size("nheads_k", nheads_k, 1)
         self.headdim = _size("headdim", headdim, 1, MAX_HEADDIM)
         self.headdim_v = self.headdim if headdim_v is None else _size("headdim_v", headdim_v, 1, MAX_HEADDIM)

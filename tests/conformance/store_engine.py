@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.calls import Call
 from conformance.case import Case, KvCacheCase
 from conformance.engines import ENGINES, Engine
-from fastattention import DenseKVStore, KVStore
+from fastattention import DenseKVStore, KVStore, PackedKVStore
 from fastattention.problem import Problem
 
 # What a call with a cache has and a store has not, or has of its own.
@@ -58,7 +58,20 @@ class DenseStoreEngine(StoreEngine):
         return DenseKVStore
 
 
-STORE_ENGINES: list[Engine] = [DenseStoreEngine(*engine) for engine in ENGINES if engine.backend in ("cpu", "sdpa")]
+class PackedStoreEngine(StoreEngine):
+    @property
+    def name(self) -> str:
+        return f"packed-store-{super().name}"
+
+    @property
+    def kind(self) -> type[KVStore]:
+        return PackedKVStore
+
+
+STORE_ENGINES: list[Engine] = [
+    *(DenseStoreEngine(*engine) for engine in ENGINES if engine.backend in ("cpu", "sdpa")),
+    *(PackedStoreEngine(*engine) for engine in ENGINES if engine.backend == "cpu"),
+]
 
 
 def has_store(case: Case) -> bool:

@@ -14,6 +14,7 @@ from fastattention import config
 from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
+from fastattention.backends.common.packed_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
@@ -52,6 +53,8 @@ class AscendBackend(Backend):
         """Refuses bias, dropout, gradients and wide heads; serves every other call on an NPU."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
+        if problem.panel_size:
+            return REFUSAL
         reasons = self._reasons(problem)
         if None in reasons.values():
             return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattention import config
 from fastattention.backends.base import Backend
 from fastattention.backends.common.layout import bias_strides, pointer, token_strides
+from fastattention.backends.common.packed_cache import REFUSAL
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.heuristics import KernelConfig
@@ -70,6 +71,8 @@ class CudaBackend(Backend):
         """Refuses caches, float32, gradients and dropout; serves every other call on a GPU from Pascal on."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
+        if problem.panel_size:
+            return REFUSAL
         if problem.layout is Layout.KVCACHE:
             return "calls with a cache are not served yet; use backend='sdpa'"
         if problem.dtype is torch.float32:

@@ -10,7 +10,7 @@
 using namespace fastattention;
 
 // Changes with every change of params.h or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 1; }
+FA_EXPORT int64_t fastattention_abi_version() { return 2; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }

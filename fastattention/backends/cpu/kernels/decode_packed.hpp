@@ -1,17 +1,11 @@
 // Decode from a packed cache: few query rows against panels of keys and values in place.
 //
 // A vector of units is the same head dimensions of neighbouring keys, so that scores need no sums across a vector, and those
-// of a row lie side by side, as in prefill. A block of keys is multiplied panel by panel, goes through the softmax row by
-// row, and is multiplied with its values in one piece. Both are read from end to end.
+// of a row lie side by side, as in prefill. A panel of keys is multiplied, goes through the softmax row by row, and is
+// multiplied with its values, both products in the order of memory. Each piece of it is read while the next is fetched.
 #pragma once
 
 namespace FA_NAMESPACE {
-
-// Keys of a block: K and V of 128 bfloat16 are 64 KB each.
-static constexpr int64_t kPackedBlockKeys = 256;
-static constexpr int64_t kPackedScoreStride = kPackedBlockKeys + 16;
-// How far prefetching runs ahead of both products.
-static constexpr int64_t kPackedAheadBytes = 16384;
 
 // How a unit multiplies few rows:
 //   kMostRows  at a time
@@ -22,28 +16,28 @@ struct FewRows {
     FA_INLINE void begin(int64_t, int64_t) {}
 };
 
-template <class Unit, int kRowCount, bool kAccumulate>
+template <class Unit, int kRowCount>
 static void multiply_few(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride, int64_t depth,
-                         float* c, int64_t c_stride, int64_t columns, Ahead ahead) {
+                         float* c, int64_t c_stride, int64_t columns, FetchAhead ahead) {
     // As many accumulators as leave registers for a vector of B and a broadcast.
     constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
     constexpr int kWanted = kAccumulators / (kRowCount * Unit::kOperands);
     constexpr int kUsed = kWanted < 1 ? 1 : (kWanted > 8 ? 8 : kWanted);
     int64_t j = 0;
     for (; j + kUsed * Vec::kWidth <= columns; j += kUsed * Vec::kWidth)
-        multiply_tile<Unit, kRowCount, kUsed, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
+        multiply_tile<Unit, kRowCount, kUsed, true>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
     for (; j < columns; j += Vec::kWidth)
-        multiply_tile<Unit, kRowCount, 1, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
+        multiply_tile<Unit, kRowCount, 1, true>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
 }
 
-// A has room for eight rows. depth: in units of B; columns: a multiple of the vector width.
-template <bool kAccumulate, class Unit>
-static void multiply_rows_of(Unit, const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride,
-                             int64_t depth, float* c, int64_t c_stride, int64_t rows, int64_t columns, Ahead ahead) {
-    if (rows == 1) return multiply_few<Unit, 1, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
-    if (rows == 2) return multiply_few<Unit, 2, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
-    if (rows <= 4) return multiply_few<Unit, 4, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
-    multiply_few<Unit, 8, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
+// C += A B for up to eight rows; A and C have room for eight. depth: in units of B; columns: a multiple of the vector width.
+template <class Unit>
+static void multiply_few_rows(Unit, const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride,
+                              int64_t depth, float* c, int64_t c_stride, int64_t rows, int64_t columns, FetchAhead ahead) {
+    if (rows == 1) return multiply_few<Unit, 1>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
+    if (rows == 2) return multiply_few<Unit, 2>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
+    if (rows <= 4) return multiply_few<Unit, 4>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
+    multiply_few<Unit, 8>(a, a_stride, b, b_stride, depth, c, c_stride, columns, ahead);
 }
 
 // Rows first_row ... first_row + num_rows - 1 of one split.
@@ -75,21 +69,22 @@ public:
         const TileRange& mask = sequence_.mask;
         const int64_t begin = larger(split_.key_begin, mask.row_begin(rows_[0].token));
         const int64_t end = smaller(split_.key_end, mask.row_end(rows_[num_rows_ - 1].token));
-        keys_ahead_ = {kPackedAheadBytes, reinterpret_cast<const char*>(cache_.key(round_up(end, kCachePanel)))};
-        values_ahead_ = {kPackedAheadBytes, reinterpret_cast<const char*>(cache_.value(end))};
-        for (int64_t key = begin / kCachePanel * kCachePanel; key < end; key += kPackedBlockKeys)
-            attend(key, smaller(kPackedBlockKeys, end - key));
+        for (int64_t key = begin / kCachePanel * kCachePanel; key < end; key += kCachePanel)
+            attend(key, smaller(kCachePanel, end - key));
         Unit::end();
         finish();
     }
 
 private:
     static constexpr int64_t kMostRows = FewRows<Unit>::kMostRows;
+    static constexpr int64_t kElements = PackedCache<Element>::kElements;
     using Stored = typename PackedCache<Element>::Stored;
+    // What is fetched ahead: more or less than this is slower, and so is fetching far ahead (docs/experiments.md).
+    static constexpr int64_t kPieceBytes = sizeof(Element) == 4 ? 4096 : 8192;
 
     void load_row(int64_t row) {
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
-        const int64_t padded = query_stride_ * Unit::kElements;
+        const int64_t padded = cache_.key_units * kElements;
         load_query<Element>(call_, sequence_, rows_[row], wide, padded);
         float* to = queries_ + row * query_stride_;
         if constexpr (Unit::kElements == 2) {
@@ -99,29 +94,39 @@ private:
         }
     }
 
+    // The first n keys of the panel of `key`.
     void attend(int64_t key, int64_t n) {
-        for (int64_t j = 0; j < n; j += kCachePanel)
-            multiply_rows_of<false>(Unit{}, queries_, query_stride_, cache_.key(key + j), kCachePanel, cache_.key_units,
-                                    scores_ + j, kPackedScoreStride, num_rows_, kCachePanel, keys_ahead_);
+        const Stored* values = cache_.value(key);
+        memset(scores_, 0, sizeof(scores_));
+        multiply(queries_, query_stride_, cache_.key(key), kCachePanel, cache_.key_units, scores_, kCachePanel, values);
         for (int64_t row = 0; row < num_rows_; ++row) {
             const int64_t token = rows_[row].token;
             const int64_t begin = larger(larger(sequence_.mask.row_begin(token), split_.key_begin) - key, 0);
             const int64_t end = smaller(sequence_.mask.row_end(token) - key, n);
-            softmax_.update(rows_[row], scores_ + row * kPackedScoreStride, key, begin, end, round_up(n, kCachePanel),
+            softmax_.update(rows_[row], scores_ + row * kCachePanel, key, begin, end, kCachePanel,
                             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * columns_, columns_});
         }
-        const int64_t whole = n / kCachePanel * kCachePanel;
-        if (whole > 0) accumulate(0, cache_.value(key), whole, values_ahead_);
-        if (whole == n) return;
-        // Weights past the last key are 0, and so must be its values: 0 times whatever lies there might be NaN.
-        cache_.copy_values(key + whole, n - whole, last_values_);
-        accumulate(whole, last_values_, kCachePanel, Ahead::nothing());
+        const Stored* next = cache_.key(key + n);
+        if (n < kCachePanel) {
+            // Weights past the last key are 0, and so must be its values: 0 times whatever lies there might be NaN.
+            cache_.copy_values(key, n, last_values_);
+            values = next = last_values_;
+        }
+        multiply(scores_, kCachePanel, values, cache_.headdim_v, kCachePanel / kElements, acc_o_, columns_, next);
     }
 
-    // acc_o += weights of n keys, from the one numbered `first` in the block on, times their values.
-    void accumulate(int64_t first, const Stored* values, int64_t n, Ahead ahead) {
-        multiply_rows_of<true>(Unit{}, scores_ + first / Unit::kElements, kPackedScoreStride, values, cache_.headdim_v,
-                               n / PackedCache<Element>::kElements, acc_o_, columns_, num_rows_, columns_, ahead);
+    // C += A B, all rows of B in the order of memory. next: what is read after B.
+    void multiply(const float* a, int64_t a_stride, const Stored* b, int64_t b_columns, int64_t depth, float* c,
+                  int64_t c_columns, const Stored* next) {
+        const int64_t fitting = kPieceBytes / (b_columns * static_cast<int64_t>(sizeof(Stored)));
+        const int64_t step = larger(fitting / Unit::kDepthStep, 1) * Unit::kDepthStep;
+        for (int64_t k = 0; k < depth; k += step) {
+            const Stored* piece = b + k * b_columns;
+            const Stored* after = k + step < depth ? piece + step * b_columns : next;
+            const FetchAhead ahead = {reinterpret_cast<const char*>(after) - reinterpret_cast<const char*>(piece)};
+            multiply_few_rows(Unit{}, a + k * Unit::kOperands, a_stride, piece, b_columns, smaller(step, depth - k), c,
+                              c_columns, num_rows_, c_columns, ahead);
+        }
     }
 
     void finish() {
@@ -138,15 +143,14 @@ private:
     const PackedCache<Element> cache_;
     const RowSoftmax<Unit> softmax_;
     const int64_t first_row_, num_rows_, query_stride_, columns_;
-    Ahead keys_ahead_, values_ahead_;
     QueryRow rows_[kMostRows];
     float row_max_[kMostRows];
     float row_sum_[kMostRows * Vec::kWidth];
     alignas(64) float queries_[kMostRows * (kMaxHeaddim + 1)];
-    alignas(64) float scores_[kMostRows * kPackedScoreStride];
+    alignas(64) float scores_[kMostRows * kCachePanel];
     alignas(64) float acc_o_[kMostRows * kMaxHeaddim];
     // Vectors are read whole.
-    alignas(64) Stored last_values_[kCachePanel * kMaxHeaddim / PackedCache<Element>::kElements + Vec::kWidth];
+    alignas(64) Stored last_values_[kCachePanel * kMaxHeaddim / kElements + Vec::kWidth];
 };
 
 template <class Element, class Unit>

@@ -26,20 +26,15 @@ struct FewRows<AmxPair> {
 };
 
 // Two tiles of columns, or the last one.
-template <bool kTwoColumns, bool kAccumulate>
+template <bool kTwoColumns>
 FA_INLINE void multiply_amx_few(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-                                int64_t c_stride, Ahead ahead) {
+                                int64_t c_stride, FetchAhead ahead) {
     const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, c_bytes = c_stride * 4;
-    if constexpr (kAccumulate) {
-        _tile_loadd(0, c, c_bytes);
-        if constexpr (kTwoColumns) _tile_loadd(1, c + kAmxTile, c_bytes);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-    }
+    _tile_loadd(0, c, c_bytes);
+    if constexpr (kTwoColumns) _tile_loadd(1, c + kAmxTile, c_bytes);
     int64_t k = 0;
     for (; k + kAmxTile <= depth; k += kAmxTile) {
-        for (int64_t row = k; row < k + kAmxTile; ++row) ahead.prefetch(b + row * b_stride, kTwoColumns ? 128 : 64);
+        for (int64_t row = k; row < k + kAmxTile; ++row) ahead.fetch(b + row * b_stride, kTwoColumns ? 128 : 64);
         _tile_loadd(2, a + k, a_bytes);
         _tile_loadd(3, b + k * b_stride, b_bytes);
         _tile_dpbf16ps(0, 2, 3);
@@ -61,13 +56,12 @@ FA_INLINE void multiply_amx_few(const float* a, int64_t a_stride, const float* b
     if constexpr (kTwoColumns) _tile_stored(1, c + kAmxTile, c_bytes);
 }
 
-template <bool kAccumulate>
-static void multiply_rows_of(AmxPair, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
-                             float* c, int64_t c_stride, int64_t, int64_t columns, Ahead ahead) {
+static void multiply_few_rows(AmxPair, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
+                              float* c, int64_t c_stride, int64_t, int64_t columns, FetchAhead ahead) {
     int64_t j = 0;
     for (; j + 2 * kAmxTile <= columns; j += 2 * kAmxTile)
-        multiply_amx_few<true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
-    if (j < columns) multiply_amx_few<false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
+        multiply_amx_few<true>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
+    if (j < columns) multiply_amx_few<false>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
 }
 
 }  // namespace FA_NAMESPACE

@@ -57,22 +57,21 @@ struct Bfloat16Pair : VectorUnit {
 };
 #endif
 
-// What is fetched while a product reads B: the memory `bytes` behind, up to `end`.
-struct Ahead {
+// What is fetched while a product reads B: nothing, or what lies `bytes` behind it.
+struct FetchNothing {
+    FA_INLINE void fetch(const void*, int64_t) {}
+};
+struct FetchAhead {
     int64_t bytes;
-    const char* end;
-
-    FA_INLINE Ahead nothing() { return {0, nullptr}; }
-    __attribute__((always_inline)) void prefetch(const void* at, int64_t size) const {
-        const char* next = static_cast<const char*>(at) + bytes;
-        if (next < end) prefetch_bytes(next, size);
+    __attribute__((always_inline)) void fetch(const void* at, int64_t size) const {
+        prefetch_bytes(static_cast<const char*>(at) + bytes, size);
     }
 };
 
 // kRowCount rows of C, kUsed vectors wide.
-template <class Unit, int kRowCount, int kUsed, bool kAccumulate>
+template <class Unit, int kRowCount, int kUsed, bool kAccumulate, class Fetch = FetchNothing>
 FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride, int64_t depth,
-                             float* c, int64_t c_stride, Ahead ahead = Ahead::nothing()) {
+                             float* c, int64_t c_stride, Fetch ahead = {}) {
     Vec acc[kRowCount][kUsed];
 #pragma GCC unroll 8
     for (int i = 0; i < kRowCount; ++i)
@@ -80,7 +79,7 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
         for (int j = 0; j < kUsed; ++j) acc[i][j] = kAccumulate ? load(c + i * c_stride + j * Vec::kWidth) : zero();
     for (int64_t k = 0; k < depth; ++k) {
         const typename Unit::Stored* units = b + k * b_stride;
-        ahead.prefetch(units, kUsed * Vec::kWidth * sizeof(*units));
+        ahead.fetch(units, kUsed * Vec::kWidth * sizeof(*units));
         Vec columns[kUsed][Unit::kOperands];
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) Unit::load_units(units + j * Vec::kWidth, columns[j]);

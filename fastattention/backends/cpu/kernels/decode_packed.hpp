@@ -16,18 +16,24 @@ struct FewRows {
     FA_INLINE void begin(int64_t, int64_t) {}
 };
 
-template <class Unit, int kRowCount>
+// Vectors of C side by side, a power of two: with the operands of B beside them and a broadcast they fill the registers.
+template <class Unit>
+constexpr int vectors_of_rows(int rows) {
+    int vectors = 8;
+    while (vectors > 1 && vectors * (rows + Unit::kOperands) >= Vec::kRegisters) vectors /= 2;
+    return vectors;
+}
+
+template <class Unit, int kRowCount, int kUsed = vectors_of_rows<Unit>(kRowCount)>
 static void multiply_few(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride, int64_t depth,
                          float* c, int64_t c_stride, int64_t columns, FetchAhead ahead) {
-    // As many accumulators as leave registers for a vector of B and a broadcast.
-    constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
-    constexpr int kWanted = kAccumulators / (kRowCount * Unit::kOperands);
-    constexpr int kUsed = kWanted < 1 ? 1 : (kWanted > 8 ? 8 : kWanted);
     int64_t j = 0;
     for (; j + kUsed * Vec::kWidth <= columns; j += kUsed * Vec::kWidth)
         multiply_tile<Unit, kRowCount, kUsed, true>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
-    for (; j < columns; j += Vec::kWidth)
-        multiply_tile<Unit, kRowCount, 1, true>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
+    if constexpr (kUsed > 1) {
+        if (j < columns)
+            multiply_few<Unit, kRowCount, kUsed / 2>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, columns - j, ahead);
+    }
 }
 
 // C += A B for up to eight rows; A and C have room for eight. depth: in units of B; columns: a multiple of the vector width.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattention import (
     ArgumentError,
@@ -17,6 +18,11 @@ from fastattention import (
     explain,
     fast_attn_with_kvcache,
 )
+from fastattention.backends.ascend.backend import AscendBackend
+from fastattention.backends.base import Backend
+from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.problem import Problem
 from unit.refusals import Refusal, assert_refused, refusals
 
 KINDS = [DenseKVStore, PackedKVStore]
@@ -157,6 +163,49 @@ def test_an_unknown_backend_is_refused_and_an_unable_one_says_why(kind: type[KVS
     with pytest.raises(UnsupportedError, match="cuda"):
         store.append(*tokens(2), backend="cuda")
     assert torch.equal(store.seqlens, int32(0, 0))
+
+
+class AnyGpu(CudaBackend):
+    def _why_not_device(self, problem: Problem) -> str | None:
+        return None
+
+
+class AnyNpu(AscendBackend):
+    def _why_not_device(self, problem: Problem) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("backend", [SdpaBackend(), AnyGpu(), AnyNpu()], ids=["sdpa", "cuda", "ascend"])
+def test_backends_that_cannot_read_panels_refuse_a_packed_cache(backend: Backend) -> None:
+    problem = explain(queries(), function=make(PackedKVStore).attend).problem
+    assert problem.panel_size == 32
+    assert "packed in panels" in (backend.why_not(problem) or "")
+
+
+def test_a_packed_store_is_for_the_cpu_and_for_eager_calls() -> None:
+    with pytest.raises(ArgumentError, match=r"device=meta.*DenseKVStore"):
+        PackedKVStore(1, 8, 1, 16, dtype=torch.float32, device="meta")
+    store = make(PackedKVStore)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UnsupportedError, match=r"traced.*DenseKVStore"):
+        store.attend(torch.empty(BATCH_SIZE, 1, 2 * NHEADS_K, HEADDIM), *tokens(1))
+    assert torch.equal(store.seqlens, int32(0, 0))
+
+
+def test_a_packed_cache_has_the_layout_that_is_documented() -> None:
+    """Others may write it: where each number lies is part of the interface."""
+    for dtype, pair in ((torch.bfloat16, 2), (torch.float16, 1), (torch.float32, 1)):
+        store = make(PackedKVStore, dtype)
+        k, v = tokens(CAPACITY, dtype)
+        store.append(k, v)
+        packed_k, packed_v = store._k, store._v
+        assert packed_k.shape == (BATCH_SIZE, NHEADS_K, 3, -(-HEADDIM // pair), 32, pair)
+        assert packed_v.shape == (BATCH_SIZE, NHEADS_K, 96 // pair, HEADDIM_V, pair)
+        for token, d in ((0, 0), (31, 12), (32, 3), (76, 7)):
+            assert torch.equal(packed_k[:, :, token // 32, d // pair, token % 32, d % pair], k[:, token, :, d])
+        for token, d in ((0, 0), (33, 6), (76, 3)):
+            assert torch.equal(packed_v[:, :, token // pair, d, token % pair], v[:, token, :, d])
+        if pair == 2:
+            assert not packed_k[:, :, 0, -1, :, 1].any()
 
 
 SIZES = (

@@ -17,8 +17,8 @@ OFFSET = 64
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A contiguous tensor whose numbers are arbitrary.
 
-    Large ones on the CPU lie in huge pages where Linux gives them on request: a cache is read from end to end, which
-    small pages make slower (docs/experiments.md).
+    Large ones on the CPU lie in huge pages where Linux gives them on request: a cache is read from end to end, a fifth
+    to a third faster so (docs/experiments.md).
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):

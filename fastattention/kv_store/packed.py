@@ -20,7 +20,8 @@ from fastattention.validation.common import Signature, read_options
 class PackedKVStore(KVStore):
     """A store for the cpu backend, whose tokens lie as its kernels multiply them (backends/common/packed_cache.py).
 
-    Decoding reads it faster than tensors, prompts and appended tokens take no longer. Calls cannot be traced.
+    Decoding reads it faster than tensors; writing a prompt takes a few times as long, which is little beside attending
+    to it. Calls cannot be traced.
     """
 
     def __init__(

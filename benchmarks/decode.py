@@ -3,7 +3,8 @@
     python benchmarks/decode.py
 
 Eight query heads a key head in half precision, against torch SDPA and the best that can be written by hand in torch; as
-many key heads as query heads in every dtype; and 4096 keys in float16, where ggml reads at the speed of memory.
+many key heads as query heads in every dtype; and 4096 keys in float16, where ggml reads at the speed of memory. Our
+caches are tensors stored heads first or tokens first, and packed in a PackedKVStore.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from fastattention.interface import (
     fast_attn_varlen_qkvpacked_func,
     fast_attn_with_kvcache,
 )
+from fastattention.kv_store import DenseKVStore, KVStore, PackedKVStore
 from fastattention.merge import merge_attn_states
 from fastattention.threads import get_num_threads, set_num_threads
 
@@ -21,9 +22,12 @@ __version__ = version("fastattention")
 
 __all__ = [
     "ArgumentError",
+    "DenseKVStore",
     "Explanation",
     "FastAttentionError",
+    "KVStore",
     "LibraryError",
+    "PackedKVStore",
     "UnsupportedError",
     "explain",
     "fast_attn_func",

@@ -55,6 +55,7 @@ class Problem:
     needs_grad: bool = False
     return_lse: bool = False
     page_block_size: int | None = None  # tokens a page; None when k and v are not paged
+    panel_size: int = 0  # tokens a panel of a packed cache (backends/common/packed_cache.py); 0 when they lie in rows
     seqlen_new: int = 0  # tokens appended to the cache by this call
     rotary_dim: int = 0  # leading elements of headdim that are rotated; 0 is off
     rotary_interleaved: bool = True
@@ -109,7 +110,7 @@ class Problem:
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call, validated against its Problem. Shapes as in the public functions.
+    """The tensors of one call, validated against its Problem. Shapes as in the public functions, or of a packed cache.
 
     A tuple, because making one costs a tenth of making a frozen dataclass, and every call makes one.
     """

@@ -75,19 +75,35 @@ class _Signatures(NamedTuple):
     v_scale: Signature | None
 
 
+class PackedCache(NamedTuple):
+    """Of packed caches (backends/common/packed_cache.py): what k_cache and v_cache would be if they were not packed."""
+
+    k: Signature
+    v: Signature
+    panel_size: int
+
+
 def prepare_kvcache(
-    arguments: KvCacheArguments, options: Options, rotary_interleaved: bool = True, num_splits: int = 0
+    arguments: KvCacheArguments,
+    options: Options,
+    rotary_interleaved: bool = True,
+    num_splits: int = 0,
+    packed: PackedCache | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_with_kvcache. Reads the caches' shapes only; writes nothing."""
     a = arguments
+    signatures = _signatures(a)
+    if packed is not None:
+        signatures = signatures._replace(k_cache=packed.k, v_cache=packed.v)
     if a.cache_seqlens is None and a.k is not None:
         raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
     problem = _kvcache_problem(
-        _signatures(a),
+        signatures,
         options,
         rotary_interleaved if type(rotary_interleaved) is bool else read_flag("rotary_interleaved", rotary_interleaved),
         num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
         needs_grad(*a),
+        0 if packed is None else packed.panel_size,
     )
     _check_memory(a)
     cache_seqlens = _cache_seqlens(problem, a)
@@ -150,7 +166,7 @@ def _check_room(problem: Problem, before: list[int]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _kvcache_problem(
-    s: _Signatures, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool
+    s: _Signatures, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool, panel_size: int
 ) -> Problem:
     check_rank("q", s.q, "batch_size, seqlen_q, nheads, headdim")
     cache_axes = "batch_size_cache, seqlen_cache, nheads_k, headdim" if s.block_table is None else PAGED_AXES
@@ -186,6 +202,7 @@ def _kvcache_problem(
         has_sinks=s.sinks is not None,
         needs_grad=needs_grad,
         page_block_size=None if s.block_table is None else s.k_cache.shape[1],
+        panel_size=panel_size,
         seqlen_new=seqlen_new,
         rotary_dim=rotary_dim,
         rotary_interleaved=rotary_interleaved,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from fastattention import fast_attn_func
+from fastattention import PackedKVStore, fast_attn_func
 from fastattention.backends.cpu.library import available_isas, load_library
 
 
@@ -26,48 +27,67 @@ def _qkv(seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return q, k, v
 
 
+def _from_a_packed_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """fast_attn_func on keys and values in a store."""
+    store = PackedKVStore(k.shape[0], k.shape[1], *k.shape[2:], dtype=k.dtype)
+    store.append(k, v)
+    return store.attend(q, **options)
+
+
+ATTENTION = pytest.mark.parametrize("attend", [fast_attn_func, _from_a_packed_cache], ids=["tensors", "packed-cache"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 SHAPES = pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(1, 900), (70, 70), (60, 700)], ids=["1x900", "70x70", "60x700"]
 )
 
 
+@ATTENTION
 @DTYPES
 @SHAPES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0)], ids=["full", "causal", "window"])
 def test_a_bad_query_spoils_its_own_row_only(
-    isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, bad: float, window: tuple[int, int]
+    isa: str,
+    attend: Callable[..., Any],
+    dtype: torch.dtype,
+    seqlen_q: int,
+    seqlen_k: int,
+    bad: float,
+    window: tuple[int, int],
 ) -> None:
     q, k, v = _qkv(seqlen_q, seqlen_k, dtype)
     row = seqlen_q // 2
-    clean, _ = fast_attn_func(q, k, v, window_size=window, return_lse=True, backend="cpu")
+    clean, _ = attend(q, k, v, window_size=window, return_lse=True, backend="cpu")
     q[0, row] = bad
-    out, lse = fast_attn_func(q, k, v, window_size=window, return_lse=True, backend="cpu")
+    out, lse = attend(q, k, v, window_size=window, return_lse=True, backend="cpu")
     assert out[0, row].isnan().all()
     assert lse[0, :, row].isnan().all()
     others = torch.arange(seqlen_q) != row
     assert torch.equal(out[0, others], clean[0, others])
 
 
+@ATTENTION
 @DTYPES
 @SHAPES
-def test_a_bad_key_spoils_the_rows_that_see_it_only(isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int) -> None:
+def test_a_bad_key_spoils_the_rows_that_see_it_only(
+    isa: str, attend: Callable[..., Any], dtype: torch.dtype, seqlen_q: int, seqlen_k: int
+) -> None:
     q, k, v = _qkv(seqlen_q, seqlen_k, dtype)
     offset = seqlen_k - seqlen_q
     key = offset + seqlen_q // 2  # on the diagonal of the middle row
     k[0, key] = float("nan")
-    out = fast_attn_func(q, k, v, causal=True, backend="cpu")
+    out = attend(q, k, v, causal=True, backend="cpu")
     sees = torch.arange(seqlen_q) + offset >= key
     assert out[0, sees].isnan().all()
     assert out[0, ~sees].isfinite().all()
 
 
-def test_an_infinite_bias_or_sink_is_not_swallowed(isa: str) -> None:
+@ATTENTION
+def test_an_infinite_bias_or_sink_is_not_swallowed(isa: str, attend: Callable[..., Any]) -> None:
     q, k, v = _qkv(40, 80, torch.float32)
     bias = torch.zeros(1, 1, 40, 80)
     bias[..., 7, 33] = float("inf")
-    out = fast_attn_func(q, k, v, attn_bias=bias, backend="cpu")
+    out = attend(q, k, v, attn_bias=bias, backend="cpu")
     assert out[0, 7].isnan().all()
     assert out[0, torch.arange(40) != 7].isfinite().all()
-    assert fast_attn_func(q, k, v, sinks=torch.tensor([float("nan"), 0.0]), backend="cpu")[:, :, 0].isnan().all()
+    assert attend(q, k, v, sinks=torch.tensor([float("nan"), 0.0]), backend="cpu")[:, :, 0].isnan().all()

@@ -21,7 +21,7 @@ LAYERS = (
     ("errors", "config"),
     ("problem", "threads", "quantised"),
     ("backends", "reference"),
-    ("validation", "dispatch", "merge", "ops", "interface", ""),
+    ("validation", "dispatch", "merge", "ops", "interface", "kv_store", ""),
     ("distributed", "offload"),
     ("integrations", "cli"),
 )

@@ -14,6 +14,7 @@ from fastattention import config
 from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
+from fastattention.backends.common.packed_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
@@ -54,6 +55,8 @@ class AscendBackend(Backend):
             return reason
         if problem.cache_dtype is not None:
             return f"a quantised cache ({problem.cache_dtype}) is not served; use backend='sdpa'"
+        if problem.panel_size:
+            return REFUSAL
         reasons = self._reasons(problem)
         if None in reasons.values():
             return None

@@ -89,9 +89,10 @@ def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -
         problem.headdim,
         problem.headdim_v,
         problem.page_block_size or 0,
+        problem.panel_size,
         *token_strides(inputs.q),
-        *token_strides(inputs.k),
-        *token_strides(inputs.v),
+        *_cache_strides(problem, inputs.k),
+        *_cache_strides(problem, inputs.v),
         *token_strides(out),
         0 if packed else problem.nheads * lse_stride_head,
         lse_stride_head,
@@ -111,3 +112,8 @@ def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -
         problem.softmax_scale,
         problem.softcap,
     )
+
+
+def _cache_strides(problem: Problem, cache: Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) strides of k or v; the rows of a packed cache have none."""
+    return (cache.stride(0), 0, cache.stride(1)) if problem.panel_size else token_strides(cache)

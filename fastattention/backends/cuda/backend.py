@@ -8,6 +8,7 @@ from torch import Tensor
 from fastattention import config
 from fastattention.backends.base import Backend
 from fastattention.backends.common.layout import pointer
+from fastattention.backends.common.packed_cache import REFUSAL
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of
 from fastattention.backends.cuda.jit import module
@@ -51,6 +52,8 @@ class CudaBackend(Backend):
         """Refuses float32, gradients and dropout; serves every other call on a GPU from Pascal on."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
+        if problem.panel_size:
+            return REFUSAL
         if problem.dtype is torch.float32:
             return "float32 is not served; use float16 or bfloat16, or backend='sdpa'"
         if problem.needs_grad:

@@ -6,6 +6,7 @@ import torch
 
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
+from fastattention.backends.common.packed_cache import REFUSAL
 from fastattention.backends.sdpa import fused, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, join, split
@@ -22,7 +23,9 @@ class SdpaBackend(Backend):
         return None
 
     def why_not(self, problem: Problem) -> str | None:
-        """Only gradients through an append are refused."""
+        """Only gradients through an append, and packed caches, are refused."""
+        if problem.panel_size:
+            return REFUSAL
         if problem.layout is Layout.KVCACHE and problem.needs_grad:
             return (
                 "fast_attn_with_kvcache has no backward and an argument requires grad; "

@@ -96,6 +96,7 @@ public:
         for (int64_t b = 0; b < p.batch_size; ++b) {
             sequences_.push_back(make_sequence(call_, b));
             const Sequence& s = sequences_.back();
+            work += static_cast<double>(p.seqlen_new) * p.nheads_k * (p.headdim + p.headdim_v);
             work += static_cast<double>(s.mask.seqlen_q) * visible_keys(s.mask).size() * p.nheads * (p.headdim + p.headdim_v);
         }
         call_.sequences = sequences_.data();
@@ -117,8 +118,15 @@ private:
         if (tokens == 0) return;
         // A token is quick to copy: threads pay only when there are many.
         const int threads = tokens * p_.batch_size < 16 ? 1 : num_threads_;
-        parallel_for(p_.batch_size * tokens, threads, [&](int64_t index, int) {
-            kernels_.append_token(call_, sequences_[index / tokens], index % tokens);
+        // Tokens of a panel share cache lines: one thread writes them.
+        const int64_t step = std::max<int64_t>(p_.panel_size, 1);
+        const int64_t pieces = divide_up(tokens - 1, step) + 1;  // one more than full ones when they begin within a panel
+        parallel_for(p_.batch_size * pieces, threads, [&](int64_t index, int) {
+            const Sequence& s = sequences_[index / pieces];
+            const int64_t first = s.mask.seqlen_k - tokens;
+            const int64_t begin = (first / step + index % pieces) * step - first;
+            for (int64_t token = std::max<int64_t>(begin, 0); token < std::min(begin + step, tokens); ++token)
+                kernels_.append_token(call_, s, token);
         });
     }
 

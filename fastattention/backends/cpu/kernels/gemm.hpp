@@ -1,16 +1,20 @@
 // The matrix product of both halves of attention: C = A B or C += A B, on operands of 32-bit units.
 //
 // A is (rows, depth), row-major; B is (depth, columns), row-major; C is float. A unit is one float, or a pair of bfloat16
-// that one instruction multiplies and adds. Both arrive as float*: broadcasts and loads only move bits.
+// that one instruction multiplies and adds. Both arrive as float*: broadcasts and loads only move bits. B may also be
+// stored in other units, which become one or two of these when they are loaded.
 #pragma once
 
 namespace FA_NAMESPACE {
 
 // What a unit says of itself:
-//   kElements   elements it holds
+//   kElements   elements a unit of A holds
 //   kRowStep    rows of A and C come in multiples of this
 //   kDepthStep  so does the depth
 //   begin, end  called by a thread around a sequence of products
+//   Stored      a unit of B in memory
+//   kOperands   units of A that go with one of B
+//   load_units  a vector of units of B, as that many operands
 // Register tile: with six rows, the accumulators, one vector of A and kVectors of B fill the registers.
 static constexpr int kRows = 6;
 static constexpr int kVectors = Vec::kRegisters == 32 ? 4 : 2;
@@ -23,39 +27,73 @@ struct VectorUnit {
     FA_INLINE void end() {}
 };
 
-struct FloatUnit : VectorUnit {
+// Elements that are multiplied as floats.
+template <class Element>
+struct WideUnit : VectorUnit {
+    using Stored = Element;
     static constexpr int kElements = 1;
+    static constexpr int kOperands = 1;
+    FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
+};
+using FloatUnit = WideUnit<float>;
+
+// Pairs of bfloat16 in memory that are multiplied as two floats.
+struct WidePair : VectorUnit {
+    using Stored = float;
+    static constexpr int kElements = 1;
+    static constexpr int kOperands = 2;
+    FA_INLINE void load_units(const Stored* p, Vec* operands) { widen_pairs(p, operands[0], operands[1]); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 };
 
 #ifdef FA_HAS_BF16_DOT
 struct Bfloat16Pair : VectorUnit {
+    using Stored = float;
     static constexpr int kElements = 2;
+    static constexpr int kOperands = 1;
+    FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
 };
 #endif
 
-template <class Unit, int kUsed, bool kAccumulate>
-FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-                             int64_t c_stride) {
-    Vec acc[kRows][kUsed];
+// What is fetched while a product reads B: nothing, or what lies `bytes` behind it.
+struct FetchNothing {
+    FA_INLINE void fetch(const void*, int64_t) {}
+};
+struct FetchAhead {
+    int64_t bytes;
+    __attribute__((always_inline)) void fetch(const void* at, int64_t size) const {
+        prefetch_bytes(static_cast<const char*>(at) + bytes, size);
+    }
+};
+
+// kRowCount rows of C, kUsed vectors wide.
+template <class Unit, int kRowCount, int kUsed, bool kAccumulate, class Fetch = FetchNothing>
+FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride, int64_t depth,
+                             float* c, int64_t c_stride, Fetch ahead = {}) {
+    Vec acc[kRowCount][kUsed];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) acc[i][j] = kAccumulate ? load(c + i * c_stride + j * Vec::kWidth) : zero();
     for (int64_t k = 0; k < depth; ++k) {
-        Vec columns[kUsed];
+        const typename Unit::Stored* units = b + k * b_stride;
+        ahead.fetch(units, kUsed * Vec::kWidth * sizeof(*units));
+        Vec columns[kUsed][Unit::kOperands];
 #pragma GCC unroll 8
-        for (int j = 0; j < kUsed; ++j) columns[j] = load(b + k * b_stride + j * Vec::kWidth);
+        for (int j = 0; j < kUsed; ++j) Unit::load_units(units + j * Vec::kWidth, columns[j]);
 #pragma GCC unroll 8
-        for (int i = 0; i < kRows; ++i) {
-            const Vec row = broadcast(a[i * a_stride + k]);
+        for (int i = 0; i < kRowCount; ++i)
+#pragma GCC unroll 2
+            for (int o = 0; o < Unit::kOperands; ++o) {
+                const Vec row = broadcast(a[i * a_stride + k * Unit::kOperands + o]);
 #pragma GCC unroll 8
-            for (int j = 0; j < kUsed; ++j) acc[i][j] = Unit::multiply_add(acc[i][j], row, columns[j]);
-        }
+                for (int j = 0; j < kUsed; ++j) acc[i][j] = Unit::multiply_add(acc[i][j], row, columns[j][o]);
+            }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) store(c + i * c_stride + j * Vec::kWidth, acc[i][j]);
 }
@@ -64,7 +102,7 @@ template <class Unit, int kUsed, bool kAccumulate>
 FA_INLINE void multiply_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                              int64_t c_stride, int64_t rows) {
     for (int64_t i = 0; i < rows; i += kRows)
-        multiply_tile<Unit, kUsed, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride, c_stride);
+        multiply_tile<Unit, kRows, kUsed, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride, c_stride);
 }
 
 // rows: a multiple of Unit::kRowStep; columns: a multiple of the vector width, up to kPanel.

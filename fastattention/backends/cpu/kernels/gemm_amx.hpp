@@ -17,6 +17,9 @@ struct AmxPair {
     static constexpr int kElements = 2;
     static constexpr int kRowStep = kAmxTile;
     static constexpr int kDepthStep = kAmxTile;
+    using Stored = float;
+    static constexpr int kOperands = 1;
+    FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
 
     FA_INLINE void begin() { _tile_loadconfig(&kAmxConfig); }
     FA_INLINE void end() { _tile_release(); }

@@ -22,36 +22,44 @@ using namespace fastattention;
 #ifdef FA_HAS_AMX
 #include "gemm_amx.hpp"
 #endif
+#include "row_softmax.hpp"
 #include "prefill.hpp"
+#include "packed_cache.hpp"
 #include "decode_block.hpp"
 #include "decode_dot.hpp"
 #ifdef FA_HAS_AMX
 #include "decode_amx.hpp"
 #endif
 #include "decode.hpp"
+#include "decode_packed.hpp"
+#ifdef FA_HAS_AMX
+#include "decode_packed_amx.hpp"
+#endif
 #include "peaks.hpp"
 
 namespace FA_NAMESPACE {
 
-// Which type and unit serve each element type: the one place that decides.
-template <class ElementType, class UnitType, class DotType>
+// Which type and units serve each element type: the one place that decides. Unit is that of prefill, Dot of decode from rows,
+// CachedUnit of what is read from a packed cache.
+template <class ElementType, class UnitType, class DotType, class CachedUnitType = UnitType>
 struct Path {
     using Element = ElementType;
     using Unit = UnitType;
     using Dot = DotType;
+    using CachedUnit = CachedUnitType;
 };
 
 template <class Use>
 FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
     if (p.dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
-    if (p.dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>>{});
+    if (p.dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>, WideUnit<Float16>>{});
 #if defined(FA_HAS_AMX)
     // Processors with AMX run the vector instruction for pairs at half the rate of floats: decode widens instead.
     return use(Path<Bfloat16, AmxPair, Wide<Bfloat16>>{});
 #elif defined(FA_HAS_BF16_DOT)
     return use(Path<Bfloat16, Bfloat16Pair, Paired>{});
 #else
-    return use(Path<Bfloat16, FloatUnit, Wide<Bfloat16>>{});
+    return use(Path<Bfloat16, FloatUnit, Wide<Bfloat16>, WidePair>{});
 #endif
 }
 
@@ -82,7 +90,10 @@ static PackGeometry pack_geometry_of(const FaAttentionParams& params) {
 static void pack_panel_of(const Call& call, const PackedHead& head, int64_t panel) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
-        with_stored<typename Path::Element>(*call.params, [&](auto stored) {
+        using Element = typename Path::Element;
+        if (call.params->panel_size > 0)
+            return pack_cached_panel<Element, typename Path::CachedUnit>(call, head, panel, typename Path::Unit{});
+        with_stored<Element>(*call.params, [&](auto stored) {
             pack_panel<decltype(stored)>(call, head, panel, typename Path::Unit{});
         });
     });
@@ -96,10 +107,20 @@ static void prefill_tile_of(const Call& call, const PackedHead& head, int64_t fi
 }
 
 static int64_t decode_columns_of(const FaAttentionParams& params) {
+    if (params.panel_size > 0) return round_up(params.headdim_v, Vec::kWidth);
     return with_dot(params, [&](auto dot) { return round_up(params.headdim_v, decltype(dot)::kColumnStep); });
 }
 
+static void decode_packed_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
+    with_path(*call.params, [&](auto path) {
+        using Path = decltype(path);
+        for (int64_t head = 0; head < num_heads; ++head)
+            decode_packed_split<typename Path::Element, typename Path::CachedUnit>(call, splits[head]);
+    });
+}
+
 static void decode_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
+    if (call.params->panel_size > 0) return decode_packed_splits_of(call, splits, num_heads);
     with_dot(*call.params, [&](auto dot) {
         using Dot = decltype(dot);
         decode_splits<typename Dot::Stored, Dot>(call, splits, num_heads);
@@ -115,6 +136,7 @@ static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t
 static void append_token_of(const Call& call, const Sequence& sequence, int64_t token) {
     with_path(*call.params, [&](auto path) {
         using Element = typename decltype(path)::Element;
+        if (call.params->panel_size > 0) return append_packed_token<Element>(call, sequence, token);
         with_stored<Element>(*call.params, [&](auto stored) {
             append_token<Element, decltype(stored)>(call, sequence, token);
         });

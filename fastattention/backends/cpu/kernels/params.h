@@ -39,8 +39,9 @@ typedef struct FaAttentionParams {
     int64_t batch_size, seqlen_q, seqlen_k, seqlen_new;
     int64_t nheads, nheads_k, headdim, headdim_v;
     int64_t page_block_size;  // 0 when k and v are not paged
+    int64_t panel_size;       // tokens of a panel of a packed cache (packed_cache.hpp); 0 when tokens lie in rows
     int64_t q_stride_batch, q_stride_row, q_stride_head;
-    int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a cache row or of a page
+    int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a cache row or of a page; row: 0 of a packed cache
     int64_t v_stride_batch, v_stride_row, v_stride_head;
     int64_t out_stride_batch, out_stride_row, out_stride_head;
     int64_t lse_stride_batch, lse_stride_head;

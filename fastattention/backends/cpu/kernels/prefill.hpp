@@ -124,9 +124,7 @@ public:
           head_(head),
           sequence_(call.sequences[head.sequence]),
           geometry_(pack_geometry<Unit>(*call.params)),
-          modifies_(modifies_scores(*call.params) || call.params->softmax_scale <= 0.0),
-          // With an untouched score, scale and the change of base are one multiplication inside the exponential.
-          scale_(modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E),
+          softmax_(call, sequence_),
           first_row_(first_row),
           num_rows_(smaller(kTileRows, call.rows(sequence_) - first_row)),
           padded_rows_(round_up(num_rows_, Unit::kRowStep)),
@@ -189,72 +187,18 @@ private:
                                         smaller(kPanel, round_up(n - j, Vec::kWidth)));
     }
 
-    // Scores of a row become probabilities relative to its running maximum, in place; what was accumulated is rescaled.
     void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {
-        float* scores = scores_ + row * kScoreStride;
-        const int64_t padded = padded_keys(n);
+        const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
         int64_t begin = 0, end = n;
         if (kind == TileKind::kPartial) {
-            const int64_t token = query_row(call_, head_.kv_head, first_row_ + row).token;
-            begin = larger(sequence_.mask.row_begin(token) - key, 0);
-            end = smaller(sequence_.mask.row_end(token) - key, n);
+            begin = larger(sequence_.mask.row_begin(at.token) - key, 0);
+            end = smaller(sequence_.mask.row_end(at.token) - key, n);
         }
-        if (begin >= end) return clear_probabilities(scores, padded);
-        if (head_.key_scales) multiply(scores, head_.key_scales + key, n);
-        if (modifies_) {
-            const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
-            modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, n);
-        }
-        for (int64_t j = 0; j < begin; ++j) scores[j] = -kInfinity;
-        for (int64_t j = end; j < padded; ++j) scores[j] = -kInfinity;
-
-        Vec highest = load(scores);
-        for (int64_t j = Vec::kWidth; j < padded; j += Vec::kWidth) highest = maximum(highest, load(scores + j));
-        const float old_max = row_max_[row];
-        const float tile_max = reduce_max(highest) * scale_;
-        const float new_max = old_max > tile_max ? old_max : tile_max;
-        if (new_max != old_max) {
-            row_max_[row] = new_max;
-            if (old_max != -kInfinity) rescale(row, exp2(old_max - new_max));
-        }
-        const Vec sum = head_.value_scales ? exponentiate<true>(scores, padded, new_max, head_.value_scales + key)
-                                           : exponentiate<false>(scores, padded, new_max, nullptr);
-        store(row_sum_ + row * Vec::kWidth, load(row_sum_ + row * Vec::kWidth) + sum);
-    }
-
-    static void multiply(float* scores, const float* by, int64_t n) {
-        for (int64_t j = 0; j < n; j += Vec::kWidth) store(scores + j, load(scores + j) * load(by + j));
-    }
-
-    // Writes exp2(score * scale - max), times the scales of the values, over the scores and returns their sum without those,
-    // lane by lane. Pairs are written as bfloat16 from the start of the row: never ahead of what is still to be read.
-    template <bool kScaled>
-    Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {
-        // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
-        const Vec scale = broadcast(scale_), shift = broadcast(max == -kInfinity ? 0.0f : -max);
-        Vec sum = zero();
-        for (int64_t j = 0; j < padded; j += Vec::kWidth) {
-            Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));
-            sum = sum + p;
-            if (kScaled) p = p * load(value_scales + j);
-            if (Unit::kElements == 1) {
-                store(scores + j, p);
-            } else {
-                store(reinterpret_cast<Bfloat16*>(scores) + j, p);
-            }
-        }
-        return sum;
-    }
-
-    static void clear_probabilities(float* scores, int64_t padded) {
-        memset(scores, 0, padded / Unit::kElements * sizeof(float));
-    }
-
-    void rescale(int64_t row, float factor) {
-        const Vec by = broadcast(factor);
-        float* acc_o = acc_o_ + row * geometry_.value_columns;
-        for (int64_t c = 0; c < geometry_.value_columns; c += Vec::kWidth) store(acc_o + c, load(acc_o + c) * by);
-        store(row_sum_ + row * Vec::kWidth, load(row_sum_ + row * Vec::kWidth) * by);
+        const int64_t columns = geometry_.value_columns;
+        TileScales scales;
+        if (head_.key_scales) scales = {head_.key_scales + key, head_.value_scales + key};
+        softmax_.update(at, scores_ + row * kScoreStride, key, begin, end, padded_keys(n),
+                        {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * columns, columns}, scales);
     }
 
     void accumulate_values(int64_t key, int64_t n) {
@@ -278,11 +222,10 @@ private:
     const PackedHead& head_;
     const Sequence& sequence_;
     const PackGeometry geometry_;
-    const bool modifies_;
-    const float scale_;
+    const RowSoftmax<Unit> softmax_;
     const int64_t first_row_, num_rows_, padded_rows_, query_stride_;
     float *queries_, *scores_, *acc_o_, *row_sum_;
-    float row_max_[kTileRows];  // in log2 units
+    float row_max_[kTileRows];
 };
 
 template <class Element, class Unit>

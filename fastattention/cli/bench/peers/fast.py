@@ -42,6 +42,17 @@ def prepare_as_given(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(lambda: function(*arguments, causal=workload.causal), lambda out: out, detail)
 
 
+def prepare_packed_cache(workload: Workload, tensors: Tensors) -> Prepared:
+    """A PackedKVStore that holds the keys and values of a decode."""
+    q, k, v = tensors
+    batch_size, seqlen, nheads_k, headdim = k.shape
+    store = fastattention.PackedKVStore(batch_size, seqlen, nheads_k, headdim, dtype=k.dtype)
+    store.append(k, v)
+    return Prepared(
+        lambda: store.attend(q, causal=workload.causal), lambda out: out, detail=f"cpu {load_library().isa}"
+    )
+
+
 def cumulative(seqlens: tuple[int, ...]) -> Tensor:
     """Offsets of packed sequences, int32 (batch_size + 1,)."""
     return torch.tensor((0, *seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -55,5 +66,12 @@ TOKENS_FIRST = Peer(
     "fastattention, tokens first",
     applies_to=is_decode,
     prepare=prepare_as_given,
+    version=lambda: fastattention.__version__,
+)
+
+PACKED_CACHE = Peer(
+    "fastattention, packed cache",
+    applies_to=is_decode,
+    prepare=prepare_packed_cache,
     version=lambda: fastattention.__version__,
 )

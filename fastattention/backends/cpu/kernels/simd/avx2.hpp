@@ -111,6 +111,13 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     memcpy(p, padded, n * sizeof(Half));
 }
 
+// The first and the second of each of eight pairs of bfloat16, as floats.
+FA_INLINE void widen_pairs(const float* p, Vec& first, Vec& second) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    first = {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))};
+    second = {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
 FA_INLINE Vec round_nearest(Vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
 // 2^n * p for integral n; zero where n is below the smallest normal exponent, NaN where p is.

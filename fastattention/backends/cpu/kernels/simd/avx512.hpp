@@ -90,6 +90,13 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), to_bits16(a, Half{}));
 }
 
+// The first and the second of each of sixteen pairs of bfloat16, as floats.
+FA_INLINE void widen_pairs(const float* p, Vec& first, Vec& second) {
+    const __m512i bits = _mm512_loadu_si512(p);
+    first = {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))};
+    second = {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
 // 2^n * p for integral n; exact zero far below the smallest float.
 FA_INLINE Vec scale_exponent(Vec p, Vec n) { return {_mm512_scalef_ps(p.v, n.v)}; }
 FA_INLINE Vec round_nearest(Vec x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }

@@ -125,6 +125,13 @@ template <class Half>
 FA_INLINE Vec load(const Half* p) {
     return load_partial(p, 4);
 }
+// The first and the second of each of four pairs of bfloat16, as floats.
+FA_INLINE void widen_pairs(const float* p, Vec& first, Vec& second) {
+    const Uint4 bits = (Uint4)load(p).v;
+    first = {(Float4)(bits << 16)};
+    second = {(Float4)(bits & 0xffff0000u)};
+}
+
 template <class Half>
 FA_INLINE void store_partial(Half* p, Vec a, int n) {
     for (int i = 0; i < n; ++i) p[i] = to_half(a.v[i], Half{});

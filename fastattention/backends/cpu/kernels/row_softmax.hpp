@@ -1,0 +1,94 @@
+// The online softmax of rows whose scores lie side by side: tile by tile, scores become weights in place.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+// What is kept of a row from tile to tile.
+struct RunningRow {
+    float* max;  // of its scores, in log2 units
+    float* sum;  // of its weights, a vector of partial sums
+    float* acc_o;
+    int64_t columns;  // of acc_o, a multiple of the vector width
+};
+
+// The scales of a tile's keys and values in a quantised cache, null in others. As many as scores, whole vectors.
+struct TileScales {
+    const float* keys = nullptr;
+    const float* values = nullptr;
+};
+
+// Unit: what the weights are multiplied as.
+template <class Unit>
+class RowSoftmax {
+public:
+    RowSoftmax(const Call& call, const Sequence& sequence)
+        : call_(call),
+          sequence_(sequence),
+          modifies_(modifies_scores(*call.params) || call.params->softmax_scale <= 0.0),
+          // With an untouched score, scale and the change of base are one multiplication inside the exponential.
+          scale_(modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E) {}
+
+    // scores: of a tile of keys from `key` on, of which the row sees those from `begin` to `end`. They become weights
+    // relative to the row's maximum, 0 where hidden and up to `padded`; what was accumulated before is rescaled.
+    void update(QueryRow at, float* scores, int64_t key, int64_t begin, int64_t end, int64_t padded, RunningRow row,
+                TileScales scales = {}) const {
+        if (begin >= end) return clear(scores, padded);
+        if (scales.keys) multiply(scores, scales.keys, end);
+        if (modifies_) modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, end);
+        for (int64_t j = 0; j < begin; ++j) scores[j] = -kInfinity;
+        for (int64_t j = end; j < padded; ++j) scores[j] = -kInfinity;
+
+        Vec highest = load(scores);
+        for (int64_t j = Vec::kWidth; j < padded; j += Vec::kWidth) highest = maximum(highest, load(scores + j));
+        const float old_max = *row.max;
+        const float tile_max = reduce_max(highest) * scale_;
+        const float new_max = old_max > tile_max ? old_max : tile_max;
+        if (new_max != old_max) {
+            *row.max = new_max;
+            if (old_max != -kInfinity) rescale(row, exp2(old_max - new_max));
+        }
+        const Vec sum = scales.values ? exponentiate<true>(scores, padded, new_max, scales.values)
+                                      : exponentiate<false>(scores, padded, new_max, nullptr);
+        store(row.sum, load(row.sum) + sum);
+    }
+
+private:
+    static void multiply(float* scores, const float* by, int64_t n) {
+        for (int64_t j = 0; j < n; j += Vec::kWidth) store(scores + j, load(scores + j) * load(by + j));
+    }
+
+    // Writes exp2(score * scale - max), times the scales of the values, over the scores and returns their sum without those,
+    // lane by lane. Pairs are written as bfloat16 from the start of the row: never ahead of what is still to be read.
+    template <bool kScaled>
+    Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {
+        // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
+        const Vec scale = broadcast(scale_), shift = broadcast(max == -kInfinity ? 0.0f : -max);
+        Vec sum = zero();
+        for (int64_t j = 0; j < padded; j += Vec::kWidth) {
+            Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));
+            sum = sum + p;
+            if (kScaled) p = p * load(value_scales + j);
+            if (Unit::kElements == 1) {
+                store(scores + j, p);
+            } else {
+                store(reinterpret_cast<Bfloat16*>(scores) + j, p);
+            }
+        }
+        return sum;
+    }
+
+    static void clear(float* scores, int64_t padded) { memset(scores, 0, padded / Unit::kElements * sizeof(float)); }
+
+    static void rescale(RunningRow row, float factor) {
+        const Vec by = broadcast(factor);
+        for (int64_t c = 0; c < row.columns; c += Vec::kWidth) store(row.acc_o + c, load(row.acc_o + c) * by);
+        store(row.sum, load(row.sum) * by);
+    }
+
+    const Call& call_;
+    const Sequence& sequence_;
+    const bool modifies_;
+    const float scale_;
+};
+
+}  // namespace FA_NAMESPACE

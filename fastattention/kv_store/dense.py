@@ -1,0 +1,48 @@
+"""DenseKVStore: plain tensors, for every device and backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattention.interface import fast_attn_with_kvcache
+from fastattention.kv_store.base import KVStore
+from fastattention.kv_store.memory import allocate
+
+
+class DenseKVStore(KVStore):
+    """A store of two tensors, which `fast_attn_with_kvcache` reads and writes in place.
+
+    They are kept heads first, (batch_size, nheads_k, capacity, headdim): every head is one long run of memory.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        capacity: int,
+        nheads_k: int,
+        headdim: int,
+        headdim_v: int | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(batch_size, capacity, nheads_k, headdim, headdim_v, dtype=dtype, device=device)
+        self._k, self._v = (
+            allocate((self.batch_size, self.nheads_k, self.capacity, columns), dtype, self.device).transpose(1, 2)
+            for columns in (self.headdim, self.headdim_v)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self._k.nbytes + self._v.nbytes
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The tensors themselves."""
+        return self._k, self._v
+
+    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Any:
+        return fast_attn_with_kvcache(q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)

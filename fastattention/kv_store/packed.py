@@ -1,0 +1,71 @@
+"""PackedKVStore: the layout that the cpu backend decodes from fastest."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.common import packed_cache
+from fastattention.dispatch import run, runs_eagerly
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.kv_store.base import KVStore
+from fastattention.kv_store.memory import allocate
+from fastattention.validation import KvCacheArguments, PackedCache, prepare_kvcache
+from fastattention.validation.common import Signature, read_options
+
+
+class PackedKVStore(KVStore):
+    """A store for the cpu backend, whose tokens lie as its kernels multiply them (backends/common/packed_cache.py).
+
+    Decoding reads it faster than tensors; writing a prompt takes a few times as long, which is little beside attending
+    to it. Calls cannot be traced.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        capacity: int,
+        nheads_k: int,
+        headdim: int,
+        headdim_v: int | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(batch_size, capacity, nheads_k, headdim, headdim_v, dtype=dtype, device=device)
+        if self.device.type != "cpu":
+            raise ArgumentError(f"device={self.device}: a packed store is for the cpu; use a DenseKVStore")
+        sizes = (self.batch_size, self.capacity, self.nheads_k)
+        self._cache = PackedCache(
+            Signature(torch.Size((*sizes, self.headdim)), dtype, self.device),
+            Signature(torch.Size((*sizes, self.headdim_v)), dtype, self.device),
+            packed_cache.PANEL_SIZE,
+        )
+        self._k = allocate(packed_cache.key_shape(*sizes, self.headdim, dtype), dtype, self.device)
+        shape = packed_cache.value_shape(*sizes, self.headdim_v, dtype)
+        count, slack = math.prod(shape), packed_cache.SLACK_BYTES // dtype.itemsize
+        self._v = allocate((count + slack,), dtype, self.device)[:count].view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors, whole panels."""
+        return self._k.nbytes + self._v.nbytes
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Copies, unpacked."""
+        keys = packed_cache.unpacked_keys(self._k, self.capacity, self.headdim)
+        return keys, packed_cache.unpacked_values(self._v, self.capacity)
+
+    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Any:
+        if not runs_eagerly(q):
+            raise UnsupportedError("calls of a PackedKVStore cannot be traced; use a DenseKVStore")
+        scores = read_options(*(options.pop(name) for name in ("softmax_scale", "causal", "window_size", "softcap")))
+        return_lse, backend = options.pop("return_lse"), options.pop("backend")
+        scalars = options.pop("rotary_interleaved"), options.pop("num_splits")
+        arguments = KvCacheArguments(q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)
+        problem, inputs = prepare_kvcache(arguments, scores._replace(return_lse=return_lse), *scalars, self._cache)
+        result = run(problem, inputs, backend)
+        return (result.out, result.lse) if return_lse else result.out

@@ -1,0 +1,125 @@
+"""An engine that serves the calls of kvcache cases by a store: what tests of every engine ask, they ask of it too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.calls import Call
+from conformance.case import Case, KvCacheCase
+from conformance.engines import ENGINES, Engine
+from fastattention import DenseKVStore, KVStore, PackedKVStore
+from fastattention.problem import Problem
+
+# What a call with a cache has and a store has not, or has of its own.
+_OF_CACHES = ("k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "block_table", "cache_leftpad")
+
+
+class StoreEngine(Engine):
+    """A backend under a kind of store, which is made from a call's caches; its tokens are written back there."""
+
+    @property
+    def kind(self) -> type[KVStore]:
+        raise NotImplementedError
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        out, lse = self._attended(call, return_lse=True)
+        return out, lse
+
+    def run_without_lse(self, call: Call) -> Tensor:
+        out: Tensor = self._attended(call)
+        return out
+
+    def refusal(self, problem: Problem) -> str | None:
+        return None
+
+    def _attended(self, call: Call, **options: Any) -> Any:
+        arguments = {name: value for name, value in call.arguments.items() if name not in _OF_CACHES}
+        k, v, seqlens = logical_caches(call)
+        store = filled_store(self.kind, k, v, seqlens, self.backend)
+        result = store.attend(**arguments, **options, backend=self.backend)
+        seqlen_new = 0 if arguments.get("k") is None else arguments["k"].shape[1]
+        assert store.seqlens.tolist() == [length + seqlen_new for length in seqlens]
+        for name, tokens in zip(("k_cache", "v_cache"), store.read(), strict=True):
+            _write_back(call, name, tokens, [length + seqlen_new for length in seqlens])
+        return result
+
+
+class DenseStoreEngine(StoreEngine):
+    @property
+    def name(self) -> str:
+        return f"dense-store-{super().name}"
+
+    @property
+    def kind(self) -> type[KVStore]:
+        return DenseKVStore
+
+
+class PackedStoreEngine(StoreEngine):
+    @property
+    def name(self) -> str:
+        return f"packed-store-{super().name}"
+
+    @property
+    def kind(self) -> type[KVStore]:
+        return PackedKVStore
+
+
+STORE_ENGINES: list[Engine] = [
+    *(DenseStoreEngine(*engine) for engine in ENGINES if engine.backend in ("cpu", "sdpa")),
+    *(PackedStoreEngine(*engine) for engine in ENGINES if engine.backend == "cpu"),
+]
+
+
+def has_store(case: Case) -> bool:
+    """Whether a store can hold the cache of a case: it has no left padding."""
+    return isinstance(case, KvCacheCase) and case.leftpad is None
+
+
+def logical_caches(call: Call) -> tuple[Tensor, Tensor, list[int]]:
+    """(k, v, lengths) of a call's caches: (batch_size, capacity, nheads_k, headdim), NaN beyond the lengths."""
+    problem, inputs = call.prepare()
+    assert inputs.cache_seqlens is not None
+    seqlens: list[int] = inputs.cache_seqlens.tolist()
+    shape = (problem.batch_size, problem.seqlen_k, problem.nheads_k)
+    caches = [inputs.q.new_full((*shape, headdim), torch.nan) for headdim in (problem.headdim, problem.headdim_v)]
+    for to, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+        for sequence, length in enumerate(seqlens):
+            to[sequence, :length] = call.arguments[name][_places(call, sequence, length)]
+    return caches[0], caches[1], seqlens
+
+
+def filled_store(kind: type[KVStore], k: Tensor, v: Tensor, seqlens: list[int], backend: str) -> KVStore:
+    """A store of the first `seqlens` tokens of k and v. Whatever else it has memory for is NaN."""
+    batch_size, capacity, nheads_k, headdim = k.shape
+    store = kind(batch_size, capacity, nheads_k, headdim, v.shape[-1], dtype=k.dtype)
+    for memory in vars(store).values():
+        if isinstance(memory, Tensor) and memory.is_floating_point():
+            _whole(memory).fill_(torch.nan)
+    store.append(k, v, backend=backend)
+    store.truncate(torch.tensor(seqlens, dtype=torch.int32))
+    return store
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of the memory behind a tensor."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+
+
+def _places(call: Call, sequence: int, length: int) -> tuple[Tensor, Tensor]:
+    """Indices of the first two axes of the caches for the first positions of a sequence."""
+    positions = torch.arange(length)
+    table, rows = call.arguments.get("block_table"), call.arguments.get("cache_batch_idx")
+    if table is not None:
+        size = call.arguments["k_cache"].shape[1]
+        return table[sequence, : math.ceil(length / size)].long()[positions // size], positions % size
+    row = sequence if rows is None else int(rows[sequence])
+    return torch.full_like(positions, row), positions
+
+
+def _write_back(call: Call, name: str, tokens: Tensor, seqlens: list[int]) -> None:
+    for sequence, length in enumerate(seqlens):
+        call.arguments[name][_places(call, sequence, length)] = tokens[sequence, :length]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.backends.cuda.jit import cache, compiler, module
 from fastattention.backends.cuda.jit.compiler import Cubin
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.errors import CompileError
 
 from .conftest import Finished

@@ -22,8 +22,8 @@ def quantise(x: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     x = x.float()
     largest = LARGEST_STORED[cache_dtype]
     amax = x.abs().amax(dim=-1, keepdim=True)
-    # Of two tensors: torch divides a number by a tensor as the number times its reciprocal, which rounds twice. Finite also
-    # for amax so small that its reciprocal is not.
+    # Of two tensors: torch divides a number by a tensor as the number times its reciprocal, which rounds twice. Finite
+    # also for amax so small that its reciprocal is not.
     factor = (torch.full_like(amax, largest) / amax).clamp(max=torch.finfo(torch.float32).max)
     stored = torch.where(amax.isfinite(), x * factor, 0.0).clamp(-largest, largest)
     if cache_dtype is torch.int8:

@@ -27,7 +27,7 @@ FA_DEVICE constexpr int swizzle_of(int pitch, int row) {
 template <int kPitch>
 class LaneRow {
 public:
-    FA_DEVICE LaneRow() = default;
+    LaneRow() = default;
     FA_DEVICE LaneRow(uint32_t tile, int row, int second) {
         at_ = tile + row * kPitch;
         if constexpr (kSwizzled) {

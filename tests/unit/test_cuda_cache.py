@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.backends.cuda.jit import cache, compiler
 from fastattention.backends.cuda.jit.cache import Origin
 from fastattention.backends.cuda.jit.compiler import Cubin
 from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.errors import CompileError
 
 KERNEL = variants_of(CHIPS["A100"], headdims=(64,))[0]

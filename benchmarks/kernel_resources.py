@@ -3,7 +3,7 @@
     python benchmarks/kernel_resources.py
 
 Compiles every kernel whose keys and values are equally wide for the oldest GPU of its code path. Needs no GPU; needs
-NVRTC 12, the last that builds for Pascal and Volta. Spilled registers are a fault up to headdim 128.
+NVRTC 12, the last that builds for Pascal and Volta, and minutes. Spilled registers are a fault up to headdim 128.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.compiler import Resources
 from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,45 +30,55 @@ CHIP_NAMES = ("P100", "V100", "T4", "A100", "RTX 3090")
 class Usage(NamedTuple):
     """What one kernel takes."""
 
-    kernel: KernelConfig
-    resources: Resources
+    kernel: Variant
+    target: int  # compute capability
+    resources: dict[str, Resources]  # by entry
     code_bytes: int
+
+    @property
+    def spill_bytes(self) -> int:
+        """Of all its entries."""
+        return sum(resources.spill_bytes for resources in self.resources.values())
 
 
 def main(output: Path = RESULTS) -> None:
     """Write kernels_resources.md into `output`."""
     with errors_as_messages():
-        kernels = list(dict.fromkeys(kernel for name in CHIP_NAMES for kernel in variants_of(CHIPS[name])))
+        chips = [CHIPS[name] for name in CHIP_NAMES]
+        calls = list(dict.fromkeys((kernel, chip.arch) for chip in chips for kernel in variants_of(chip)))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, progress_bar() as bar:
-            usages = list(bar.track(pool.map(measure, kernels), total=len(kernels), description="compiling"))
+            measured = pool.map(lambda call: measure(*call), calls)
+            usages = list(bar.track(measured, total=len(calls), description="compiling"))
         heading = f"NVRTC {'.'.join(map(str, compiler.version()))}"
     output.mkdir(parents=True, exist_ok=True)
     path = output / "kernels_resources.md"
     path.write_text(f"# Resources of the GPU kernels\n\n{heading}, each for its own code path.\n\n{table(usages)}\n")
-    spilling = sum(usage.resources.spill_bytes > 0 for usage in usages)
+    spilling = sum(usage.spill_bytes > 0 for usage in usages)
     OUTPUT.print(f"{len(usages)} kernels, {spilling} of them spill registers: {path}", soft_wrap=True)
 
 
-def measure(kernel: KernelConfig) -> Usage:
-    """Compile a kernel for the oldest GPU of its code path. Raises CompileError."""
-    cubin = compiler.compile_kernel(kernel, kernel.arch)
-    return Usage(kernel, cubin.resources, len(cubin.code))
+def measure(kernel: Variant, target: int) -> Usage:
+    """Compile a kernel for a compute capability. Raises CompileError."""
+    cubin = compiler.compile_kernel(kernel, target)
+    return Usage(kernel, target, cubin.resources, len(cubin.code))
 
 
 def table(usages: list[Usage]) -> str:
-    """One row a kernel, in Markdown."""
+    """One row a kernel, in Markdown: its first entry, but spills and code of all."""
     lines = [
-        "| kernel | threads | registers | spilled bytes | shared memory | code bytes |",
-        "|---|--:|--:|--:|--:|--:|",
+        "| kernel | compute capability | threads | registers | spilled bytes | shared memory | code bytes |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    for kernel, resources, code_bytes in usages:
+    for usage in usages:
+        entry = usage.kernel.entries[0]
         cells = (
-            kernel.name.removeprefix("forward_"),
-            kernel.num_threads,
-            resources.registers,
-            resources.spill_bytes,
-            kernel.shared_bytes,
-            code_bytes,
+            usage.kernel.name,
+            f"{usage.target / 10:.1f}",
+            entry.num_threads,
+            usage.resources[entry.name].registers,
+            usage.spill_bytes,
+            entry.shared_bytes,
+            usage.code_bytes,
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

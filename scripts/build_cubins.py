@@ -19,15 +19,15 @@ from rich.table import Table
 
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.jit import cache, compiler
-from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.jit.variants import UNQUANTISED, variants_of
+from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 
 
 class Built(NamedTuple):
     """One cubin to build ahead."""
 
-    kernel: KernelConfig
+    kernel: Variant
     target: int
 
 
@@ -47,7 +47,11 @@ def main() -> None:
 def cubins_to_build() -> list[Built]:
     """What the GPUs of chips.py need, each once: those of one generation share."""
     return list(
-        dict.fromkeys(Built(kernel, target_of(limits)) for limits in CHIPS.values() for kernel in variants_of(limits))
+        dict.fromkeys(
+            Built(kernel, target_of(limits))
+            for limits in CHIPS.values()
+            for kernel in variants_of(limits, features=UNQUANTISED)
+        )
     )
 
 

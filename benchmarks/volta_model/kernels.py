@@ -54,7 +54,7 @@ def of_config(config: KernelConfig) -> Model:
         tile_m=config.tile_m,
         tile_n=config.tile_n,
         num_warps=config.num_warps,
-        registers=cubin.resources.registers,
+        registers=cubin.resources[config.entries[0].name].registers,
         shared_bytes=config.shared_bytes,
         mask_rows=config.tile_m // config.num_warps,
         value_parts=config.num_value_parts,

@@ -27,3 +27,10 @@ class KernelDtype(str, Enum):
 
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+
+
+class CacheFormat(str, Enum):
+    """--cache: what a quantised cache holds."""
+
+    INT8 = "int8"
+    FLOAT8 = "float8"

@@ -12,28 +12,39 @@ from rich.table import Table
 
 from fastattention.backends.cuda.chips import ARCHS, CHIPS, Limits
 from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.variants import choose_variant, known_limits
-from fastattention.backends.cuda.kernel_config import MAX_HEADDIM, KernelConfig
+from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant, known_limits
+from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, MAX_HEADDIM, Entry, KernelConfig
 from fastattention.cli.console import OUTPUT
 from fastattention.errors import ArgumentError
 
 
 def compile_variant(
-    *, arch: int, target: int, headdim: int, headdim_v: int, dtype: str, scores: bool, paged: bool, output: Path
+    *,
+    arch: int,
+    target: int,
+    headdim: int,
+    headdim_v: int,
+    dtype: str,
+    scores: bool,
+    paged: bool,
+    decode: bool,
+    cache: str | None,
+    output: Path,
 ) -> None:
     """Write the cubin of the variant that such a call gets to `output`; print what it takes. Needs no GPU.
 
+    decode: one query over a cache; cache: the format of a quantised one, "int8" or "float8", which only a decode reads.
     Raises ArgumentError for a variant that does not exist, CompileError where it cannot be compiled or written.
     """
     limits = _checked_limits(arch, target)
     check_headdims(headdim=headdim, headdim_v=headdim_v)
-    if dtype == "bfloat16" and arch < 80:
-        raise ArgumentError(
-            f"dtype={dtype} has no kernel of its own at arch={arch}: calls are computed in float16; use dtype=float16"
-        )
-    kernel = choose_variant(
-        arch, limits, getattr(torch, dtype), headdim, headdim_v, modifies_scores=scores, paged=paged
-    )
+    call = arch, limits, getattr(torch, dtype), headdim, headdim_v
+    if decode:
+        cache_dtype = next(dtype for dtype, name in CACHE_FORMATS.items() if name == (cache or ""))
+        kernel = choose_decode_variant(*call, modifies_scores=scores, paged=paged, cache_dtype=cache_dtype)
+    else:
+        _check_forward(arch, dtype, cache)
+        kernel = choose_variant(*call, modifies_scores=scores, paged=paged)
     compiler.version()  # loads the compiler, which is no part of the kernel's time
     start = time.perf_counter()
     cubin = compiler.compile_kernel(kernel, target)
@@ -44,6 +55,15 @@ def compile_variant(
         raise ArgumentError(f"output={str(output)!r} cannot be written: {error.strerror}") from error
     OUTPUT.print(kernel.name, style="bold", soft_wrap=True)
     OUTPUT.print(_table(kernel, target, cubin, seconds, output))
+
+
+def _check_forward(arch: int, dtype: str, cache: str | None) -> None:
+    if cache is not None:
+        raise ArgumentError(f"cache={cache} is read by decode kernels only; add --decode")
+    if dtype == "bfloat16" and arch < 80:
+        raise ArgumentError(
+            f"dtype={dtype} has no kernel of its own at arch={arch}: calls are computed in float16; use dtype=float16"
+        )
 
 
 def check_headdims(**headdims: int) -> None:
@@ -65,14 +85,18 @@ def _checked_limits(arch: int, target: int) -> Limits:
     return limits
 
 
+def _usage(entry: Entry, resources: compiler.Resources) -> str:
+    return (
+        f"{entry.num_threads} threads, {resources.registers} registers each, {resources.spill_bytes} bytes spilled; "
+        f"{entry.shared_bytes} bytes of shared memory"
+    )
+
+
 def _table(kernel: KernelConfig, target: int, cubin: compiler.Cubin, seconds: float, output: Path) -> Table:
-    resources = cubin.resources
     table = Table("", "", box=box.SIMPLE, show_header=False)
     rows = {
         "compute capability": f"{target / 10:.1f}",
-        "registers": f"{resources.registers} a thread, {kernel.num_threads} threads",
-        "spills": f"{resources.spill_bytes} bytes",
-        "shared memory": f"{kernel.shared_bytes} bytes",
+        **{entry.name: _usage(entry, cubin.resources[entry.name]) for entry in kernel.entries},
         "compiler": f"NVRTC {'.'.join(map(str, compiler.version()))}, {seconds:.2f} s",
         "written": f"{output}, {len(cubin.code)} bytes",
     }

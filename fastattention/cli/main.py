@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fastattention import __version__
-from fastattention.cli.choices import Attention, KernelDtype, ModelDtype
+from fastattention.cli.choices import Attention, CacheFormat, KernelDtype, ModelDtype
 from fastattention.cli.console import errors_as_messages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -113,6 +113,8 @@ def compile_variant(
         bool, typer.Option("--scores", help="For softcap, ALiBi, bias, or a softmax_scale that is not positive.")
     ] = False,
     paged: Annotated[bool, typer.Option("--paged", help="For keys and values in pages.")] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="For one query over a cache, rather than many.")] = False,
+    cache: Annotated[CacheFormat | None, typer.Option(help="With --decode: what a quantised cache holds.")] = None,
 ) -> None:
     """Compile one GPU kernel into a file and say what it takes. Needs no GPU.
 
@@ -129,6 +131,8 @@ def compile_variant(
             dtype=dtype.value,
             scores=scores,
             paged=paged,
+            decode=decode,
+            cache=None if cache is None else cache.value,
             output=output,
         )
 

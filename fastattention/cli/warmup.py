@@ -18,7 +18,7 @@ from fastattention.backends.cuda.chips import ARCHS
 from fastattention.backends.cuda.jit import cache, module
 from fastattention.backends.cuda.jit.cache import Origin
 from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.cli.compile import check_headdims
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -27,7 +27,7 @@ from fastattention.errors import ArgumentError, UnsupportedError
 class Warmed(NamedTuple):
     """How a kernel was obtained, and how long that took."""
 
-    kernel: KernelConfig
+    kernel: Variant
     origin: Origin
     seconds: float
 
@@ -73,7 +73,7 @@ def _device_index(device: str) -> int:
     return index
 
 
-def _obtain_all(kernels: list[KernelConfig], target: int) -> Iterator[Warmed]:
+def _obtain_all(kernels: list[Variant], target: int) -> Iterator[Warmed]:
     """As they get ready: the compiler does not hold Python's lock, so kernels are compiled on all processors."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         futures: list[Future[Warmed]] = [pool.submit(_obtain, kernel, target) for kernel in kernels]
@@ -84,7 +84,7 @@ def _obtain_all(kernels: list[KernelConfig], target: int) -> Iterator[Warmed]:
             pool.shutdown(cancel_futures=True)
 
 
-def _obtain(kernel: KernelConfig, target: int) -> Warmed:
+def _obtain(kernel: Variant, target: int) -> Warmed:
     start = time.perf_counter()
     origin = cache.obtain(kernel, target).origin
     return Warmed(kernel, origin, time.perf_counter() - start)

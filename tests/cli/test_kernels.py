@@ -12,7 +12,7 @@ import torch
 from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import cache, compiler, module
 from fastattention.backends.cuda.jit.compiler import Cubin
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
 from fastattention.errors import CompileError
 
 from .conftest import Finished
@@ -20,7 +20,15 @@ from .conftest import Finished
 RunCommand = Callable[..., Finished]
 REASON = compiler.why_unavailable()
 needs_nvrtc = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-LOG = "ptxas info : Used 77 registers\n8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads"
+
+
+def log_of(kernel: Variant) -> str:
+    """What ptxas says: 77 registers of the first entry, 78 of the second."""
+    return "\n".join(
+        f"ptxas info : Compiling entry function '{entry.name}' for 'sm_80'\n"
+        f"ptxas info : Used {77 + i} registers\n8 bytes stack frame, 12 bytes spill stores, 4 bytes spill loads"
+        for i, entry in enumerate(kernel.entries)
+    )
 
 
 @pytest.fixture
@@ -29,10 +37,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     calls: list[tuple[str, int]] = []
     lock = threading.Lock()
 
-    def compile_kernel(kernel: KernelConfig, target: int) -> Cubin:
+    def compile_kernel(kernel: Variant, target: int) -> Cubin:
         with lock:
             calls.append((kernel.name, target))
-        return Cubin(kernel.name.encode(), LOG)
+        return Cubin(kernel.name.encode(), log_of(kernel))
 
     monkeypatch.setattr(compiler, "version", lambda: (12, 9))
     monkeypatch.setattr(compiler, "compile_kernel", compile_kernel)
@@ -42,9 +50,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Variant, int]]:
     """What is loaded on a machine with a T4 and an A100."""
-    calls: list[tuple[KernelConfig, int]] = []
+    calls: list[tuple[Variant, int]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -52,6 +60,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
     monkeypatch.delenv("FASTATTENTION_CUDA_ARCH", raising=False)
     monkeypatch.setattr(module, "load_kernel", lambda kernel, index: calls.append((kernel, index)))
     return calls
+
+
+def kernels_of(loaded: list[tuple[Variant, int]]) -> list[KernelConfig]:
+    """Those that attend, of what is loaded."""
+    return [kernel for kernel, _ in loaded if isinstance(kernel, KernelConfig)]
 
 
 @needs_nvrtc
@@ -74,9 +87,32 @@ def test_compile_prints_what_the_kernel_takes(
     assert name.startswith("forward_sm80_bfloat16_d128x64_")
     assert name.endswith("_scores_paged")
     assert target == 90
-    for said in (name, "9.0", "77 a thread", "spills 16 bytes", "NVRTC 12.9", f"[k].cubin, {len(name)} bytes"):
+    takes = "128 threads, 77 registers each, 16 bytes spilled"
+    for said in (name, "9.0", "fastattention_forward", takes, "NVRTC 12.9", f"[k].cubin, {len(name)} bytes"):
         assert said in output
     assert (tmp_path / "[k].cubin").read_text() == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begin", "end"),
+    [
+        ("--decode", "decode_sm75_float16_d64x64_m16", "rq"),
+        ("--decode --paged --scores --dtype bfloat16", "decode_sm75_bfloat16_d64x64_m16", "rq_scores_paged"),
+        ("--decode --cache int8", "decode_sm75_float16_d64x64_m16", "rq_int8"),
+        ("--decode --cache float8 --headdim-v 40", "decode_sm75_float16_d64x64_m16", "rq_float8"),
+    ],
+)
+def test_compile_makes_a_decode_kernel_and_prints_what_each_entry_takes(
+    arguments: str, begin: str, end: str, run_command: RunCommand, compiled: list[tuple[str, int]]
+) -> None:
+    command = ("compile", "--arch", 75, "--headdim", 64, "-o", "kernel.cubin", *arguments.split())
+    exit_code, output = run_command(*command)
+    assert exit_code == 0
+    ((name, _),) = compiled
+    assert name.startswith(begin)
+    assert name.endswith(end)
+    for said in ("fastattention_decode", "77 registers", "fastattention_combine", "78 registers"):
+        assert said in output
 
 
 @pytest.mark.parametrize(
@@ -91,6 +127,7 @@ def test_compile_prints_what_the_kernel_takes(
         ("--arch 75 --headdim 0", "headdim=0 is not served by the cuda backend; use 1 to 256"),
         ("--arch 75 --headdim 64 --headdim-v 257", "headdim_v=257 is not served"),
         ("--arch 75 --headdim 64 --dtype bfloat16", "dtype=bfloat16 has no kernel of its own at arch=75"),
+        ("--arch 75 --headdim 64 --cache int8", "cache=int8 is read by decode kernels only; add --decode"),
         (
             "--arch 75 --headdim 64 -o nowhere/file",
             "output='nowhere/file' cannot be written: No such file or directory",
@@ -126,61 +163,80 @@ def test_compile_gives_the_reason_of_the_compiler(run_command: RunCommand, monke
 
 
 def test_warmup_compiles_what_is_neither_in_the_package_nor_cached(
-    run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[KernelConfig, int]]
+    run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[Variant, int]]
 ) -> None:
     arguments = ("warmup", "--device", "cuda:0", "--headdim", 64)
     exit_code, output = run_command(*arguments)
     assert exit_code == 0
-    assert "3 kernels: 0 from the package, 0 from the cache, 3 from the compiler" in output
+    count = len(loaded)
+    assert f"{count} kernels: 0 from the package, 0 from the cache, {count} from the compiler" in output
     assert "kernel cache [a]" in output
-    assert [index for _, index in loaded] == [0, 0, 0]
+    assert {index for _, index in loaded} == {0}
     assert {(kernel.name, 75) for kernel, _ in loaded} == set(compiled)
-    assert {(kernel.modifies_scores, kernel.paged) for kernel, _ in loaded} == {
-        (False, False),
-        (True, False),
-        (False, True),
-    }
     assert all(kernel.name in output for kernel, _ in loaded)
 
     cache.write_atomically(cache.built_ahead_path(loaded[0][0], 75), b"ahead")
-    assert "3 kernels: 1 from the package, 2 from the cache, 0 from the compiler" in run_command(*arguments).output
-    assert len(compiled) == 3
+    again = run_command(*arguments).output
+    assert f"{count} kernels: 1 from the package, {count - 1} from the cache, 0 from the compiler" in again
+    assert len(compiled) == count
+
+
+def test_warmup_takes_what_every_kind_of_call_needs(
+    run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[Variant, int]]
+) -> None:
+    assert run_command("warmup", "--device", "cuda:0", "--headdim", 64, "--dtype", "float16").exit_code == 0
+    features = {
+        source: {
+            (kernel.modifies_scores, kernel.paged, kernel.cache_format)
+            for kernel in kernels_of(loaded)
+            if kernel.source == source
+        }
+        for source in ("forward.cuh", "decode.cuh")
+    }
+    plain = {(False, False, ""), (True, False, ""), (False, True, "")}
+    assert features["forward.cuh"] == plain
+    assert features["decode.cuh"] == plain | {(False, False, "int8"), (False, False, "float8")}
+    # For few queries of a group and for more.
+    assert {kernel.tile_m for kernel in kernels_of(loaded) if kernel.decodes} == {16, 64, 128}
+    appends = [kernel for kernel, _ in loaded if isinstance(kernel, AppendConfig)]
+    assert appends == [AppendConfig("float16", cache_format) for cache_format in ("", "int8", "float8")]
 
 
 def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(
-    run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[KernelConfig, int]]
+    run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[Variant, int]]
 ) -> None:
     assert run_command("warmup", "--device", "cuda").exit_code == 0
     assert {index for _, index in loaded} == {1}  # the current device
-    assert {(kernel.headdim, kernel.dtype, kernel.modifies_scores, kernel.paged) for kernel, _ in loaded} == {
+    forwards = [kernel for kernel in kernels_of(loaded) if not kernel.decodes]
+    assert {(kernel.headdim, kernel.dtype, kernel.modifies_scores, kernel.paged) for kernel in forwards} == {
         (headdim, dtype, *features)
         for headdim in (64, 96, 128, 256)
         for dtype in ("float16", "bfloat16")
         for features in ((False, False), (True, False), (False, True))
     }
     # Both for short sequences and for long ones.
-    assert {kernel.tile_m for kernel, _ in loaded if kernel.headdim == 64} == {128, 192}
+    assert {kernel.tile_m for kernel in forwards if kernel.headdim == 64} == {128, 192}
 
 
 def test_warmup_follows_the_chosen_code_path(
     run_command: RunCommand,
     compiled: list[tuple[str, int]],
-    loaded: list[tuple[KernelConfig, int]],
+    loaded: list[tuple[Variant, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FASTATTENTION_CUDA_ARCH", "60")
     assert run_command("warmup", "--headdim", 64).exit_code == 0
-    assert {kernel.arch for kernel, _ in loaded} == {60}
+    assert {kernel.arch for kernel in kernels_of(loaded)} == {60}
     assert {target for _, target in compiled} == {75}
 
 
 def test_warmup_shows_why_a_kernel_cannot_be_had(
     run_command: RunCommand,
     compiled: list[tuple[str, int]],
-    loaded: list[tuple[KernelConfig, int]],
+    loaded: list[tuple[Variant, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(kernel: KernelConfig, target: int) -> Cubin:
+    def refuse(kernel: Variant, target: int) -> Cubin:
         raise CompileError(f"no [compiler] for {target}")
 
     monkeypatch.setattr(compiler, "compile_kernel", refuse)
@@ -198,14 +254,14 @@ def test_warmup_shows_why_a_kernel_cannot_be_had(
     ],
 )
 def test_warmup_refuses_what_it_cannot_do(
-    arguments: str, message: str, run_command: RunCommand, loaded: list[tuple[KernelConfig, int]]
+    arguments: str, message: str, run_command: RunCommand, loaded: list[tuple[Variant, int]]
 ) -> None:
     assert run_command("warmup", *arguments.split()) == (1, f"error: {message}")
     assert loaded == []
 
 
 def test_warmup_refuses_a_gpu_that_is_too_old(
-    run_command: RunCommand, loaded: list[tuple[KernelConfig, int]], monkeypatch: pytest.MonkeyPatch
+    run_command: RunCommand, loaded: list[tuple[Variant, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "device_limits", lambda index: CHIPS["P100"]._replace(target=52))
     message = "error: cuda:0 has compute capability 5.2; Pascal (6.0) is the oldest that is served"

@@ -1,4 +1,4 @@
-"""What the cuda backend refuses, and why. No GPU is needed to say so."""
+"""What the cuda backend serves, by which kernel, and what it refuses, and why. No GPU is needed to say so."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ PROBLEM = Problem(
 )
 
 
+A100 = list(CHIPS).index("A100")
+CACHE: dict[str, Any] = {"layout": Layout.KVCACHE, "seqlen_q": 1, "total_q": 2}
+
+
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     """The backend of a machine with every chip, in their order, and one that is too old."""
@@ -54,8 +58,26 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
         {"softcap": 30.0, "has_alibi": True, "has_bias": True, "has_sinks": True},
         {"headdim": 256, "headdim_v": 40},
         {"return_lse": True, "deterministic": True},
+        CACHE,
+        {**CACHE, "seqlen_new": 1, "rotary_dim": 32},
+        {**CACHE, "page_block_size": 16, "num_splits": 4},
+        {**CACHE, "cache_dtype": torch.int8},
+        {**CACHE, "cache_dtype": torch.float8_e4m3fn, "seqlen_new": 1, "page_block_size": 16},
     ],
-    ids=["dense", "packed", "paged", "window", "scores", "head dimensions", "lse"],
+    ids=[
+        "dense",
+        "packed",
+        "paged",
+        "window",
+        "scores",
+        "head dimensions",
+        "lse",
+        "cache",
+        "append",
+        "cache in pages",
+        "int8",
+        "float8",
+    ],
 )
 def test_calls_on_every_chip_are_served(
     backend: CudaBackend, index: int, dtype: torch.dtype, call: dict[str, Any]
@@ -77,13 +99,71 @@ def test_calls_on_every_chip_are_served(
         ({"dropout_p": 0.5}, "dropout_p=0.5 is not served"),
         ({"headdim": 264}, "headdim=264, headdim_v=64; at most 256 is served"),
         ({"headdim_v": 512}, "headdim=64, headdim_v=512; at most 256 is served"),
+        ({**CACHE, "dtype": torch.float32}, "float32 is not served"),
+        ({**CACHE, "headdim": 264}, "headdim=264, headdim_v=64; at most 256 is served"),
     ],
-    ids=["cpu", "too old", "float32", "gradient", "dropout", "headdim", "headdim_v"],
+    ids=["cpu", "too old", "float32", "gradient", "dropout", "headdim", "headdim_v", "float32 cache", "wide cache"],
 )
 def test_a_refusal_says_why(backend: CudaBackend, call: dict[str, Any], reason: str) -> None:
     found = backend.why_not(dataclasses.replace(PROBLEM, **call))
     assert found is not None
     assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("call", "how"),
+    [
+        ({}, ""),
+        ({"layout": Layout.PACKED, "page_block_size": 16}, ""),
+        (CACHE, "the decode kernel"),
+        ({**CACHE, "seqlen_new": 1, "page_block_size": 16}, "the decode kernel"),
+        ({"layout": Layout.KVCACHE, "batch_size": 40, "total_q": 40 * 128}, "the forward kernel"),
+        (
+            {"layout": Layout.KVCACHE, "batch_size": 40, "total_q": 40 * 128, "cache_dtype": torch.int8},
+            "the decode kernel",
+        ),
+    ],
+    ids=["dense", "packed", "decode", "append", "prefill", "int8"],
+)
+def test_it_says_which_kernel_serves_a_cache(backend: CudaBackend, call: dict[str, Any], how: str) -> None:
+    assert backend.how(dataclasses.replace(PROBLEM, **call)) == how
+
+
+def launches(backend: CudaBackend, **call: Any) -> list[tuple[str, int]]:
+    """(entry, CTAs) of what a call launches."""
+    plan = backend._plan(dataclasses.replace(PROBLEM, device=torch.device("cuda", A100), **call))
+    steps = [plan.append] if plan.append is not None else []
+    return [(step.variant.entries[step.entry].name, step.num_blocks) for step in [*steps, *plan.attention]]
+
+
+def test_a_decode_of_few_rows_is_one_kernel(backend: CudaBackend) -> None:
+    assert launches(backend, **CACHE) == [("fastattention_decode", 4 * 2)]  # 2 sequences of 256 keys, 2 heads, 128 each
+    assert launches(backend, **CACHE, seqlen_new=1)[0] == ("fastattention_append", 2)  # 8 rows, 4 warps
+
+
+def test_many_rows_are_merged_by_another_kernel(backend: CudaBackend) -> None:
+    names = [name for name, _ in launches(backend, layout=Layout.KVCACHE, seqlen_q=16, total_q=32)]
+    assert names == ["fastattention_decode", "fastattention_combine"]
+    # A row a CTA: 2 sequences, 2 heads, 64 rows each.
+    assert launches(backend, layout=Layout.KVCACHE, seqlen_q=16, total_q=32)[1][1] == 2 * 2 * 64
+
+
+def test_what_fits_one_tile_is_merged_by_nobody(backend: CudaBackend) -> None:
+    call = {"layout": Layout.KVCACHE, "seqlen_q": 16, "total_q": 32, "seqlen_k": 30}
+    assert [name for name, _ in launches(backend, **call)] == ["fastattention_decode"]
+
+
+def test_nothing_is_launched_for_nothing(backend: CudaBackend) -> None:
+    assert launches(backend, layout=Layout.KVCACHE, seqlen_q=0, total_q=0) == []
+    assert launches(backend, layout=Layout.KVCACHE, batch_size=0, total_q=0) == []
+    appends = launches(backend, layout=Layout.KVCACHE, seqlen_q=0, total_q=0, seqlen_new=1)
+    assert [name for name, _ in appends] == ["fastattention_append"]
+
+
+def test_a_kernel_is_chosen_once_for_equal_problems(backend: CudaBackend) -> None:
+    problem = dataclasses.replace(PROBLEM, **CACHE)
+    assert backend._plan(problem) is backend._plan(dataclasses.replace(problem))
+    assert backend._plan(problem) is not backend._plan(dataclasses.replace(problem, seqlen_k=257))
 
 
 def test_the_backend_is_unavailable_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,22 @@ from hypothesis import strategies as st
 
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.chips import ARCHS, CHIPS, Limits, arch_of
-from fastattention.backends.cuda.heuristics import ARCH_FACTS, choose_config, why_not_fitting
+from fastattention.backends.cuda.heuristics import choose_config
 from fastattention.backends.cuda.jit.variants import (
     DTYPES,
     HEADDIMS,
+    UNQUANTISED,
     Feature,
     choose_feature,
     choose_variant,
     variants_of,
+)
+from fastattention.backends.cuda.kernel_config import (
+    ARCH_FACTS,
+    MAX_HEADDIM,
+    AppendConfig,
+    KernelConfig,
+    why_not_fitting,
 )
 from fastattention.errors import CompileError
 from fastattention.problem import Layout, Problem
@@ -64,6 +72,11 @@ def problem_of(
     )
 
 
+def kernels_of(chip: str) -> list[KernelConfig]:
+    """All of a GPU's, but for those that append."""
+    return [variant for variant in variants_of(CHIPS[chip]) if isinstance(variant, KernelConfig)]
+
+
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> None:
@@ -78,7 +91,9 @@ def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_kernel_is_one_that_forward_cuh_accepts(chip: str) -> None:
-    for config in variants_of(CHIPS[chip]):
+    for config in kernels_of(chip):
+        if config.decodes:
+            continue
         assert config.tile_m % (config.num_warps * ARCH_FACTS[config.arch].step_rows) == 0
         assert config.tile_n % 8 == 0
         assert config.num_threads <= 1024
@@ -88,7 +103,20 @@ def test_every_kernel_is_one_that_forward_cuh_accepts(chip: str) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_names_are_unique(chip: str) -> None:
     variants = variants_of(CHIPS[chip])
-    assert len({config.name for config in variants}) == len(variants) == len(set(variants))
+    assert len({variant.name for variant in variants}) == len(variants) == len(set(variants))
+
+
+def test_a_list_has_the_features_that_are_asked_for() -> None:
+    def kinds(*features: Feature) -> set[tuple[str, str]]:
+        variants = variants_of(CHIPS["T4"], headdims=(64,), features=features)
+        assert all(isinstance(variant, (KernelConfig, AppendConfig)) for variant in variants)
+        return {(variant.source, variant.cache_format) for variant in variants}  # type: ignore[attr-defined]
+
+    assert kinds(*UNQUANTISED) == {("forward.cuh", ""), ("decode.cuh", ""), ("append.cuh", "")}
+    assert kinds(Feature.INT8) == {("decode.cuh", "int8"), ("append.cuh", "int8")}
+    assert kinds() == set()
+    scores_and_pages = {(config.source, config.modifies_scores, config.paged) for config in kernels_of("T4")}
+    assert len(scores_and_pages) == 6
 
 
 @pytest.mark.parametrize(
@@ -130,7 +158,7 @@ def test_head_dimensions_are_rounded_up(headdim: int, columns: int) -> None:
     assert choose_feature(80, limits, torch.float16, headdim, Feature.PLAIN).headdim == columns
 
 
-@given(st.integers(1, heuristics.MAX_HEADDIM))
+@given(st.integers(1, MAX_HEADDIM))
 def test_tiles_are_never_narrower_than_the_call(headdim: int) -> None:
     columns = heuristics.padded_headdim(headdim)
     assert headdim <= columns
@@ -290,7 +318,7 @@ def test_modified_scores_get_tiles_with_registers_to_spare(chip: str, headdim: i
 @pytest.mark.parametrize("chip", CHIPS)
 def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
     limits = CHIPS[chip]
-    for arch, headdim, feature, seqlen in itertools.product(ARCHS, HEADDIMS, Feature, (1, 100, 4096, 16384)):
+    for arch, headdim, feature, seqlen in itertools.product(ARCHS, HEADDIMS, UNQUANTISED, (1, 100, 4096, 16384)):
         if arch <= limits.target:
             choose_feature(arch, limits, torch.float16, headdim, feature, seqlen)
 

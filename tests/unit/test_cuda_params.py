@@ -11,37 +11,63 @@ from pathlib import Path
 import pytest
 
 import fastattention
-from fastattention.backends.cuda.params import ForwardParams
+from fastattention.backends.cuda.params import AppendParams, AttentionParams, Params
 
 HEADER = Path(fastattention.__file__).parent / "backends" / "cuda" / "kernels" / "params.h"
 
+every_struct = pytest.mark.parametrize("struct", [AttentionParams, AppendParams], ids=lambda struct: struct.__name__)
 
-def names_in_header() -> list[str]:
-    """The fields of the struct, in their order."""
+
+def names_in_header(struct: type[Params]) -> list[str]:
+    """The fields of a struct, in their order."""
     text = re.sub(r"//[^\n]*", "", HEADER.read_text())
-    found = re.search(r"struct ForwardParams \{(.*?)\};", text, re.DOTALL)
+    found = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.DOTALL)
     assert found is not None
     statements = (statement for statement in found[1].split(";") if statement.strip())
     return [re.findall(r"\w+", declared)[-1] for statement in statements for declared in statement.split(",")]
 
 
-def test_fields_have_the_same_names_in_the_same_order() -> None:
-    assert [field[0] for field in ForwardParams._fields_] == names_in_header()
+def names(struct: type[Params]) -> list[str]:
+    return [field[0] for field in struct._fields_]
+
+
+def test_the_header_has_no_other_struct() -> None:
+    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == ["AttentionParams", "AppendParams"]
+
+
+@every_struct
+def test_fields_have_the_same_names_in_the_same_order(struct: type[Params]) -> None:
+    assert names(struct) == names_in_header(struct)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_fields_lie_where_the_compiler_puts_them(tmp_path: Path) -> None:
+@every_struct
+def test_fields_lie_where_the_compiler_puts_them(struct: type[Params], tmp_path: Path) -> None:
     lines = [
-        f'printf("{name} %zu %zu\\n", offsetof(ForwardParams, {name}), sizeof(ForwardParams::{name}));'
-        for name in names_in_header()
+        f'printf("{name} %zu %zu\\n", offsetof({struct.__name__}, {name}), sizeof({struct.__name__}::{name}));'
+        for name in names_in_header(struct)
     ]
-    includes = f'#include "{HEADER}"\n#include <cstddef>\n#include <cstdio>\nusing fastattention::ForwardParams;\n'
-    size = 'printf("all 0 %zu\\n", sizeof(ForwardParams));'
+    includes = f'#include "{HEADER}"\n#include <cstddef>\n#include <cstdio>\nusing fastattention::{struct.__name__};\n'
+    size = f'printf("all 0 %zu\\n", sizeof({struct.__name__}));'
     source, program = tmp_path / "layout.cpp", tmp_path / "layout"
     source.write_text(includes + "int main() {\n" + "\n".join([*lines, size]) + "\n}\n")
     subprocess.run(["c++", "-std=c++17", "-Wall", "-Werror", str(source), "-o", str(program)], check=True)
     printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
 
-    fields = [(name, getattr(ForwardParams, name)) for name, *_ in ForwardParams._fields_]
+    fields = [(name, getattr(struct, name)) for name in names(struct)]
     expected = [f"{name} {field.offset} {field.size}" for name, field in fields]
-    assert printed == [*expected, f"all 0 {ctypes.sizeof(ForwardParams)}"]
+    assert printed == [*expected, f"all 0 {ctypes.sizeof(struct)}"]
+
+
+@every_struct
+def test_a_template_holds_all_but_the_pointers(struct: type[Params]) -> None:
+    types = dict(field[:2] for field in struct._fields_)
+    pointers = [name for name, kind in types.items() if kind is ctypes.c_void_p]
+    others = [name for name in types if name not in pointers]
+    template = struct.template(*range(1, len(others) + 1))
+    params = struct.make(template, *range(1000, 1000 + len(pointers)))
+    assert [getattr(params, name) for name in pointers] == list(range(1000, 1000 + len(pointers)))
+    assert [getattr(params, name) for name in others] == list(range(1, len(others) + 1))
+    # Of its own: another call with the same template changes nothing.
+    struct.make(template, *(0 for _ in pointers))
+    assert getattr(params, pointers[0]) == 1000

@@ -6,6 +6,7 @@ CTAs (kernels/schedule.cuh). Sequences with many queries fill the GPU without th
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -70,14 +71,20 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     75: {
         128: (
             _Tiles(16, 16, 4, 1, 2, True, True),
+            _Tiles(16, 16, 4, 1, 1, True, True),
             _Tiles(64, 32, 4, 1, 2, False, False),
+            _Tiles(64, 32, 4, 1, 1, False, False),
             _Tiles(128, 32, 8, 1, 1, True, False),
         ),
         256: (_Tiles(16, 16, 2, 1, 1, False, True), _Tiles(64, 16, 4, 1, 1, False, False)),
     },
     70: {
         128: (_Tiles(32, 16, 4, 1, 2, False, True), _Tiles(128, 16, 4, 1, 1, False, False)),
-        256: (_Tiles(32, 16, 4, 1, 1, False, True, 2), _Tiles(128, 16, 4, 1, 1, False, False, 2)),
+        256: (
+            _Tiles(32, 16, 4, 1, 1, False, True, 2),
+            _Tiles(32, 16, 2, 1, 1, False, True, 2),
+            _Tiles(128, 16, 4, 1, 1, False, False, 2),
+        ),
     },
     60: {
         64: (_Tiles(16, 16, 2, 1, 1, False, True), _Tiles(64, 32, 4, 1, 1, False, False)),
@@ -85,6 +92,13 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         256: (_Tiles(16, 8, 1, 1, 1, False, True),),
     },
 }
+
+
+def representative_calls() -> list[tuple[int, int]]:
+    """Numbers of rows, and of keys for each multiprocessor: one pair for every choice that depends on them."""
+    tiles = [sizes for by_headdim in _TILES.values() for candidates in by_headdim.values() for sizes in candidates]
+    limits = {sizes.max_keys for sizes in tiles if sizes.max_keys is not None}
+    return list(itertools.product(sorted({sizes.tile_m for sizes in tiles}), [*sorted(limits), max(limits) + 1]))
 
 
 def num_rows(problem: Problem) -> int:

@@ -6,8 +6,8 @@ namespace emulator {
 
 namespace {
 
-// Lanes from `first` on, as many as there are banks for units, which are served together. A unit is what a lane accesses: it and those at a distance of 128
-// bytes are in the same banks.
+// Lanes from `first` on, as many as there are banks for units, which are served together. A unit is what a lane accesses:
+// it and those at a distance of 128 bytes are in the same banks.
 template <std::uint32_t kSize>
 int group_wavefronts(const std::uint32_t (&addresses)[32], std::uint32_t active, int first) {
     constexpr std::uint32_t kBanks = 128 / kSize;

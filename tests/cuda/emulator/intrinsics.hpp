@@ -33,7 +33,9 @@ FA_DEVICE void warp_barrier() { emulator::warp_barrier(); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return emulator::shuffle(x, lane_index() ^ mask); }
 FA_DEVICE int shuffle(int x, int lane) { return static_cast<int>(emulator::shuffle(static_cast<uint32_t>(x), lane & 31)); }
 FA_DEVICE int shuffle_xor(int x, int mask) { return shuffle(x, lane_index() ^ mask); }
-FA_DEVICE float shuffle(float x, int lane) { return emulator::float_of_bits(emulator::shuffle(emulator::bits_of_float(x), lane)); }
+FA_DEVICE float shuffle(float x, int lane) {
+    return emulator::float_of_bits(emulator::shuffle(emulator::bits_of_float(x), lane));
+}
 FA_DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_index() ^ mask); }
 FA_DEVICE int computed_here(int x) { return x; }
 template <class T>

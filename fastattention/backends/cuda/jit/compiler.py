@@ -15,7 +15,7 @@ INCLUDE_FOLDERS = (_BACKENDS / "cuda" / "kernels", _BACKENDS / "common")
 
 
 class Resources(NamedTuple):
-    """What ptxas says a kernel takes of a thread."""
+    """What ptxas says a function takes of a thread."""
 
     registers: int
     spill_bytes: int  # stored and loaded again because registers ran out
@@ -29,17 +29,21 @@ class Cubin(NamedTuple):
     log: str
 
     @property
-    def resources(self) -> Resources:
-        """Read from the assembler's log."""
+    def resources(self) -> dict[str, Resources]:
+        """Of each entry, by its name: read from the assembler's log."""
+        _, *parts = re.split(r"Compiling entry function '(\w+)'", self.log)
+        return {name: _resources(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
-        def number(pattern: str) -> int:
-            return sum(int(found) for found in re.findall(pattern, self.log))
 
-        return Resources(
-            number(r"Used (\d+) registers"),
-            number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-            number(r"(\d+) bytes stack frame"),
-        )
+def _resources(log: str) -> Resources:
+    def number(pattern: str) -> int:
+        return sum(int(found) for found in re.findall(pattern, log))
+
+    return Resources(
+        number(r"Used (\d+) registers"),
+        number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        number(r"(\d+) bytes stack frame"),
+    )
 
 
 @functools.cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from fastattention.backends.cuda import heuristics
+from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, AppendConfig, KernelConfig, Variant
 from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
@@ -24,6 +25,33 @@ class Feature(enum.Enum):
     PLAIN = "plain"
     SCORES = "scores"  # softcap, ALiBi, bias, or a softmax_scale that is not positive
     PAGED = "paged"
+    INT8 = "int8"  # a quantised cache
+    FLOAT8 = "float8"
+
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """Of a quantised cache, as in Problem."""
+        return next((dtype for dtype, name in CACHE_FORMATS.items() if name == self.value), None)
+
+
+UNQUANTISED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED)
+
+_CALL = Problem(
+    layout=Layout.DENSE,
+    device=torch.device("cuda"),
+    dtype=torch.float16,
+    batch_size=1,
+    seqlen_q=SEQLEN,
+    seqlen_k=SEQLEN,
+    total_q=SEQLEN,
+    nheads=16,
+    nheads_k=16,
+    headdim=64,
+    headdim_v=64,
+    softmax_scale=0.125,
+    window_left=-1,
+    window_right=0,
+)
 
 
 def choose_variant(
@@ -38,47 +66,108 @@ def choose_variant(
     seqlen: int = SEQLEN,
 ) -> KernelConfig:
     """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
-    problem = Problem(
+    problem = replace(
+        _CALL,
         layout=Layout.PACKED if paged else Layout.DENSE,
-        device=torch.device("cuda"),
         dtype=dtype,
-        batch_size=1,
         seqlen_q=seqlen,
         seqlen_k=seqlen,
         total_q=seqlen,
-        nheads=16,
-        nheads_k=16,
         headdim=headdim,
         headdim_v=headdim_v,
-        softmax_scale=headdim**-0.5,
-        window_left=-1,
-        window_right=0,
         softcap=1.0 if modifies_scores else 0.0,
         page_block_size=64 if paged else None,
     )
     return heuristics.choose_config(problem, arch, limits)
 
 
+def choose_decode_variant(
+    arch: int,
+    limits: Limits,
+    dtype: torch.dtype,
+    headdim: int,
+    headdim_v: int,
+    *,
+    modifies_scores: bool = False,
+    paged: bool = False,
+    cache_dtype: torch.dtype | None = None,
+    rows: int = 1,
+    keys: int = 0,
+) -> KernelConfig:
+    """Likewise of a decode.
+
+    cache_dtype: of a quantised cache; rows: of queries, that share a key head; keys: of all heads, for each
+    multiprocessor.
+    """
+    problem = replace(
+        _CALL,
+        layout=Layout.KVCACHE,
+        dtype=dtype,
+        seqlen_q=1,
+        seqlen_k=keys * limits.num_sms,
+        total_q=1,
+        nheads=rows,
+        nheads_k=1,
+        headdim=headdim,
+        headdim_v=headdim_v,
+        softcap=1.0 if modifies_scores else 0.0,
+        page_block_size=64 if paged else None,
+        cache_dtype=cache_dtype,
+    )
+    return decode_heuristics.choose_decode(problem, arch, limits)
+
+
 def choose_feature(
     arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, seqlen: int = SEQLEN
 ) -> KernelConfig:
-    """`choose_variant` for equally wide keys and values and one feature."""
+    """`choose_variant` for equally wide keys and values and one feature, of UNQUANTISED."""
     scores, paged = feature is Feature.SCORES, feature is Feature.PAGED
     return choose_variant(arch, limits, dtype, headdim, headdim, modifies_scores=scores, paged=paged, seqlen=seqlen)
 
 
+def choose_decode_feature(
+    arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, rows: int = 1, keys: int = 0
+) -> KernelConfig:
+    """`choose_decode_variant` for equally wide keys and values and one feature."""
+    return choose_decode_variant(
+        arch,
+        limits,
+        dtype,
+        headdim,
+        headdim,
+        modifies_scores=feature is Feature.SCORES,
+        paged=feature is Feature.PAGED,
+        cache_dtype=feature.cache_dtype,
+        rows=rows,
+        keys=keys,
+    )
+
+
 def variants_of(
     limits: Limits,
-    headdims: Iterable[int] = HEADDIMS,
-    dtypes: Iterable[torch.dtype] = DTYPES,
+    headdims: Sequence[int] = HEADDIMS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
     arch: int | None = None,
-) -> list[KernelConfig]:
-    """Every variant that such calls can need on a GPU, each once: bfloat16 and float16 share one before Ampere.
+    features: Sequence[Feature] = tuple(Feature),
+) -> list[Variant]:
+    """Every variant that such calls can need on a GPU, each once: forwards, decodes, and appends to caches.
 
     arch: the code path; None is the GPU's own.
     """
-    calls = itertools.product(dtypes, headdims, Feature, heuristics.representative_seqlens())
-    return list(dict.fromkeys(choose_feature(arch or limits.arch, limits, *call) for call in calls))
+    arch = arch or limits.arch
+    unquantised = [feature for feature in features if feature in UNQUANTISED]
+    seqlens, decodes = heuristics.representative_seqlens(), decode_heuristics.representative_calls()
+    formats = [CACHE_FORMATS[feature.cache_dtype] for feature in features]
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    variants: Iterator[Variant] = itertools.chain(
+        (choose_feature(arch, limits, *call) for call in itertools.product(dtypes, headdims, unquantised, seqlens)),
+        (
+            choose_decode_feature(arch, limits, dtype, headdim, feature, rows, keys)
+            for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
+        ),
+        (AppendConfig(*append) for append in itertools.product(names, formats)),
+    )
+    return list(dict.fromkeys(variants))
 
 
 def known_limits(target: int) -> Limits | None:

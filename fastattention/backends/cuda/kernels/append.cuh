@@ -54,9 +54,10 @@ private:
         const int position = p_.cache_seqlens[at.batch] + at.token;
         const Source from{p_.k_new, p_.k_new_stride_batch, p_.k_new_stride_row, p_.k_new_stride_head};
         const Row row = read_rotated(from.row(at.batch, at.token, at.head), position);
-        CacheItem* to = static_cast<CacheItem*>(p_.k) + in_cache(at, position, p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head);
-        float* scale = p_.k_scale + in_cache(at, position, p_.k_scale_stride_batch, p_.k_scale_stride_row, p_.k_scale_stride_head);
-        write_cached(row, to, scale, p_.headdim);
+        const int64_t to = in_cache(at, position, p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head);
+        const int64_t scale_to =
+            in_cache(at, position, p_.k_scale_stride_batch, p_.k_scale_stride_row, p_.k_scale_stride_head);
+        write_cached(row, static_cast<CacheItem*>(p_.k) + to, p_.k_scale + scale_to, p_.headdim);
     }
 
     FA_DEVICE void append_value(int64_t index) const {
@@ -65,9 +66,10 @@ private:
         const int position = p_.cache_seqlens[at.batch] + at.token;
         const Source from{p_.v_new, p_.v_new_stride_batch, p_.v_new_stride_row, p_.v_new_stride_head};
         const Row row = read(from.row(at.batch, at.token, at.head), p_.headdim_v);
-        CacheItem* to = static_cast<CacheItem*>(p_.v) + in_cache(at, position, p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head);
-        float* scale = p_.v_scale + in_cache(at, position, p_.v_scale_stride_batch, p_.v_scale_stride_row, p_.v_scale_stride_head);
-        write_cached(row, to, scale, p_.headdim_v);
+        const int64_t to = in_cache(at, position, p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head);
+        const int64_t scale_to =
+            in_cache(at, position, p_.v_scale_stride_batch, p_.v_scale_stride_row, p_.v_scale_stride_head);
+        write_cached(row, static_cast<CacheItem*>(p_.v) + to, p_.v_scale + scale_to, p_.headdim_v);
     }
 
     FA_DEVICE void rotate_query(int64_t index) const {

@@ -1,5 +1,5 @@
-// Merges the partial results of a decode, where its CTAs do not do so themselves: a CTA takes a row of a unit of a sequence, and
-// its warps share out the partial results among themselves.
+// Merges the partial results of a decode, where its CTAs do not do so themselves: a CTA takes a row of a unit of a
+// sequence, and its warps share out the partial results among themselves.
 #pragma once
 
 #include "partials.cuh"
@@ -12,7 +12,12 @@ constexpr int kCombineShared = kCombineWarps * (kColumnsOfRow + 4) * 4;  // a ro
 class CombineRow {
 public:
     FA_DEVICE CombineRow(const AttentionParams& p, int batch, int unit, int row)
-        : p_(p), schedule_(p), batch_(batch), unit_(unit), row_(row), groups_(schedule_.groups_of(schedule_.sequence(batch))) {}
+        : p_(p),
+          schedule_(p),
+          batch_(batch),
+          unit_(unit),
+          row_(row),
+          groups_(schedule_.groups_of(schedule_.sequence(batch))) {}
 
     FA_DEVICE void run() const {
         const int kv_head = quotient(unit_, p_.num_m_tiles);

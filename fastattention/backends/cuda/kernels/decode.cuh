@@ -1,6 +1,6 @@
-// Attention of few query rows over many keys: the CTAs share out the keys of all sequences evenly (schedule.cuh), read those
-// of a key head once for all query heads of its group, and leave partial results. The last CTA of a unit merges them when they
-// are few, combine.cuh when they are many.
+// Attention of few query rows over many keys: the CTAs share out the keys of all sequences evenly (schedule.cuh), read
+// those of a key head once for all query heads of its group, and leave partial results. The last CTA of a unit merges them
+// when they are few, combine.cuh when they are many.
 //
 // What bounds it is memory. So every warp has keys of its own and fetches them ahead without waiting for the others; only at
 // the end of its stretch are the warps' results merged. With more rows than a warp can hold, the warps share out the rows
@@ -141,7 +141,8 @@ private:
             stats.sum += weight * of_warp[warp].sum;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const Words4 words = load_shared_128(shared_ + (warp * kTileM + row) * kMergePitch + (column + half * 4) * 4);
+                const uint32_t of_row = shared_ + (warp * kTileM + row) * kMergePitch;
+                const Words4 words = load_shared_128(of_row + (column + half * 4) * 4);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) results[half * 4 + i] += weight * as_float(words.word[i]);
             }
@@ -163,7 +164,8 @@ private:
     }
 
     // The last CTA that leaves its part of a unit merges all of them, a row a warp, in the order of groups.
-    FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit, const Work& work) const {
+    FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit,
+                                  const Work& work) const {
         const Stretch groups = schedule.groups_of(sequence);
         memory_fence();
         block_barrier();

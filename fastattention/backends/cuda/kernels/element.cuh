@@ -24,7 +24,8 @@ using Element = Bfloat16;
 using Element = Float16;
 #endif
 
-// What caches hold: 0, elements; otherwise one byte of a number that its token's scale multiplies, 1 int8 or 2 float8 (e4m3).
+// What caches hold: 0, elements; otherwise one byte of a number that its token's scale multiplies, 1 int8 or 2 float8
+// (e4m3).
 constexpr int kCacheFormat = FA_CACHE_FORMAT;
 constexpr bool kQuantised = kCacheFormat != 0;
 constexpr bool kInt8 = kCacheFormat == 1;

@@ -206,7 +206,8 @@ FA_DEVICE int round_to_integer(float x) { return __float2int_rn(x); }
 
 // 16 bytes from global to shared memory, or zeros: then `from` is not read. Its neighbours will be asked for too.
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 FA_DEVICE void copy_async_32(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");

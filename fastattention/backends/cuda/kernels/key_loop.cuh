@@ -32,7 +32,8 @@ public:
     static constexpr int kQueryBytes = QueryCopy::kBytes;
     static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + ValueCopy::kBytes + ScalesCopy::kBytes);
 
-    // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values. Copies begin at once.
+    // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values. Copies begin at
+    // once.
     FA_DEVICE KeyLoop(const Sources& from, uint32_t q_shared, uint32_t kv_shared, int first_row, const KeyRange& keys)
         : q_copy_(from.q),
           k_copy_(from.k),
@@ -102,7 +103,8 @@ private:
     }
 
     // One tile of keys and one of values: the values arrive while keys are worked on, and the other way round. No barrier
-    // parts the softmax from the product with the values, so that the exponentials of some keys overlap the products of others.
+    // parts the softmax from the product with the values, so that the exponentials of some keys overlap the products of
+    // others.
     FA_DEVICE void run_single_buffered(WarpRows& rows) {
         q_copy_.finish(q_shared_);
         arrive(k_copy_, k_shared(0));

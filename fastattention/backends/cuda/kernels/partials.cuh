@@ -17,7 +17,8 @@ struct MergedRow {
     RowStats stats{-infinity(), 0.0f};
     float values[kVectorsOfLane][4] = {};
 
-    // Takes the partial results of some groups. All of them are on their way at once, for each takes as long as all together.
+    // Takes the partial results of some groups. All of them are on their way at once, for each takes as long as all
+    // together.
     template <int kCount>
     FA_DEVICE void add(const RowStats (&parts)[kCount], const Words4 (&words)[kCount][kVectorsOfLane]) {
         float highest = stats.max;

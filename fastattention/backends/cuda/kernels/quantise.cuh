@@ -41,7 +41,8 @@ FA_DEVICE uint8_t stored(float x) {
     const float magnitude = as_float(bits & 0x7fffffffu);
     if (magnitude >= 448.0f) return static_cast<uint8_t>(sign | 0x7eu);
     // Below 2^-6 exponents end: multiples of 2^-9, whose number runs into the first exponent as it should.
-    if (magnitude < 0.015625f) return static_cast<uint8_t>(sign | static_cast<uint32_t>(round_to_integer(magnitude * 512.0f)));
+    if (magnitude < 0.015625f)
+        return static_cast<uint8_t>(sign | static_cast<uint32_t>(round_to_integer(magnitude * 512.0f)));
     const uint32_t rounded = as_bits(magnitude) + 0x7ffffu + (bits >> 20 & 1u);
     return static_cast<uint8_t>(sign | ((rounded >> 20) - (127u - 7u) * 8u));
 }

@@ -1,5 +1,5 @@
-// Scales of a quantised cache: a key's multiplies its scores, a value's its probabilities. Nothing of this remains in kernels for
-// other caches.
+// Scales of a quantised cache: a key's multiplies its scores, a value's its probabilities. Nothing of this remains in
+// kernels for other caches.
 #pragma once
 
 #include "results.cuh"

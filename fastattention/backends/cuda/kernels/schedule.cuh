@@ -1,13 +1,13 @@
 // How the CTAs of a decode share out the keys among themselves.
 //
-// The keys of every sequence are cut into tiles, and the tiles of all sequences stand in one line. Groups of CTAs take equal
-// stretches of it: `num_groups` in all, however uneven the lengths, which only the device knows. Within a group every CTA takes
-// one unit, a tile of query rows of one key head, through the whole stretch: the heads of a token, which are often neighbours in
-// memory, are read at about the same time.
+// The keys of every sequence are cut into tiles, and the tiles of all sequences stand in one line. Groups of CTAs take
+// equal stretches of it: `num_groups` in all, however uneven the lengths, which only the device knows. Within a group every
+// CTA takes one unit, a tile of query rows of one key head, through the whole stretch: the heads of a token, which are
+// often neighbours in memory, are read at about the same time.
 //
-// A stretch may end within a sequence, then begin the next, and so on. A sequence that lies in one stretch is finished there;
-// of any other every CTA leaves a partial result, and combine.cuh merges them. A CTA has two slots for partial results: one
-// for the sequence it begins within, one for the sequence it ends within.
+// A stretch may end within a sequence, then begin the next, and so on. A sequence that lies in one stretch is finished
+// there; of any other every CTA leaves a partial result, and combine.cuh merges them. A CTA has two slots for partial
+// results: one for the sequence it begins within, one for the sequence it ends within.
 //
 // With `num_splits`, every sequence is cut into so many stretches of its own instead, and a CTA has one slot.
 #pragma once
@@ -48,8 +48,8 @@ struct SequenceTiles {
     int batch, begin, end;
 };
 
-// The line is as long as all sequences together, which every warp finds out for itself, a sequence a lane. Up to 32 sequences,
-// their lanes also say who has which tile.
+// The line is as long as all sequences together, which every warp finds out for itself, a sequence a lane. Up to 32
+// sequences, their lanes also say who has which tile.
 class Schedule {
 public:
     FA_DEVICE explicit Schedule(const AttentionParams& p)

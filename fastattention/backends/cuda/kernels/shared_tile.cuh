@@ -1,9 +1,9 @@
 // Tiles in shared memory, and how rows of global memory get there.
 //
 // Eight lanes that read 16 bytes each from the same column of eight neighbouring rows use all 32 banks once, whatever the
-// headdim. Either rows are 16 bytes longer than their elements, or (kSwizzled) the chunks of 16 bytes change places within a
-// row, differently in neighbouring rows. Asynchronous copies write whole rows at once, which a longer row would slow down; what
-// is read more often than it is copied is better off with addresses that are plain sums.
+// headdim. Either rows are 16 bytes longer than their elements, or (kSwizzled) the chunks of 16 bytes change places within
+// a row, differently in neighbouring rows. Asynchronous copies write whole rows at once, which a longer row would slow
+// down; what is read more often than it is copied is better off with addresses that are plain sums.
 #pragma once
 
 #include "stored.cuh"
@@ -27,7 +27,7 @@ FA_DEVICE constexpr int swizzle_of(int pitch, int row) {
 template <int kPitch>
 class LaneRow {
 public:
-    FA_DEVICE LaneRow() = default;
+    LaneRow() = default;
     FA_DEVICE LaneRow(uint32_t tile, int row, int second) {
         at_ = tile + row * kPitch;
         if constexpr (kSwizzled) {
@@ -52,8 +52,8 @@ FA_DEVICE int quotient(int a, int b) {
     return b == 1 ? a : static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
-// Divides numbers below 2^31 by multiplication: with l = ceil(log2(size)), multiplier = ceil(2^(31 + l) / size) and shift = l - 1.
-// A decode asks for pages more often than there is time for divisions. Without a multiplier it divides.
+// Divides numbers below 2^31 by multiplication: with l = ceil(log2(size)), multiplier = ceil(2^(31 + l) / size) and shift =
+// l - 1. A decode asks for pages more often than there is time for divisions. Without a multiplier it divides.
 struct Divisor {
     int size;
     uint32_t multiplier;
@@ -70,8 +70,8 @@ struct Place {
     int block, row;
 };
 
-// Rows of queries, keys or values, or of scales, of one head of one sequence; kBlocked: in blocks of block_size rows, such as
-// pages.
+// Rows of queries, keys or values, or of scales, of one head of one sequence; kBlocked: in blocks of block_size rows, such
+// as pages.
 template <class Item, bool kBlocked>
 struct SourceRows {
     const Item* base;  // row 0, or block 0
@@ -97,8 +97,8 @@ struct SourceRows {
     }
 };
 
-// Where the rows lie that a thread copies of a tile. To find out takes as long as a copy where a table must be asked, so a decode
-// asks for the next tile's when it begins the copy of one.
+// Where the rows lie that a thread copies of a tile. To find out takes as long as a copy where a table must be asked, so a
+// decode asks for the next tile's when it begins the copy of one.
 template <class Source, int kCount, bool kLooksAhead>
 class Places {
 public:
@@ -160,9 +160,9 @@ FA_DEVICE void store_operands(uint32_t to, Words4 chunk) {
     }
 }
 
-// Copies one tile of kRows x kColumns items after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has the
-// same columns in all of its rows. `begin` starts a copy, `finish` completes it for the thread itself: the others see it after
-// a barrier. Between the two, data is on its way (sm80) or waits in registers.
+// Copies one tile of kRows x kColumns items after the other. Eight neighbouring lanes take 128 bytes of a row; a thread has
+// the same columns in all of its rows. `begin` starts a copy, `finish` completes it for the thread itself: the others see
+// it after a barrier. Between the two, data is on its way (sm80) or waits in registers.
 template <class Arch, class Team, class Item, bool kBlocked, int kRows, int kColumns, bool kLooksAhead = false>
 class TileCopy {
 public:
@@ -193,7 +193,7 @@ public:
                 if (!share.has_column(j)) break;
                 const bool valid = row_valid && share.column(j) < from_.num_columns;
                 if constexpr (Arch::kAsyncCopy) {
-                    const uint32_t at = kSwizzled ? share.swizzled(i, j) : i * kRowStep * kPitch + j * kChunkStep * kSharedBytes;
+                    const uint32_t at = kSwizzled ? share.swizzled(i, j) : from_first(i, j);
                     copy_async_128(to + at, source + j * kChunkStep, valid);
                 } else {
                     staged_[i][j] = valid ? load_global_128(source + j * kChunkStep) : Words4{};
@@ -213,7 +213,7 @@ public:
 #pragma unroll
                 for (int j = 0; j < kChunksOfThread; ++j) {
                     if (!share.has_column(j)) break;
-                    Arch::template store_chunk<Item>(to + i * kRowStep * kPitch + j * kChunkStep * kSharedBytes, staged_[i][j]);
+                    Arch::template store_chunk<Item>(to + from_first(i, j), staged_[i][j]);
                 }
             }
         }
@@ -227,6 +227,11 @@ private:
     static constexpr int kChunkStep = kLanesOfRow * kChunk;  // columns
     static constexpr int kRowsOfThread = (kRows + kRowStep - 1) / kRowStep;
     static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
+
+    // From a thread's first chunk in shared memory to another.
+    static FA_DEVICE constexpr int from_first(int i, int j) {
+        return i * kRowStep * kPitch + j * kChunkStep * kSharedBytes;
+    }
 
     // The rows and columns of a tile that this thread copies.
     class Share {

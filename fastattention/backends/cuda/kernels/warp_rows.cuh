@@ -236,8 +236,8 @@ private:
             }
     }
 
-    // Of a row and a tile of keys, in log2 units: the highest score, or, with a quantised cache, the highest score and scale of a
-    // value together, since that is what becomes 16 bits wide.
+    // Of a row and a tile of keys, in log2 units: the highest score, or, with a quantised cache, the highest score and
+    // scale of a value together, since that is what becomes 16 bits wide.
     FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
         if constexpr (!kQuantised) return highest_score(scores, step, which) * scale_log2_;
         float highest = -infinity();
@@ -303,8 +303,9 @@ private:
 #pragma unroll
             for (int i = 0; i < Arch::kElements; i += 2)
                 if (Arch::row_of_element(i) == which)
-                    store_shared_32(warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
-                                    Element::pack(acc_o_[step][n][i] * result.factor, acc_o_[step][n][i + 1] * result.factor));
+                    store_shared_32(
+                        warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
+                        Element::pack(acc_o_[step][n][i] * result.factor, acc_o_[step][n][i + 1] * result.factor));
         const bool writes_lse = p_.lse != nullptr && work_.first_column == 0 && Arch::score_column(0, 0) == 0;
         if (writes_lse && warp_row_ + row <= last_row_) {
             p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +

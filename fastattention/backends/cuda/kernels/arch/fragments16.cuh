@@ -68,8 +68,8 @@ struct Fragments16 : Layout16 {
         }
     }
 
-    // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. One instruction of each product after the other, so that none waits
-    // for the one before it.
+    // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. One instruction of each product after the other, so that none
+    // waits for the one before it.
     template <int kSteps, int kTiles>
     static FA_DEVICE void multiply_add_pairs(float (&acc)[kSteps][kTiles][4], int n, const uint32_t (&a)[kSteps][4],
                                              const uint32_t (&b)[4]) {

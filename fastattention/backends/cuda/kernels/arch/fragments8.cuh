@@ -1,9 +1,9 @@
 // Tiles of a quantised cache in shared memory as they lie in global memory, a byte a number, widened when they are loaded.
 //
-// ldmatrix moves pairs of bytes where it moves numbers of 16 bits otherwise. Of keys, a lane gets four neighbouring columns where
-// a product of 16 columns wants two and two that are eight further on; queries are read in that order too. Of values, a lane gets
-// two neighbouring columns of two keys: one of either is an operand of one product, the other of its neighbour, so of 16 columns
-// the even ones and the odd ones are accumulators of their own.
+// ldmatrix moves pairs of bytes where it moves numbers of 16 bits otherwise. Of keys, a lane gets four neighbouring columns
+// where a product of 16 columns wants two and two that are eight further on; queries are read in that order too. Of values,
+// a lane gets two neighbouring columns of two keys: one of either is an operand of one product, the other of its neighbour,
+// so of 16 columns the even ones and the odd ones are accumulators of their own.
 #pragma once
 
 #include "fragments16.cuh"
@@ -14,7 +14,9 @@ template <class Mma>
 struct Fragments8 : Fragments16<Mma> {
     using Base = Fragments16<Mma>;
 
-    static FA_DEVICE int value_column(int tile, int i) { return tile / 2 * 16 + (lane_index() % 4 * 2 + i % 2) * 2 + tile % 2; }
+    static FA_DEVICE int value_column(int tile, int i) {
+        return tile / 2 * 16 + (lane_index() % 4 * 2 + i % 2) * 2 + tile % 2;
+    }
 
     template <int kSteps>
     class Queries {

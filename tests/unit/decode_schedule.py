@@ -1,0 +1,81 @@
+"""How the CTAs of a decode share out keys: kernels/schedule.cuh by other means, from lists of tiles."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fastattention.backends.common.tile_range import TileRange
+from fastattention.backends.cuda.decode_heuristics import Split
+from fastattention.backends.cuda.kernel_config import KernelConfig
+
+
+class Piece(NamedTuple):
+    """What a group has of a sequence: some of its tiles, in order."""
+
+    group: int
+    batch: int
+    tiles: list[int]
+    is_whole: bool
+    slot: int  # of the group's first unit, for a partial result
+
+
+class Line:
+    """The tiles of all sequences, and which group of CTAs has which of them."""
+
+    def __init__(self, tiles: Sequence[int], split: Split) -> None:
+        """tiles: of each sequence."""
+        self.split = split
+        self.ends = list(itertools.accumulate(tiles))
+        self.begins = [0, *self.ends[:-1]]
+        if split.num_splits > 0:
+            self.stretches = [part for batch in range(len(tiles)) for part in self._splits_of(batch)]
+        else:
+            total = self.ends[-1] if tiles else 0
+            self.stretches = _even_parts(range(total), min(split.num_groups, total))
+
+    def _splits_of(self, batch: int) -> list[list[int]]:
+        tiles = range(self.begins[batch], self.ends[batch])
+        parts = _even_parts(tiles, min(self.split.num_splits, len(tiles)))
+        return parts + [[]] * (self.split.num_splits - len(parts))
+
+    def batch_with(self, tile: int) -> int:
+        """The sequence that has a tile."""
+        return next(batch for batch, end in enumerate(self.ends) if tile < end)
+
+    def groups_of(self, batch: int) -> list[int]:
+        """The groups that have tiles of a sequence."""
+        return [group for group, _ in enumerate(self.stretches) if self._shared(group, batch)]
+
+    def pieces(self) -> list[Piece]:
+        """What every group does, in its order."""
+        return [
+            self._piece(group, batch, tiles)
+            for group, _ in enumerate(self.stretches)
+            for batch, _ in enumerate(self.ends)
+            if (tiles := self._shared(group, batch))
+        ]
+
+    def _shared(self, group: int, batch: int) -> list[int]:
+        return [tile for tile in self.stretches[group] if self.begins[batch] <= tile < self.ends[batch]]
+
+    def _piece(self, group: int, batch: int, tiles: list[int]) -> Piece:
+        begins = tiles[0] == self.begins[batch]
+        place = group if self.split.num_splits > 0 else 2 * group + begins
+        is_whole = begins and tiles[-1] == self.ends[batch] - 1
+        return Piece(group, batch, tiles, is_whole, place * self.split.num_units)
+
+
+def _even_parts(tiles: range, parts: int) -> list[list[int]]:
+    """The longer ones first."""
+    return [part.tolist() for part in np.array_split(np.arange(tiles.start, tiles.stop), parts)] if parts > 0 else []
+
+
+def tiles_of(keys: int, seqlen_q: int, window: tuple[int, int], config: KernelConfig) -> int:
+    """Tiles of the line that a sequence has. window: to the left and to the right, -1 unlimited."""
+    mask = TileRange(seqlen_q, keys, *window)
+    first_key = mask.row_begin(0) // config.tile_n * config.tile_n
+    return max(1, -(-(mask.row_end(seqlen_q - 1) - first_key) // config.line_tile))

@@ -1,0 +1,251 @@
+"""The choice of a decode kernel: pure Python, for every GPU that is planned for."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastattention.backends.cuda import decode_heuristics
+from fastattention.backends.cuda.chips import ARCHS, CHIPS
+from fastattention.backends.cuda.decode_heuristics import is_decode
+from fastattention.backends.cuda.jit.variants import (
+    DTYPES,
+    HEADDIMS,
+    Feature,
+    choose_decode_feature,
+    choose_decode_variant,
+    variants_of,
+)
+from fastattention.backends.cuda.kernel_config import ARCH_FACTS, CACHE_FORMATS, KernelConfig, why_not_fitting
+from fastattention.errors import CompileError
+from fastattention.problem import Layout, Problem
+
+MANY_KEYS = 10**6  # for each multiprocessor
+SCORES_AND_PAGES = list(itertools.product((False, True), repeat=2))
+
+
+def decodes_of(chip: str) -> list[KernelConfig]:
+    """All of a GPU's."""
+    variants = variants_of(CHIPS[chip])
+    return [variant for variant in variants if isinstance(variant, KernelConfig) and variant.decodes]
+
+
+def plain(chip: str, headdim: int, rows: int, keys: int = 0) -> KernelConfig:
+    limits = CHIPS[chip]
+    return choose_decode_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, rows, keys)
+
+
+@pytest.mark.parametrize("headdim", HEADDIMS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> None:
+    limits = CHIPS[chip]
+    calls = itertools.product(
+        HEADDIMS, DTYPES, SCORES_AND_PAGES, CACHE_FORMATS.items(), (1, 17, 33, 65, 129), (0, MANY_KEYS)
+    )
+    for headdim_v, dtype, (scores, paged), (cache_dtype, cache_format), rows, keys in calls:
+        config = choose_decode_variant(
+            limits.arch,
+            limits,
+            dtype,
+            headdim,
+            headdim_v,
+            modifies_scores=scores,
+            paged=paged,
+            cache_dtype=cache_dtype,
+            rows=rows,
+            keys=keys,
+        )
+        assert why_not_fitting(config, limits) is None
+        assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
+        assert (config.headdim, config.headdim_v * config.num_value_parts) == (headdim, headdim_v)
+        assert (config.decodes, config.cache_format) == (True, cache_format)
+        assert config.dtype == str(dtype).removeprefix("torch.")  # of the cache, which is read where it lies
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_choice_by_rows_and_keys_has_its_representative(chip: str) -> None:
+    pairs = decode_heuristics.representative_calls()
+    for headdim in HEADDIMS:
+        chosen = {plain(chip, headdim, rows, keys) for rows, keys in pairs}
+        for rows, keys in itertools.product(range(1, 201), (0, 1000, 24_576, 24_577, MANY_KEYS)):
+            assert plain(chip, headdim, rows, keys) in chosen
+
+
+@pytest.mark.parametrize("headdim", HEADDIMS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_smaller_tile_that_fits_holds_all_rows(chip: str, headdim: int) -> None:
+    sizes = sorted({plain(chip, headdim, rows, keys).tile_m for rows in range(1, 201) for keys in (0, MANY_KEYS)})
+    for rows, keys in itertools.product(range(1, 201), (0, MANY_KEYS)):
+        holding = [size for size in sizes if size >= rows]
+        assert plain(chip, headdim, rows, keys).tile_m == min(holding, default=sizes[-1])
+
+
+@pytest.mark.parametrize("headdim", HEADDIMS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_one_row_gets_the_smallest_tile_there_is(chip: str, headdim: int) -> None:
+    """Whatever the GPU's memory: a larger one would compute for rows that nobody has."""
+    for keys in (0, MANY_KEYS):
+        config = plain(chip, headdim, 1, keys)
+        assert config.tile_m == ARCH_FACTS[config.arch].step_rows
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_kernel_is_one_that_decode_cuh_accepts(chip: str) -> None:
+    for config in decodes_of(chip):
+        facts = ARCH_FACTS[config.arch]
+        assert config.tile_m % (config.row_warps * facts.step_rows) == 0
+        assert config.tile_n % (16 if config.arch >= 75 else 8) == 0
+        assert config.num_stages == (2 if config.arch >= 80 else 1)
+        assert not (config.warps_share_rows and config.tile_m > facts.step_rows * 2)
+        assert config.headdim_v % 16 == 0
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
+    limits = CHIPS[chip]
+    for arch, headdim, feature, rows in itertools.product(ARCHS, HEADDIMS, Feature, (1, 20, 50, 200)):
+        if arch <= limits.target:
+            choose_decode_feature(arch, limits, torch.float16, headdim, feature, rows)
+
+
+def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
+    tiny = CHIPS["A100"]._replace(shared_per_block=1000)
+    with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0: decode_sm80_.*; decode_sm80_"):
+        choose_decode_feature(80, tiny, torch.float16, 128, Feature.PLAIN)
+
+
+# --- shared memory ---
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype_bytes", "padding", "cache_format", "cache_bytes"),
+    [
+        (60, 4, 16, "", 4),
+        (70, 2, 16, "", 2),
+        (75, 2, 16, "", 2),
+        (80, 2, 0, "", 2),
+        (60, 4, 16, "int8", 4),  # widened on the way in
+        (75, 2, 16, "float8", 2),
+        (80, 2, 0, "int8", 1),
+        (80, 2, 0, "float8", 1),
+    ],
+)
+def test_shared_memory_is_queries_stages_and_statistics(
+    arch: int, dtype_bytes: int, padding: int, cache_format: str, cache_bytes: int
+) -> None:
+    """Of each warp that has keys of its own, keys and values with their scales, and a maximum and a sum of each row."""
+    config = replace(
+        plain("A100", 128, 16),
+        arch=arch,
+        headdim_v=64,
+        tile_m=16,
+        tile_n=32,
+        num_warps=4,
+        num_stages=2,
+        warps_share_rows=True,
+        cache_format=cache_format,
+    )
+    queries = 16 * (128 * dtype_bytes + padding)
+    scales = 2 * 4 if cache_format else 0
+    token = 128 * cache_bytes + padding + 64 * cache_bytes + padding + scales
+    assert config.shared_bytes == queries + 4 * (2 * 32 * token + 16 * 2 * 4)
+    shared_keys = replace(config, warps_share_rows=False)
+    assert shared_keys.shared_bytes == queries + 2 * 32 * token + 16 * 2 * 4
+
+
+def test_warps_share_out_keys_or_rows() -> None:
+    keys, rows = plain("A100", 128, 16), plain("A100", 128, 128)
+    assert (keys.key_warps, keys.row_warps, keys.line_tile) == (4, 1, 4 * keys.tile_n)
+    assert (rows.key_warps, rows.row_warps, rows.line_tile) == (1, 8, rows.tile_n)
+
+
+# --- choices ---
+
+# Changing a choice on purpose changes this list with it.
+# (chip, headdim, rows, keys for each multiprocessor) ->
+# (tile_m, tile_n, num_warps, num_stages, min_blocks, num_value_parts)
+GOLDEN = {
+    ("P100", 64, 1, 0): (16, 16, 2, 1, 1, 1),
+    ("P100", 64, 17, 0): (64, 32, 4, 1, 1, 1),
+    ("P100", 128, 8, 0): (16, 8, 2, 1, 1, 1),
+    ("P100", 128, 200, 0): (32, 16, 2, 1, 1, 1),
+    ("P100", 256, 100, 0): (16, 8, 1, 1, 1, 1),
+    ("V100", 128, 1, 0): (32, 16, 4, 1, 2, 1),
+    ("V100", 128, 33, 0): (128, 16, 4, 1, 1, 1),
+    ("V100", 256, 1, 0): (32, 16, 4, 1, 1, 2),
+    ("T4", 64, 1, 0): (16, 16, 4, 1, 2, 1),
+    ("T4", 128, 16, 0): (16, 16, 4, 1, 1, 1),
+    ("T4", 128, 64, 0): (64, 32, 4, 1, 1, 1),
+    ("T4", 128, 65, 0): (128, 32, 8, 1, 1, 1),
+    ("T4", 256, 1, 0): (16, 16, 2, 1, 1, 1),
+    ("A100", 128, 1, 0): (16, 32, 4, 2, 1, 1),
+    ("A100", 128, 1, 24_576): (16, 32, 4, 2, 1, 1),
+    ("A100", 128, 1, 24_577): (16, 16, 4, 2, 2, 1),
+    ("A100", 128, 17, 0): (32, 16, 4, 2, 2, 1),
+    ("A100", 128, 33, 0): (64, 64, 4, 2, 2, 1),
+    ("A100", 128, 128, 0): (128, 64, 8, 2, 1, 1),
+    ("A100", 256, 1, 0): (16, 16, 4, 2, 1, 1),
+    ("A100", 256, 17, 0): (64, 32, 4, 2, 1, 1),
+    ("RTX 3090", 128, 1, 0): (16, 16, 4, 2, 1, 1),
+    ("RTX 3090", 128, 1, 24_577): (16, 16, 4, 2, 1, 1),
+    ("RTX 3090", 256, 1, 0): (16, 16, 2, 2, 1, 1),
+    ("H100", 64, 1, 24_577): (16, 16, 4, 2, 2, 1),
+}
+
+
+@pytest.mark.parametrize(("chip", "headdim", "rows", "keys"), GOLDEN, ids=["-".join(map(str, key)) for key in GOLDEN])
+def test_choices_are_the_known_ones(chip: str, headdim: int, rows: int, keys: int) -> None:
+    config = plain(chip, headdim, rows, keys)
+    found = (
+        config.tile_m,
+        config.tile_n,
+        config.num_warps,
+        config.num_stages,
+        config.min_blocks,
+        config.num_value_parts,
+    )
+    assert found == GOLDEN[chip, headdim, rows, keys]
+
+
+# --- which calls are decodes ---
+
+CALL = Problem(
+    layout=Layout.KVCACHE,
+    device=torch.device("cuda", 0),
+    dtype=torch.float16,
+    batch_size=1,
+    seqlen_q=1,
+    seqlen_k=4096,
+    total_q=1,
+    nheads=32,
+    nheads_k=8,
+    headdim=128,
+    headdim_v=128,
+    softmax_scale=0.125,
+    window_left=-1,
+    window_right=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "decodes"),
+    [
+        ({}, True),
+        ({"seqlen_q": 32}, True),  # 128 rows
+        ({"seqlen_q": 32, "batch_size": 1000}, True),
+        ({"seqlen_q": 33, "batch_size": 7}, False),  # 224 CTAs of the forward kernel, 216 fill the GPU
+        ({"seqlen_q": 33, "batch_size": 6}, True),  # 192 leave some idle
+        ({"seqlen_q": 129, "batch_size": 4}, False),  # 256: two tiles of each head
+        ({"seqlen_q": 4096}, False),
+        ({"seqlen_q": 4096, "cache_dtype": torch.int8}, True),
+        ({"layout": Layout.DENSE}, False),
+        ({"layout": Layout.PACKED, "page_block_size": 16}, False),
+    ],
+    ids=["one query", "128 rows", "many of 128", "more rows", "more, but few", "two tiles", "prefill", "quantised",
+         "dense", "packed"],
+)  # fmt: skip
+def test_few_rows_and_what_would_not_fill_the_gpu_are_decodes(call: dict[str, object], decodes: bool) -> None:
+    assert is_decode(replace(CALL, **call), CHIPS["A100"]) == decodes  # type: ignore[arg-type]

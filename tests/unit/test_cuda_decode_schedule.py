@@ -1,0 +1,198 @@
+"""How a decode divides its work: CTAs fill the GPU, every key has its CTA, every partial result its place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fastattention.backends.cuda.chips import CHIPS, Limits
+from fastattention.backends.cuda.decode_heuristics import Split, choose_decode, choose_split, num_rows
+from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.problem import Layout, Problem
+
+from .decode_schedule import Line, Piece, tiles_of
+
+DECODE = Problem(
+    layout=Layout.KVCACHE,
+    device=torch.device("cuda", 0),
+    dtype=torch.float16,
+    batch_size=1,
+    seqlen_q=1,
+    seqlen_k=4096,
+    total_q=1,
+    nheads=8,
+    nheads_k=2,
+    headdim=128,
+    headdim_v=128,
+    softmax_scale=0.125,
+    window_left=-1,
+    window_right=-1,
+)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    nheads_k = draw(st.sampled_from([1, 2, 3, 8, 32, 100]))
+    batch_size, seqlen_q = draw(st.integers(1, 70)), draw(st.integers(1, 40))
+    window_left, window_right = draw(st.sampled_from([(-1, -1), (-1, 0), (0, 0), (300, 0), (17, 5)]))
+    headdim = draw(st.sampled_from([32, 64, 128, 256]))
+    return replace(
+        DECODE,
+        batch_size=batch_size,
+        seqlen_q=seqlen_q,
+        total_q=batch_size * seqlen_q,
+        seqlen_k=draw(st.sampled_from([0, 1, 16, 100, 1000, 5000])),
+        nheads=nheads_k * draw(st.integers(1, 9)),
+        nheads_k=nheads_k,
+        headdim=headdim,
+        headdim_v=headdim,
+        window_left=window_left,
+        window_right=window_right,
+        num_splits=draw(st.sampled_from([0, 0, 0, 1, 2, 7, 64])),
+    )
+
+
+def chosen(problem: Problem, limits: Limits) -> tuple[KernelConfig, Split]:
+    config = choose_decode(problem, limits.arch, limits)
+    return config, choose_split(problem, config, limits)
+
+
+@given(problems(), st.sampled_from(list(CHIPS)))
+def test_a_split_covers_the_rows_and_says_who_merges(problem: Problem, chip: str) -> None:
+    config, split = chosen(problem, CHIPS[chip])
+    rows = num_rows(problem)
+    assert (split.num_m_tiles - 1) * config.tile_m < rows <= split.num_m_tiles * config.tile_m
+    assert split.num_units == problem.nheads_k * split.num_m_tiles
+    assert split.partial_rows == min(rows, config.tile_m)
+    # Each CTA of those that share the columns of v would have to know the others' sums.
+    in_place = split.num_slots > 0 and split.partial_rows <= 16 and config.num_value_parts == 1
+    assert split.merges_in_place == in_place
+    assert split.num_counters == (split.num_units if in_place else 0)
+
+
+@given(problems(), st.sampled_from(list(CHIPS)))
+def test_ctas_fill_the_gpu_but_are_no_more_than_there_are_tiles(problem: Problem, chip: str) -> None:
+    config, split = chosen(replace(problem, num_splits=0), CHIPS[chip])
+    most_tiles = problem.batch_size * max(1, -(-problem.seqlen_k // config.line_tile))
+    resident = config.min_blocks * CHIPS[chip].num_sms
+    assert 1 <= split.num_groups <= most_tiles
+    assert split.num_groups == 1 or split.num_ctas <= 4 * resident
+    waves = -(-split.num_ctas // resident)
+    # Four waves that end together leave less than a quarter unused, of which a tenth is given for fewer waves.
+    assert split.num_groups == most_tiles or split.num_ctas >= 0.9 * 0.75 * waves * resident
+
+
+@pytest.mark.parametrize(
+    ("nheads_k", "groups", "why"),
+    [
+        (1, 216, "one wave fills all"),
+        (8, 27, "likewise"),
+        (32, 13, "192 of 216 would idle more than 416 of 432"),
+        (100, 2, "200 of 216"),
+        (120, 5, "one wave would fill 120 of 216; 600 fill 648 in three"),
+        (300, 2, "300 would fill 432 in two waves; 600 fill 648 in three"),
+    ],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
+def test_groups_of_an_a100(nheads_k: int, groups: int, why: str) -> None:
+    problem = replace(DECODE, nheads=nheads_k, nheads_k=nheads_k, seqlen_k=1 << 22)
+    config, split = chosen(problem, CHIPS["A100"])
+    assert config.min_blocks * CHIPS["A100"].num_sms == 216
+    assert split.num_groups == groups, why
+
+
+@given(problems(), st.sampled_from(list(CHIPS)))
+def test_a_call_s_num_splits_is_taken_up_to_its_tiles(problem: Problem, chip: str) -> None:
+    config, split = chosen(replace(problem, num_splits=max(problem.num_splits, 1)), CHIPS[chip])
+    most_tiles = max(1, -(-problem.seqlen_k // config.line_tile))
+    assert split.num_splits == min(max(problem.num_splits, 1), most_tiles)
+    assert split.num_groups == problem.batch_size * split.num_splits
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[Problem, KernelConfig, Line]:
+    """A problem with lengths that only the device knows."""
+    problem = draw(problems())
+    chip = CHIPS[draw(st.sampled_from(list(CHIPS)))]._replace(num_sms=draw(st.sampled_from([1, 3, 20, 132])))
+    config, split = chosen(problem, chip)
+    full = st.just(problem.seqlen_k)
+    keys = draw(
+        st.lists(st.integers(0, problem.seqlen_k) | full, min_size=problem.batch_size, max_size=problem.batch_size)
+    )
+    window = problem.window_left, problem.window_right
+    return problem, config, Line([tiles_of(length, problem.seqlen_q, window, config) for length in keys], split)
+
+
+def example_line(num_groups: int, num_splits: int, *tiles: int) -> tuple[Problem, KernelConfig, Line]:
+    slots = num_groups * (1 if num_splits else 2)
+    split = Split(1, 1, num_groups, num_splits, slots, 1, True)
+    config, _ = chosen(DECODE, CHIPS["A100"])
+    return replace(DECODE, batch_size=len(tiles)), config, Line(list(tiles), split)
+
+
+@given(lines())
+@example(example_line(3, 0, 1, 1, 8, 1, 1))
+@example(example_line(6, 2, 1, 5, 2))
+def test_every_tile_of_every_sequence_is_in_one_stretch(made: tuple[Problem, KernelConfig, Line]) -> None:
+    problem, _, line = made
+    pieces = line.pieces()
+    tiles = [tile for piece in pieces for tile in piece.tiles]
+    assert sorted(tiles) == list(range(line.ends[-1]))
+    assert {piece.batch for piece in pieces} == set(range(problem.batch_size))
+    for batch, found in itertools.groupby(pieces, key=lambda piece: piece.batch):
+        groups = [piece.group for piece in found]
+        assert groups == list(range(groups[0], groups[-1] + 1)) == line.groups_of(batch)
+
+
+@given(lines())
+def test_stretches_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig, Line]) -> None:
+    problem, _, line = made
+    if line.split.num_splits == 0:
+        sizes = [len(stretch) for stretch in line.stretches]
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+    else:
+        for batch in range(problem.batch_size):
+            sizes = [len(line.stretches[group]) for group in line.groups_of(batch)]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@given(lines())
+@example(example_line(2, 0, 3, 3, 3))
+def test_every_partial_result_has_a_place_of_its_own(made: tuple[Problem, KernelConfig, Line]) -> None:
+    _, _, line = made
+    partial = [piece for piece in line.pieces() if not piece.is_whole]
+    slots = [piece.slot + unit for piece in partial for unit in range(line.split.num_units)]
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= slot < line.split.num_slots for slot in slots)
+
+
+@given(lines())
+@example(example_line(2, 0, 3, 3, 3))
+def test_who_merges_finds_what_each_group_left(made: tuple[Problem, KernelConfig, Line]) -> None:
+    """It knows the groups of a sequence alone: the first of them has its beginning, the others have not."""
+    _, _, line = made
+    for piece in line.pieces():
+        assert piece.is_whole == (len(line.groups_of(piece.batch)) == 1)
+        if not piece.is_whole and line.split.num_splits == 0:
+            is_first = piece.group == line.groups_of(piece.batch)[0]
+            assert piece.slot == (2 * piece.group + is_first) * line.split.num_units
+
+
+def test_the_model_says_what_its_words_say() -> None:
+    _, _, line = example_line(2, 0, 3, 1, 3)
+    assert line.pieces() == [
+        Piece(0, 0, [0, 1, 2], True, 1),
+        Piece(0, 1, [3], True, 1),
+        Piece(1, 2, [4, 5, 6], True, 3),
+    ]
+    _, _, line = example_line(2, 0, 5, 2)
+    assert [piece.slot for piece in line.pieces()] == [1, 2, 3]
+    _, _, line = example_line(4, 2, 1, 5)
+    assert line.stretches == [[0], [], [1, 2, 3], [4, 5]]
+    assert [piece.slot for piece in line.pieces()] == [0, 2, 3]

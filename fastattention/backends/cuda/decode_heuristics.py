@@ -97,7 +97,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 def representative_calls() -> list[tuple[int, int]]:
     """Numbers of rows, and of keys for each multiprocessor: one pair for every choice that depends on them."""
     tiles = [sizes for by_headdim in _TILES.values() for candidates in by_headdim.values() for sizes in candidates]
-    limits = {sizes.max_keys for sizes in tiles if sizes.max_keys is not None}
+    limits = {sizes.few.keys for sizes in tiles if sizes.few is not None}
     return list(itertools.product(sorted({sizes.tile_m for sizes in tiles}), [*sorted(limits), max(limits) + 1]))
 
 

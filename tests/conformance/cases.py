@@ -246,8 +246,10 @@ CACHE = [
     ),
     *(
         KvCacheCase(name=f"cache-headdim-{d}-{dv}", cache_seqlens=(100, 45), nheads=4, headdim=d, headdim_v=dv)
-        for d, dv in ((1, 1), (3, 3), (59, 111), (111, 59), (128, 128), (192, 128), (256, 256))
+        for d, dv in ((1, 1), (3, 3), (59, 111), (96, 96), (111, 59), (128, 128), (192, 128), (256, 256))
     ),
+    KvCacheCase(name="cache-many-rows", seqlen_q=20, cache_seqlens=(300, 45), nheads=4, nheads_k=1, headdim=192,
+                causal=True),
     KvCacheCase(name="cache-window-left", cache_seqlens=(100, 45, 3), window=(16, 0), nheads=4),
     KvCacheCase(name="cache-window-both", seqlen_q=6, cache_seqlens=(100, 45, 3), window=(16, 2), nheads=4),
     KvCacheCase(name="cache-softcap", cache_seqlens=(100, 45), softcap=2.0),

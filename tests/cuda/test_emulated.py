@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import emulator
 import pytest
@@ -17,11 +18,12 @@ from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
 from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import Variant
+from fastattention.backends.cuda.kernel_config import KernelConfig, Variant
 from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
-from fastattention.validation import Options, prepare_dense
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.validation import lengths as lengths_module
 
 
 class EmulatedEngine(RegisteredEngine):
@@ -49,7 +51,8 @@ class Run(NamedTuple):
 
 
 # Where bfloat16 is computed in float16 kernels are the same, and only conversions are new.
-CONVERTED = [*VALUE_HEADDIMS, *SCORES, *BIASES]
+CONVERTED = [*VALUE_HEADDIMS, *SCORES, *BIASES, *(case for case in CASES if "append-rotary" in case.name)]
+CONVERTED += [case for case in CASES if case.name in ("append-one", "cache-not-causal", "pages-16-append-1-rotary")]
 
 # Backends vary fastest, so that the expected result of a case is computed once.
 RUNS = [
@@ -84,8 +87,34 @@ def variants_for(run: Run) -> set[Variant]:
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
 def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
     ran = {variant for run in RUNS if run.backend is backend for variant in variants_for(run)}
-    missing = [kernel.name for kernel in variants_of(backend.limits) if kernel not in ran]
-    assert missing == []
+    wanted = variants_of(backend.limits)
+    assert [kernel.name for kernel in wanted if not decodes(kernel) and kernel not in ran] == []
+    # Of decodes every tile, every head dimension, and every combination of features, though not all of them together.
+    for part in (tile_of, headdim_of, features_of):
+        missing = {part(kernel) for kernel in wanted if decodes(kernel)} - {
+            part(kernel) for kernel in ran if decodes(kernel)
+        }
+        assert missing == set()
+
+
+def decodes(kernel: Variant) -> bool:
+    return isinstance(kernel, KernelConfig) and kernel.decodes
+
+
+def tile_of(kernel: Variant) -> tuple[object, ...]:
+    assert isinstance(kernel, KernelConfig)
+    sizes = (kernel.tile_m, kernel.tile_n, kernel.num_warps, kernel.num_stages)
+    return (*sizes, kernel.warps_share_rows, kernel.queries_in_registers, kernel.num_value_parts)
+
+
+def headdim_of(kernel: Variant) -> int:
+    assert isinstance(kernel, KernelConfig)
+    return kernel.headdim
+
+
+def features_of(kernel: Variant) -> tuple[object, ...]:
+    assert isinstance(kernel, KernelConfig)
+    return kernel.cache_format, kernel.modifies_scores, kernel.paged
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
@@ -140,3 +169,46 @@ def test_bfloat16_beyond_float16_is_refused_on_request(monkeypatch: pytest.Monke
     monkeypatch.setenv("FASTATTENTION_CHECK_RANGE", "1")
     with pytest.raises(ArgumentError, match=r"v holds 9\.\d+e\+04.*float16, which ends at 65504"):
         backend.forward(problem, inputs)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 40], ids=["decode", "many-queries"])
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
+def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone(
+    backend: type[EmulatedCudaBackend], seqlen_q: int
+) -> None:
+    """On a GPU nobody looks at lengths before the kernels do. Too short rotary tables leave no room either."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, seqlen_q, heads, 32, generator=generator).half() for heads in (4, 2, 2))
+    caches = [torch.randn(4, 90, 2, 32, generator=generator).half() for _ in range(2)]
+    angles = torch.rand(60, 8, generator=generator)
+    lengths = torch.tensor([5, 91 - seqlen_q, 61 - seqlen_q, 15], dtype=torch.int32)
+    arguments = KvCacheArguments(q, *caches, k, v, angles.cos().half(), angles.sin().half(), lengths)
+    with mock.patch.object(lengths_module, "are_checked", return_value=False):
+        problem, inputs = prepare_kvcache(arguments, Options(causal=True, window_right=0, return_lse=True))
+    before = [cache.clone() for cache in caches]
+    out, lse, _ = backend().forward(problem, inputs)
+    assert lse is not None
+    assert out[[1, 2]].isnan().all()
+    assert lse[[1, 2]].isnan().all()
+    assert_right_alone(backend, arguments, before, out, sequences=[0, 3])
+    for cache, old in zip(caches, before, strict=True):
+        changed = (cache != old).flatten(2).any(-1).nonzero().tolist()
+        assert changed == [[b, int(lengths[b]) + i] for b in (0, 3) for i in range(seqlen_q)]
+
+
+def assert_right_alone(
+    backend: type[EmulatedCudaBackend],
+    arguments: KvCacheArguments,
+    caches: list[torch.Tensor],
+    out: torch.Tensor,
+    sequences: list[int],
+) -> None:
+    """Sequences of a call have the results that they have in a call of their own, up to rounding."""
+    alone = KvCacheArguments(
+        *(
+            cut[sequences].clone() if cut is not None and len(cut) == len(arguments.q) else cut
+            for cut in arguments._replace(k_cache=caches[0], v_cache=caches[1])
+        )
+    )
+    problem, inputs = prepare_kvcache(alone, Options(causal=True, window_right=0))
+    torch.testing.assert_close(out[sequences], backend().forward(problem, inputs).out, atol=2e-3, rtol=0)

@@ -1,4 +1,4 @@
-"""The main loop of the kernels has no bank conflicts, by the emulator's count."""
+"""The main loops of the kernels have no bank conflicts, by the emulator's count."""
 
 from __future__ import annotations
 
@@ -7,22 +7,45 @@ import pytest
 import torch
 from emulator import EmulatedCudaBackend, Wavefronts
 
-from fastattention.validation import Options, prepare_dense
+from fastattention.problem import Inputs, Problem
+from fastattention.quantised import quantise
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 
+CAPACITY = 1024  # tokens of a cache
 KINDS = ("loads", "stores", "matrices", "copies")
 
 
-def wavefronts(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen_k: int) -> dict[str, Wavefronts]:
+Counts = dict[str, Wavefronts]
+
+
+def wavefronts(backend: EmulatedCudaBackend, problem: Problem, inputs: Inputs) -> Counts:
+    """Of a call of one kernel."""
+    backend.forward(problem, inputs)
+    (report,) = backend.reports
+    return {kind: getattr(report, kind) for kind in KINDS}
+
+
+def of_forward(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen_k: int) -> Counts:
     """Of a call whose tiles are all full."""
     q = torch.randn(1, seqlen_q, 1, headdim, dtype=torch.float16)
     k = torch.randn(1, seqlen_k, 1, headdim, dtype=torch.float16)
-    backend.forward(*prepare_dense(q, k, k, options=Options()))
-    return {kind: getattr(backend.report, kind) for kind in KINDS}
+    return wavefronts(backend, *prepare_dense(q, k, k, options=Options()))
 
 
-def assert_main_loop_has_no_conflicts(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int) -> None:
-    """What 64 more keys take, which is nothing but the main loop."""
-    less, more = (wavefronts(backend, headdim, seqlen_q, seqlen_k) for seqlen_k in (192, 256))
+def of_decode(
+    backend: EmulatedCudaBackend, headdim: int, rows: int, seqlen_k: int, cache: torch.dtype = torch.float16
+) -> Counts:
+    """Of a decode by one CTA, with as many heads of queries as a tile has rows."""
+    q = torch.randn(1, 1, rows, headdim, dtype=torch.float16)
+    k, scale = torch.randn(1, CAPACITY, 1, headdim).half(), None
+    if cache is not torch.float16:
+        k, scale = quantise(k, cache)
+    arguments = KvCacheArguments(q, k, k, cache_seqlens=seqlen_k, k_scale=scale, v_scale=scale)
+    return wavefronts(backend, *prepare_kvcache(arguments, Options(), num_splits=1))
+
+
+def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:
+    """What more keys take, which is nothing but the main loop."""
     counted = {kind: more[kind].counted - less[kind].counted for kind in KINDS}
     ideal = {kind: more[kind].ideal - less[kind].ideal for kind in KINDS}
     assert counted == ideal
@@ -34,9 +57,28 @@ def assert_main_loop_has_no_conflicts(backend: EmulatedCudaBackend, headdim: int
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm70(), emulator.EmulatedSm75(), emulator.EmulatedSm80()],
                          ids=["sm70", "sm75", "sm80"])  # fmt: skip
 def test_main_loop_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: int) -> None:
-    assert_main_loop_has_no_conflicts(backend, headdim, 128)
+    less, more = (of_forward(backend, headdim, 128, seqlen_k) for seqlen_k in (192, 256))
+    assert_main_loop_has_no_conflicts(less, more)
 
 
 @pytest.mark.parametrize(("headdim", "seqlen_q"), [(64, 64), (128, 64), (128, 256), (256, 64), (256, 128)])
 def test_nor_has_it_with_volta_s_other_tiles(headdim: int, seqlen_q: int) -> None:
-    assert_main_loop_has_no_conflicts(emulator.EmulatedSm70(), headdim, seqlen_q)
+    less, more = (of_forward(emulator.EmulatedSm70(), headdim, seqlen_q, seqlen_k) for seqlen_k in (192, 256))
+    assert_main_loop_has_no_conflicts(less, more)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])
+def test_the_main_loop_of_a_decode_has_no_bank_conflicts(backend: EmulatedCudaBackend, rows: int, headdim: int) -> None:
+    less, more = (of_decode(backend, headdim, rows, seqlen_k) for seqlen_k in (CAPACITY // 2, CAPACITY))
+    assert_main_loop_has_no_conflicts(less, more)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+def test_nor_has_it_with_a_quantised_cache(cache: torch.dtype, headdim: int) -> None:
+    """Of few rows, whose queries are in registers: those of more are read with conflicts, two lanes a bank."""
+    backend = emulator.EmulatedSm80()
+    less, more = (of_decode(backend, headdim, 16, seqlen_k, cache) for seqlen_k in (CAPACITY // 2, CAPACITY))
+    assert_main_loop_has_no_conflicts(less, more)

@@ -10,13 +10,15 @@ import pytest
 import torch
 from conformance.calls import build_call
 from conformance.case import Case
-from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
+from conformance.cases import BIASES, CASES, LONG, MANY_QUERIES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
+from conformance.ragged_cases import RAGGED
+from decode_cases import DECODE_TILES, MANY_KEYS, is_plain
 from emulator import EmulatedCudaBackend
 
 from fastattention.backends import registry
-from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.backends.cuda.jit.variants import Feature, variants_of
 from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
@@ -29,7 +31,8 @@ class EmulatedEngine(RegisteredEngine):
 
     @property
     def registered(self) -> dict[str, str]:
-        return {backend.name: f"emulator:{backend.__name__}" for backend in emulator.EMULATED}
+        backends = (*emulator.EMULATED, emulator.EmulatedSingleSm80)
+        return {backend.name: f"emulator:{backend.__name__}" for backend in backends}
 
 
 class Run(NamedTuple):
@@ -44,21 +47,30 @@ class Run(NamedTuple):
         return f"{self.case.name}-{str(self.dtype).removeprefix('torch.')}-{self.backend.name}"
 
     @property
-    def is_served_natively(self) -> bool:
-        return self.dtype is torch.float16 or self.backend.limits.arch >= 80
+    def is_new(self) -> bool:
+        """Whether no other run does the same."""
+        if self.backend.limits.arch >= 80:
+            return True
+        return self.case not in FOR_ONE_PATH and (self.dtype is torch.float16 or self.case in CONVERTED)
 
 
-# Where bfloat16 is computed in float16 kernels are the same, and only conversions are new.
-CONVERTED = [*VALUE_HEADDIMS, *SCORES, *BIASES]
+# Where bfloat16 is computed in float16 only conversions are new.
+CONVERTED = [*VALUE_HEADDIMS, *SCORES, *BIASES, *(case for case in DECODE_TILES if is_plain(case)), *RAGGED]
+# Older paths have no tiles for so many queries.
+FOR_ONE_PATH = MANY_QUERIES
+# A case of working memory, which kernels have none of, and four seconds on a processor.
+LEFT_OUT = [case for case in LONG if case.name == "many-heads"]
+
+DTYPES = (torch.float16, torch.bfloat16)
 
 # Backends vary fastest, so that the expected result of a case is computed once.
 RUNS = [
     run
-    for case in CASES
-    for dtype in (torch.float16, torch.bfloat16)
+    for case in [*CASES, *DECODE_TILES]
+    for dtype in DTYPES
     for run in (Run(case, dtype, backend) for backend in emulator.EMULATED)
-    if run.is_served_natively or case in CONVERTED
-]
+    if run.is_new and case not in LEFT_OUT
+] + [Run(case, dtype, emulator.EmulatedSingleSm80) for case in MANY_KEYS for dtype in DTYPES]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,8 +95,12 @@ def variants_for(run: Run) -> set[Variant]:
 
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
 def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
-    ran = {variant for run in RUNS if run.backend is backend for variant in variants_for(run)}
-    missing = [kernel.name for kernel in variants_of(backend.limits) if kernel not in ran]
+    """Of those that convert bfloat16 the plain ones: in others nothing else is converted."""
+    arch = backend.limits.arch
+    ran = {variant for run in RUNS if run.backend.limits.arch == arch for variant in variants_for(run)}
+    plain = variants_of(backend.limits, features=[Feature.PLAIN])
+    everything = variants_of(backend.limits, dtypes=DTYPES if arch >= 80 else DTYPES[:1])
+    missing = [kernel.name for kernel in [*plain, *everything] if kernel not in ran]
     assert missing == []
 
 
@@ -96,9 +112,10 @@ def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_only_float32_is_refused(case: Case) -> None:
     """The other tests skip what is refused."""
-    for backend in emulator.EMULATED:
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            reason = backend().why_not(problem_of(case, dtype))
+    for dtype in (*DTYPES, torch.float32):
+        problem = problem_of(case, dtype)
+        for backend in emulator.EMULATED:
+            reason = backend().why_not(problem)
             if dtype is torch.float32:
                 assert reason is not None
                 assert "float32" in reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from conformance.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, PackedCase
 from conformance.quantised_cases import QUANTISED
+from conformance.ragged_cases import RAGGED
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
@@ -360,6 +361,6 @@ SPLITS = [
 
 CASES: list[Case] = [
     *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *TILES, *MANY_QUERIES, *HEADS, *WINDOWS, *SCORES,
-    *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED,
+    *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED,
 ]  # fmt: skip
 assert len({case.name for case in CASES}) == len(CASES), "the names of cases are their ids and must differ"

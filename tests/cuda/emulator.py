@@ -223,20 +223,30 @@ class EmulatedCudaBackend(CudaBackend):
         return result
 
 
+# Fewer multiprocessors than any GPU has: then CTAs of a decode have many tiles, and those of several sequences.
+NUM_SMS = 5
+
+
 class EmulatedSm60(EmulatedCudaBackend):
-    name, limits = "cuda-sm60", CHIPS["P100"]
+    name, limits = "cuda-sm60", CHIPS["P100"]._replace(num_sms=NUM_SMS)
 
 
 class EmulatedSm70(EmulatedCudaBackend):
-    name, limits = "cuda-sm70", CHIPS["V100"]
+    name, limits = "cuda-sm70", CHIPS["V100"]._replace(num_sms=NUM_SMS)
 
 
 class EmulatedSm75(EmulatedCudaBackend):
-    name, limits = "cuda-sm75", CHIPS["T4"]
+    name, limits = "cuda-sm75", CHIPS["T4"]._replace(num_sms=NUM_SMS)
 
 
 class EmulatedSm80(EmulatedCudaBackend):
-    name, limits = "cuda-sm80", CHIPS["A100"]
+    name, limits = "cuda-sm80", CHIPS["A100"]._replace(num_sms=NUM_SMS)
+
+
+class EmulatedSingleSm80(EmulatedCudaBackend):
+    """For which caches of moderate size have many keys."""
+
+    name, limits = "cuda-sm80-single", CHIPS["A100"]._replace(num_sms=1)
 
 
 EMULATED = (EmulatedSm60, EmulatedSm70, EmulatedSm75, EmulatedSm80)

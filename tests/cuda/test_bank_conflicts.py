@@ -32,7 +32,9 @@ def of_forward(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen
     return wavefronts(backend, *prepare_dense(q, k, k, options=Options()))
 
 
-def of_decode(backend: EmulatedCudaBackend, headdim: int, rows: int, seqlen_k: int, cache: torch.dtype) -> Counts:
+def of_decode(
+    backend: EmulatedCudaBackend, headdim: int, rows: int, seqlen_k: int, cache: torch.dtype = torch.float16
+) -> Counts:
     """Of a decode by one CTA, with as many heads of queries as a tile has rows."""
     q = torch.randn(1, 1, rows, headdim, dtype=torch.float16)
     k, scale = torch.randn(1, CAPACITY, 1, headdim).half(), None
@@ -65,21 +67,18 @@ def test_nor_has_it_with_volta_s_other_tiles(headdim: int, seqlen_q: int) -> Non
     assert_main_loop_has_no_conflicts(less, more)
 
 
-# With more rows over bytes queries are read from shared memory too, 8 bytes a lane, and half of these reads conflict.
 @pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize(
-    ("backend", "cache", "rows"),
-    [
-        (emulator.EmulatedSm75(), torch.float16, 16),
-        (emulator.EmulatedSm75(), torch.float16, 64),
-        (emulator.EmulatedSm80(), torch.float16, 16),
-        (emulator.EmulatedSm80(), torch.float16, 64),
-        (emulator.EmulatedSm80(), torch.int8, 16),
-    ],
-    ids=["sm75-16-rows", "sm75-64-rows", "sm80-16-rows", "sm80-64-rows", "sm80-int8-16-rows"],
-)
-def test_the_main_loop_of_a_decode_has_no_bank_conflicts(
-    backend: EmulatedCudaBackend, cache: torch.dtype, headdim: int, rows: int
-) -> None:
-    less, more = (of_decode(backend, headdim, rows, seqlen_k, cache) for seqlen_k in (CAPACITY // 2, CAPACITY))
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])
+def test_the_main_loop_of_a_decode_has_no_bank_conflicts(backend: EmulatedCudaBackend, rows: int, headdim: int) -> None:
+    less, more = (of_decode(backend, headdim, rows, seqlen_k) for seqlen_k in (CAPACITY // 2, CAPACITY))
+    assert_main_loop_has_no_conflicts(less, more)
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
+def test_nor_has_it_with_a_quantised_cache(cache: torch.dtype, headdim: int) -> None:
+    """Of few rows, whose queries are in registers: those of more are read with conflicts, two lanes a bank."""
+    backend = emulator.EmulatedSm80()
+    less, more = (of_decode(backend, headdim, 16, seqlen_k, cache) for seqlen_k in (CAPACITY // 2, CAPACITY))
     assert_main_loop_has_no_conflicts(less, more)

@@ -1,4 +1,4 @@
-"""NVRTC compiles every kernel for its own code path, without a GPU, and the kernels fit their registers."""
+"""NVRTC compiles kernels for their own code path, without a GPU, and the kernels fit their registers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.variants import known_limits, variants_of
-from fastattention.backends.cuda.kernel_config import MAX_REGISTERS
+from fastattention.backends.cuda.jit.variants import (
+    UNQUANTISED,
+    Feature,
+    choose_decode_feature,
+    choose_feature,
+    variants_of,
+)
+from fastattention.backends.cuda.kernel_config import MAX_REGISTERS, AppendConfig, KernelConfig, Variant
 from fastattention.errors import CompileError
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
@@ -31,21 +38,49 @@ REASON = compiler.why_unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
+# Decodes are many. Those of head dimensions in between, of the other dtype and of float8 take no more. The emulator
+# compiles all.
+DECODED = (Feature.PLAIN, Feature.PAGED, Feature.INT8)
+
+
+def kernels_of(chip: str) -> list[Variant]:
+    """Every forward of a GPU, and those of its other kernels that take the most."""
+    limits = CHIPS[chip]
+    dtype = torch.bfloat16 if limits.arch >= 80 else torch.float16
+    forwards = [kernel for kernel in variants_of(limits, features=UNQUANTISED) if kernel.source == "forward.cuh"]
+    return list(dict.fromkeys([*forwards, *variants_of(limits, (128,), (dtype,), features=DECODED)]))
+
+
+measure = functools.cache(kernel_resources.measure)
+
+
 @functools.cache
 def usages_of(chip: str) -> list[Any]:
-    """kernel_resources.measure for every kernel of a GPU; the compiler releases Python's lock."""
-    if (reason := compiler.why_not_target(CHIPS[chip].arch)) is not None:
+    """kernel_resources.measure for kernels of a GPU; the compiler releases Python's lock."""
+    arch = CHIPS[chip].arch
+    if (reason := compiler.why_not_target(arch)) is not None:
         pytest.skip(reason)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(kernel_resources.measure, variants_of(CHIPS[chip])))
+        return list(pool.map(lambda kernel: measure(kernel, arch), kernels_of(chip)))
+
+
+def attending(chip: str, headdim: int, *, decodes: bool) -> list[Any]:
+    """Forwards or decodes up to a head dimension."""
+    usages = [usage for usage in usages_of(chip) if isinstance(usage.kernel, KernelConfig)]
+    return [usage for usage in usages if usage.kernel.headdim <= headdim and usage.kernel.decodes == decodes]
+
+
+def spills(usages: list[Any]) -> dict[str, int]:
+    return {usage.kernel.name: usage.spill_bytes for usage in usages if usage.spill_bytes}
 
 
 @pytest.mark.parametrize("chip", kernel_resources.CHIP_NAMES)
-def test_every_kernel_compiles(chip: str) -> None:
-    usages = usages_of(chip)
-    assert len(usages) >= 18  # six head dimensions, three features
-    for usage in usages:
-        assert 0 < usage.resources.registers <= MAX_REGISTERS
+def test_kernels_compile(chip: str) -> None:
+    assert len(attending(chip, 256, decodes=False)) >= 6 * 3  # head dimensions, features
+    assert len(attending(chip, 256, decodes=True)) >= len(DECODED)
+    for usage in usages_of(chip):
+        assert usage.resources.keys() == {entry.name for entry in usage.kernel.entries}
+        assert all(0 < resources.registers <= MAX_REGISTERS for resources in usage.resources.values())
         assert usage.code_bytes > 10_000
 
 
@@ -53,28 +88,58 @@ def test_every_kernel_compiles(chip: str) -> None:
     ("chip", "headdim"), [("V100", 256), ("T4", 192), ("A100", 256), ("RTX 3090", 256)], ids=lambda value: str(value)
 )
 def test_no_register_is_spilled_up_to_a_head_dimension(chip: str, headdim: int) -> None:
-    small = (usage for usage in usages_of(chip) if usage.kernel.headdim <= headdim)
-    spilled = {usage.kernel.name: usage.resources.spill_bytes for usage in small if usage.resources.spill_bytes}
-    assert spilled == {}
+    assert spills([usage for usage in attending(chip, headdim, decodes=False) if not usage.kernel.paged]) == {}
+
+
+@pytest.mark.parametrize(("chip", "headdim"), [("V100", 256), ("T4", 192), ("A100", 256), ("RTX 3090", 256)])
+def test_pages_make_a_forward_spill_a_few_words_at_most(chip: str, headdim: int) -> None:
+    """Those that are read once a tile: where pages lie."""
+    paged = [usage for usage in attending(chip, headdim, decodes=False) if usage.kernel.paged]
+    assert max(spills(paged).values(), default=0) <= 48
+
+
+# On a V100 kernels of more columns read a few spilled words once a tile, and most of them outside of the main loop.
+@pytest.mark.parametrize(("chip", "headdim"), [("P100", 128), ("T4", 128), ("A100", 128), ("RTX 3090", 128)])
+def test_no_register_of_a_decode_is_spilled_up_to_a_head_dimension(chip: str, headdim: int) -> None:
+    decodes = attending(chip, headdim, decodes=True)
+    assert spills([usage for usage in decodes if not usage.kernel.paged]) == {}
+    assert max(spills(decodes).values(), default=0) <= 48  # where pages lie, read once a tile
 
 
 def test_every_code_path_is_reported() -> None:
     assert {CHIPS[chip].arch for chip in kernel_resources.CHIP_NAMES} == {limits.arch for limits in CHIPS.values()}
-    usage = kernel_resources.Usage(variants_of(CHIPS["T4"])[0], compiler.Resources(200, 16, 8), 40_000)
-    assert kernel_resources.table([usage]).splitlines()[-1].startswith("| sm75_float16_d32x32_")
-    assert kernel_resources.table([usage]).endswith(f"| 200 | 16 | {usage.kernel.shared_bytes} | 40000 |")
 
 
-def test_machine_code_is_of_the_kernel() -> None:
-    limits = known_limits(75)
-    assert limits is not None
-    cubin = compiler.compile_kernel(variants_of(limits, headdims=(32,))[0], 75)
+def test_the_table_has_the_first_entry_and_the_spills_of_all() -> None:
+    kernel = choose_decode_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN)
+    resources = {
+        "fastattention_decode": compiler.Resources(200, 16, 8),
+        "fastattention_combine": compiler.Resources(80, 4, 0),
+    }
+    last = kernel_resources.table([kernel_resources.Usage(kernel, 75, resources, 40_000)]).splitlines()[-1]
+    assert last == f"| {kernel.name} | 7.5 | 128 | 200 | 20 | {kernel.shared_bytes} | 40000 |"
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        choose_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN),
+        choose_decode_feature(75, CHIPS["T4"], torch.bfloat16, 32, Feature.INT8),
+        AppendConfig("bfloat16", "float8"),
+    ],
+    ids=["forward", "decode", "append"],
+)
+def test_machine_code_is_of_the_kernel(kernel: Variant) -> None:
+    """And the compiler has nothing to say about it."""
+    cubin = compiler.compile_kernel(kernel, 75)
     assert cubin.code.startswith(b"\x7fELF")
-    assert compiler.ENTRY.encode() in cubin.code
+    assert all(entry.name.encode() in cubin.code for entry in kernel.entries)
+    assert cubin.resources.keys() == {entry.name for entry in kernel.entries}
+    assert "warning" not in cubin.log
 
 
 def test_a_kernel_that_does_not_compile_gives_the_log() -> None:
-    kernel = dataclasses.replace(variants_of(CHIPS["T4"], headdims=(32,))[0], tile_m=100)
+    kernel = dataclasses.replace(choose_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN), tile_m=100)
     with pytest.raises(CompileError, match=rf"(?s){kernel.name} does not compile for sm_75:.*share the rows evenly"):
         compiler.compile_kernel(kernel, 75)
 
@@ -87,4 +152,4 @@ def test_a_kernel_that_does_not_compile_gives_the_log() -> None:
 def test_a_gpu_that_the_compiler_does_not_know_is_refused_with_versions(target: int, advice: str) -> None:
     major, minor = compiler.version()
     with pytest.raises(CompileError, match=f"NVRTC {major}.{minor} builds for .*, not {target}; {advice}"):
-        compiler.compile_kernel(variants_of(CHIPS["T4"], headdims=(32,))[0], target)
+        compiler.compile_kernel(AppendConfig("float16"), target)

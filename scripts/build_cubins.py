@@ -3,9 +3,10 @@
     python scripts/build_cubins.py
 
 Puts cubins where `pip wheel .` takes them from, fastattention/backends/cuda/cubins, and removes those of other sources
-that are there: for every GPU of chips.py every kernel whose keys and values are equally wide. Machine code runs on
-every later GPU of its generation, so that of compute capability 8.0 serves 8.6, 8.7 and 8.9. Needs NVRTC 12, the last
-that builds for Pascal and Volta, and a few minutes. docs/environment.md says what the set weighs.
+that are there: for every GPU of chips.py every kernel of prefill whose keys and values are equally wide, and the common
+ones of caches. Machine code runs on every later GPU of its generation, so that of compute capability 8.0 serves 8.6,
+8.7 and 8.9. Needs NVRTC 12, the last that builds for Pascal and Volta, and a few minutes. docs/environment.md says what
+the set weighs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.table import Table
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.jit import cache, compiler
 from fastattention.backends.cuda.jit.variants import UNQUANTISED, variants_of
-from fastattention.backends.cuda.kernel_config import Variant
+from fastattention.backends.cuda.kernel_config import KernelConfig, Variant
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 
 
@@ -51,8 +52,16 @@ def cubins_to_build() -> list[Built]:
             Built(kernel, target_of(limits))
             for limits in CHIPS.values()
             for kernel in variants_of(limits, features=UNQUANTISED)
+            if is_common(kernel)
         )
     )
+
+
+def is_common(kernel: Variant) -> bool:
+    """Decodes are many and 100 KB each: only what most models ask of them is built ahead."""
+    if not (isinstance(kernel, KernelConfig) and kernel.decodes):
+        return True
+    return kernel.headdim in (64, 128) and not kernel.modifies_scores
 
 
 def target_of(limits: Limits) -> int:

@@ -45,7 +45,7 @@ def info() -> None:
 def bench(
     questions: Annotated[
         list[str] | None,
-        typer.Argument(help="prefill, decode, packed, overhead: the processor; gpu; npu. All without any."),
+        typer.Argument(help="prefill, decode, packed, overhead: the processor; gpu, gpu_decode; npu. All without any."),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")

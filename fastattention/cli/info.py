@@ -64,6 +64,7 @@ def _backend_table() -> Table:
 
 def _environment_table() -> Table:
     table = _table("environment", "variable", "value", "meaning")
+    table.columns[0].no_wrap = True
     for name, meaning in environment_variables().items():
         table.add_row(name, escape(os.environ.get(name) or "not set"), escape(meaning))
     return table

@@ -75,8 +75,8 @@ STORE_ENGINES: list[Engine] = [
 
 
 def has_store(case: Case) -> bool:
-    """Whether a store can hold the cache of a case: it has no left padding."""
-    return isinstance(case, KvCacheCase) and case.leftpad is None
+    """Whether a store can hold the cache of a case: it has no left padding, and is not quantised."""
+    return isinstance(case, KvCacheCase) and case.leftpad is None and case.stored == "as_q"
 
 
 def logical_caches(call: Call) -> tuple[Tensor, Tensor, list[int]]:

@@ -39,6 +39,8 @@ def why_not(problem: Problem) -> str | None:
     """
     if (reason := why_not_features(problem)) is not None:
         return reason
+    if problem.cache_dtype is not None:
+        return f"a quantised cache ({problem.cache_dtype}) is served by forward_int8_kv alone"
     if problem.layout is Layout.KVCACHE:
         return why_not_inference(problem)
     if problem.layout is Layout.PACKED:

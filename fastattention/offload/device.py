@@ -1,0 +1,125 @@
+"""What a cooperative cache asks of an accelerator: copies beside its computation, and work for the CPU in between."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.errors import ArgumentError, CacheFullError
+
+# A point in the work of a device. What it is, is the device's own business.
+Event = Any
+
+
+class Copy(NamedTuple):
+    """Numbers to move between the device and host memory: two tensors of one shape, both contiguous."""
+
+    target: Tensor
+    source: Tensor
+
+
+class Device(abc.ABC):
+    """An accelerator that computes in order, copies in both directions beside that, and waits for events on its own.
+
+    Nothing here waits on the host, except `run_on_cpu` for the tensors that it needs.
+    """
+
+    torch_device: torch.device
+
+    @abc.abstractmethod
+    def mark(self) -> Event:
+        """The point that the computation has reached when all that was asked of it so far is done."""
+
+    @abc.abstractmethod
+    def wait(self, event: Event) -> None:
+        """Lets the computation go on only after `event`."""
+
+    @abc.abstractmethod
+    def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        """Copies from host memory, after earlier uploads and the given events; returns the end of it."""
+
+    @abc.abstractmethod
+    def download(self, copies: Sequence[Copy]) -> Event:
+        """Copies to host memory, after earlier downloads and the computation so far; returns the end of it."""
+
+    @abc.abstractmethod
+    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Event) -> None:
+        """Runs `work`, which reads nbytes of host memory, in this thread once the device has reached `after`."""
+
+    @abc.abstractmethod
+    def pin(self, memory: Tensor) -> None:
+        """Makes host memory fit for copies that the device does on its own. Raises CacheFullError when it cannot be."""
+
+    @abc.abstractmethod
+    def unpin(self, memory: Tensor) -> None:
+        """Undoes `pin`, after all copies."""
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A small tensor in host memory for copies that the device does on its own."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+class CudaDevice(Device):
+    """A GPU: the computation is torch's current stream, copies have a stream each way."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ArgumentError(f"device={device}: layers can be kept in CPU memory beside a CUDA device only")
+        self.torch_device = device
+        self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Event:
+        """An event of the current stream."""
+        return torch.cuda.current_stream(self.torch_device).record_event()
+
+    def wait(self, event: Event) -> None:
+        """The current stream waits."""
+        torch.cuda.current_stream(self.torch_device).wait_event(event)
+
+    def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        """On the stream for uploads."""
+        return self._copy(self._up, copies, after)
+
+    def download(self, copies: Sequence[Copy]) -> Event:
+        """On the stream for downloads."""
+        event = self._copy(self._down, copies, (self.mark(),))
+        for _, source in copies:
+            source.record_stream(self._down)  # may be a temporary, whose memory must not be given away yet
+        return event
+
+    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Event) -> None:
+        """Waits for the event alone: copies in both directions go on meanwhile."""
+        after.synchronize()
+        work()
+
+    def pin(self, memory: Tensor) -> None:
+        """Registers memory that torch did not allocate."""
+        status = self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(status) != 0:
+            raise CacheFullError(
+                f"{memory.nbytes} bytes of host memory could not be pinned (CUDA error {int(status)}); "
+                "lower cpu_memory or free memory on the host"
+            )
+
+    def unpin(self, memory: Tensor) -> None:
+        """The copies of this device are over when it is idle."""
+        torch.cuda.synchronize(self.torch_device)
+        self._runtime.cudaHostUnregister(memory.data_ptr())
+
+    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """From torch's own pinned memory."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    @staticmethod
+    def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        for event in after:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()

@@ -1,0 +1,74 @@
+"""Memory of the CPU that grows to a cap, which devices copy from and to on their own."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+from fastattention.errors import CacheFullError
+from fastattention.offload.device import Device
+from fastattention.offload.pages import PageShape
+
+SLAB = 256 << 20  # bytes that are pinned at once, about: a fraction of a second
+
+
+class HostMemory:
+    """Tensors of pages in address space that is reserved at once, taken from the system and pinned as they are used.
+
+    slab_pages: pages that are pinned together; nothing must be copied across the end of a slab in one piece
+
+    Linux gives them huge pages where it can: a cache is read from end to end (docs/experiments.md).
+    """
+
+    def __init__(self, shape: PageShape, device: Device) -> None:
+        self._device = device
+        self._used = 0
+        self._maps: list[Tensor] = []
+        self._pinned: list[Tensor] = []
+        self.slab_pages = _slab_pages(shape)
+        weakref.finalize(self, _unpin, device, self._pinned).atexit = False
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of which only the pages given to `use` may be touched. The first axis is pages."""
+        count = math.prod(shape)
+        nbytes = max(count * dtype.itemsize, 1)
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise CacheFullError(
+                f"the system gives no {nbytes} bytes of address space ({error}); lower cpu_memory"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # advice: failing changes nothing but speed
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)[: count * dtype.itemsize].view(dtype).view(shape)
+        self._maps.append(tensor)
+        return tensor
+
+    def use(self, pages: int) -> None:
+        """The first `pages` pages of all tensors will be used. Raises CacheFullError."""
+        while self._used < pages:
+            for tensor in self._maps:
+                slab = tensor[self._used : self._used + self.slab_pages]
+                self._device.pin(slab)
+                self._pinned.append(slab)
+            self._used += self.slab_pages
+
+
+def _slab_pages(shape: PageShape) -> int:
+    """About a slab of pages, which in no tensor ends within a page of the system."""
+    itemsize = shape.stored_dtype.itemsize
+    row = shape.nheads_k * shape.page_size
+    sizes = [row * shape.headdim * itemsize, row * shape.headdim_v * itemsize, row * torch.float32.itemsize]
+    granule = max(mmap.PAGESIZE // math.gcd(size, mmap.PAGESIZE) for size in sizes)
+    return max(SLAB // (max(sizes) * granule), 1) * granule
+
+
+def _unpin(device: Device, pinned: list[Tensor]) -> None:
+    for slab in pinned:
+        device.unpin(slab)

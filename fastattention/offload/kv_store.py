@@ -1,0 +1,284 @@
+"""CooperativeKVStore: the keys and values of a whole model within a budget of memory on a device and one on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.errors import ArgumentError, CacheFullError
+from fastattention.interface import fast_attn_with_kvcache
+from fastattention.merge import merge_attn_states
+from fastattention.offload.device import Device
+from fastattention.offload.hand_over import HandOver
+from fastattention.offload.host_memory import HostMemory
+from fastattention.offload.layer import AttendOptions, Layer
+from fastattention.offload.pages import PagePool, PageShape, ceil_div
+from fastattention.offload.staging import HostTokens, Piece, Staging
+
+# More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
+MOST_QUERIES_ON_CPU = 32
+NUM_BUFFERS = 2
+STAGING_TOKENS = 16384  # of a sequence in a buffer, at most
+STAGING_SHARE = 8  # and all buffers are at most this part of the device's budget
+
+
+class Budget(NamedTuple):
+    """Bytes that the store may take, and what to change when they do not suffice."""
+
+    gpu: int
+    cpu: int
+    gpu_remedy: str = "raise gpu_memory"
+    cpu_remedy: str = "raise cpu_memory"
+
+
+class Usage(NamedTuple):
+    """Where the cache lives."""
+
+    num_layers_gpu: int
+    num_layers_cpu: int
+    gpu_bytes: int  # of pages in use and of buffers
+    cpu_bytes: int  # of pages in use
+
+
+class CooperativeKVStore:
+    """Keys and values of every layer of a model, for a batch of sequences of one length.
+
+    All layers begin on the device. When its budget is used up, layers move to CPU memory, one after another and spread
+    over the depth of the model, as far as that budget goes. What a layer has there is attended to by the CPU, or
+    uploaded in time and attended to by the device, or part by part both; the parts are merged exactly.
+
+    shape: of a page; cache_dtype is that of CPU memory, the device holds `dtype`
+    share: how much of the layers in CPU memory is uploaded every step, 0 to 1, from their number and their tokens
+
+    A step uses the layers in order, each once. Before its first layer there is room for all of them, or CacheFullError
+    is raised and the store is as it was. A step that ended early, by whatever exception, is undone by the next.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        batch_size: int,
+        shape: PageShape,
+        device: Device,
+        budget: Budget,
+        share: Callable[[int, int], float],
+    ) -> None:
+        self.shape, self._device, self._budget, self._share_of = shape, device, budget, share
+        on_device = PageShape(shape.page_size, shape.nheads_k, shape.headdim, shape.headdim_v, shape.dtype)
+        self._staging_tokens = _staging_tokens(batch_size, shape, budget.gpu)
+        staging_bytes = NUM_BUFFERS * batch_size * ceil_div(self._staging_tokens, shape.page_size) * shape.nbytes
+        num_pages = max(budget.gpu - staging_bytes, 0) // on_device.nbytes
+        self._check_least(num_layers, batch_size, num_pages, on_device.nbytes, staging_bytes)
+        self._gpu = PagePool(
+            on_device, num_pages, self._allocate, name="the device", remedy=budget.gpu_remedy, wait=device.wait
+        )
+        memory = HostMemory(shape, device)
+        self._host = PagePool(
+            shape, budget.cpu // shape.nbytes, memory.allocate, name="CPU memory", remedy=budget.cpu_remedy,
+            wait=device.wait, use=memory.use, slab_pages=memory.slab_pages,
+        )  # fmt: skip
+        self._layers = [Layer(batch_size, device, self._gpu, self._host) for _ in range(num_layers)]
+        self._order = spread(num_layers)
+        self._hand_over = HandOver(device)
+        self._staging = self._make_staging()
+        self._share = 0.0
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences."""
+        return self._layers[0].batch_size
+
+    @property
+    def length(self) -> int:
+        """Tokens that every sequence holds in every layer."""
+        return min(layer.length for layer in self._layers)
+
+    @property
+    def layers_on_cpu(self) -> list[bool]:
+        """Whether each layer has left the device."""
+        return [layer.on_cpu for layer in self._layers]
+
+    @property
+    def usage(self) -> Usage:
+        """Where the cache lives now."""
+        on_cpu = sum(self.layers_on_cpu)
+        gpu_bytes = self._gpu.used * self._gpu.shape.nbytes + self._staging.nbytes
+        return Usage(len(self._layers) - on_cpu, on_cpu, gpu_bytes, self._host.used * self.shape.nbytes)
+
+    def append(self, index: int, k: Tensor, v: Tensor) -> None:
+        """Appends a prompt to a layer and attends to nothing.
+
+        k, v: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), dtype of the store, on its device
+        """
+        self._begin(index, k.shape[1], whole_at_once=False)
+        layer = self._layers[index]
+        piece = self._staging_tokens if layer.on_cpu else max(k.shape[1], 1)
+        for begin in range(0, k.shape[1], piece):
+            layer.append(k[:, begin : begin + piece], v[:, begin : begin + piece])
+
+    def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        """Appends k and v to a layer and attends to all it then holds: (batch_size, seqlen_q, nheads, headdim_v).
+
+        q: (batch_size, seqlen_q, nheads, headdim), the newest tokens; k, v: as for `append`, as many tokens as q has
+        """
+        self._begin(index, k.shape[1], whole_at_once=True)
+        layer = self._layers[index]
+        if not layer.host_tokens:
+            out: Tensor = layer.attend_on_device(q, k, v, options, return_lse=False)
+            layer.finish(k.shape[1])
+            return out
+        visit = self._staging.begin(layer, whole=self._share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
+        work = None if visit.end == layer.host_tokens else self._hand_over.send(q)
+        parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
+        parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
+        if work is not None:
+            parts.append(self._hand_over.attend(work, layer, visit.end, options))
+        layer.finish(k.shape[1])
+        self._staging.finish(visit)
+        outs, lses = zip(*parts, strict=True)
+        return merge_attn_states(outs, lses)[0]
+
+    def truncate(self, length: int) -> None:
+        """Forgets all but the first `length` tokens of every sequence. Raises ArgumentError for more than it holds."""
+        if not 0 <= length <= self.length:
+            raise ArgumentError(f"length={length} must be 0 to {self.length}, the tokens of every sequence")
+        self._quiet()
+        for layer in self._layers:
+            layer.truncate(length)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Sequence i becomes what sequence rows[i] was: for beams, or for another batch size.
+
+        Raises ArgumentError for rows that are not there, and CacheFullError.
+        """
+        if not rows or not all(0 <= row < self.batch_size for row in rows):
+            raise ArgumentError(f"rows={list(rows)} must be some of 0 to {self.batch_size - 1}")
+        self._undo_interrupted()
+        self._quiet()
+        old = self.batch_size
+        for layer in self._layers:
+            layer.select(rows)
+        if len(rows) != old:
+            self._staging_tokens = _staging_tokens(len(rows), self.shape, self._budget.gpu)
+            self._staging = self._make_staging()
+
+    def _begin(self, index: int, tokens: int, whole_at_once: bool) -> None:
+        """Before a layer of a step. whole_at_once: the device must hold all new tokens of a layer at once."""
+        if index == 0:
+            self._undo_interrupted()
+            self._make_room(tokens, whole_at_once)
+        elif self._layers[index].length != self._layers[index - 1].length - tokens:
+            raise ArgumentError(f"layer {index} must follow layer {index - 1} in every step, with as many new tokens")
+
+    def _undo_interrupted(self) -> None:
+        length = self.length
+        if any(layer.length != length for layer in self._layers):
+            self.truncate(length)
+
+    def _make_room(self, tokens: int, whole_at_once: bool) -> None:
+        """Moves layers to CPU memory until a step of `tokens` fits. Checks everything before it changes anything."""
+        moved = self._to_move(tokens, whole_at_once)
+        going = [layer for layer in self._layers if layer.on_cpu or layer in moved]
+        page_size = self.shape.page_size
+        to_host = sum(
+            self.batch_size * ((layer.length + tokens) // page_size) - len(layer.host_pages[0]) * self.batch_size
+            for layer in going
+        )
+        self._host.check(to_host)
+        for layer in moved:
+            layer.demote()
+        if going:
+            self._share = self._share_of(len(going), going[0].length)
+
+    def _to_move(self, tokens: int, whole_at_once: bool) -> list[Layer]:
+        moved: list[Layer] = []
+        candidates = [self._layers[index] for index in self._order if not self._layers[index].on_cpu]
+        while True:
+            needed = sum(self._growth(layer, tokens, layer.on_cpu or layer in moved) for layer in self._layers)
+            if moved or any(self.layers_on_cpu):
+                needed += self._passing_through(tokens, whole_at_once)
+            if needed <= self._gpu.available:
+                return moved
+            if not candidates:
+                raise CacheFullError(
+                    f"the device has {self._gpu.available} free pages of {self._gpu.num_pages}, and {tokens} tokens "
+                    f"for each of {self.batch_size} sequences need {needed} even with all layers in CPU memory; "
+                    f"{self._budget.gpu_remedy}, or give the prompt in smaller chunks"
+                )
+            moved.append(candidates.pop(0))
+
+    def _growth(self, layer: Layer, tokens: int, on_cpu: bool) -> int:
+        """Pages that a layer will have taken on the device when the step is over; negative when it gives some back."""
+        end = layer.length + tokens
+        if on_cpu:
+            return self.batch_size * bool(end % self.shape.page_size) - layer.num_gpu_pages
+        return layer.gpu_pages_for(tokens) - layer.num_gpu_pages + layer.shared_last_pages()
+
+    def _passing_through(self, tokens: int, whole_at_once: bool) -> int:
+        """Pages that a layer on its way to CPU memory takes for a while."""
+        most = tokens if whole_at_once else min(tokens, self._staging_tokens)
+        return self.batch_size * (ceil_div(most, self.shape.page_size) + 1)
+
+    def _quiet(self) -> None:
+        """Before pages change hands: nothing that was read ahead counts, and no upload reads them any more."""
+        for event in self._staging.flush():
+            self._device.wait(event)
+
+    def _following(self, layer: HostTokens) -> HostTokens:
+        """The next layer with tokens in CPU memory, round and round."""
+        position = next(index for index, other in enumerate(self._layers) if other is layer)
+        later = self._layers[position + 1 :] + self._layers[: position + 1]
+        return next(other for other in later if other.host_tokens)
+
+    def _make_staging(self) -> Staging:
+        return Staging(
+            self._device, self._host, batch_size=self.batch_size, tokens=self._staging_tokens, count=NUM_BUFFERS,
+            following=self._following, share=lambda: self._share,
+        )  # fmt: skip
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
+
+    def _check_least(self, num_layers: int, batch_size: int, num_pages: int, page_bytes: int, staging: int) -> None:
+        """Every layer keeps its newest page on the device, and one layer needs two more."""
+        least = (num_layers + 2) * batch_size
+        if num_pages < least:
+            raise CacheFullError(
+                f"{self._budget.gpu} bytes on the device are too few for {num_layers} layers and batch_size="
+                f"{batch_size}: at least {least * page_bytes + staging} are needed; {self._budget.gpu_remedy}"
+            )
+
+
+def _attend_to_piece(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:
+    k, v, k_scale, v_scale = piece.buffer.pages
+    out, lse = fast_attn_with_kvcache(
+        q, k, v, cache_seqlens=piece.end - piece.begin, block_table=piece.buffer.block_table,
+        cache_leftpad=options.leftpad(piece.begin, piece.end, q.device), softmax_scale=options.softmax_scale,
+        softcap=options.softcap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
+    )  # fmt: skip
+    return out, lse
+
+
+def _staging_tokens(batch_size: int, shape: PageShape, gpu_bytes: int) -> int:
+    """Tokens of a sequence in a buffer: whole pages, at least one."""
+    fitting = gpu_bytes // STAGING_SHARE // (NUM_BUFFERS * batch_size * shape.nbytes)
+    return max(min(STAGING_TOKENS // shape.page_size, fitting), 1) * shape.page_size
+
+
+def spread(count: int) -> list[int]:
+    """0 to count - 1 in an order whose every beginning is spread evenly: the last first, then the middle, and so on.
+
+    The last layer goes first: uploads for it have the whole step.
+    """
+    order: list[int] = []
+    denominator = 1
+    while len(order) < count:
+        for numerator in range(1, denominator + 1, 1 if denominator == 1 else 2):
+            index = max(-(-count * numerator // denominator) - 1, 0)
+            if index not in order:
+                order.append(index)
+        denominator *= 2
+    return order

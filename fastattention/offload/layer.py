@@ -1,0 +1,289 @@
+"""One layer's keys and values: whole pages in CPU memory first, then pages on the device; and attention to both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.interface import fast_attn_with_kvcache
+from fastattention.offload.device import Copy, Device, Event
+from fastattention.offload.pages import PagePool, Pages, ceil_div, runs
+from fastattention.quantised import quantise
+
+
+class Padding(NamedTuple):
+    """Tokens at the start of each sequence that nobody sees."""
+
+    counts: list[int]
+
+    def within(self, begin: int, end: int, device: torch.device) -> Tensor | None:
+        """cache_leftpad of tokens begin ... end - 1 on their own: int32 (batch_size,), or None when all are seen."""
+        if max(self.counts, default=0) <= begin:
+            return None
+        hidden = [min(max(count - begin, 0), end - begin) for count in self.counts]
+        return torch.tensor(hidden, dtype=torch.int32).to(device, non_blocking=True)
+
+
+class AttendOptions(NamedTuple):
+    """How queries attend. They are the newest tokens, and causal."""
+
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None  # on the device
+    padding: Padding | None = None
+
+    def leftpad(self, begin: int, end: int, device: torch.device) -> Tensor | None:
+        """cache_leftpad of some of the tokens."""
+        return None if self.padding is None else self.padding.within(begin, end, device)
+
+
+class PageTable:
+    """Pages of every sequence, equally many, in order; and as block_table on the device that reads them."""
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self.pages: list[list[int]] = [[] for _ in range(batch_size)]
+        self._device = device
+        self._tensor: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.pages[0]) if self.pages else 0
+
+    def all(self) -> list[int]:
+        """Pages of all sequences."""
+        return [page for sequence in self.pages for page in sequence]
+
+    def change(self, pages: Sequence[Sequence[int]]) -> None:
+        """Other pages."""
+        self.pages = [list(sequence) for sequence in pages]
+        self._tensor = None
+
+    def extend(self, taken: Sequence[int]) -> None:
+        """As many further pages for every sequence; those of the first sequence come first."""
+        each = len(taken) // max(len(self.pages), 1)
+        if each:
+            self.change([old + list(taken[row * each : (row + 1) * each]) for row, old in enumerate(self.pages)])
+
+    def block_table(self) -> Tensor:
+        """int32 (batch_size, pages a sequence)."""
+        if self._tensor is None:
+            table = torch.tensor(self.pages, dtype=torch.int32).view(len(self.pages), -1)
+            self._tensor = table.to(self._device, non_blocking=True)
+        return self._tensor
+
+
+class Layer:
+    """The cache of one layer. All sequences hold the same number of tokens.
+
+    Attending and appending take pages that the caller has made sure are there.
+    """
+
+    def __init__(self, batch_size: int, device: Device, gpu: PagePool, host: PagePool) -> None:
+        self.length = 0
+        self.on_cpu = False  # whether whole pages are sent to CPU memory
+        self.downloaded: Event = None
+        self._device, self._gpu, self._host = device, gpu, host
+        self._page_size = gpu.shape.page_size
+        self._gpu_table = PageTable(batch_size, device.torch_device)
+        self._host_table = PageTable(batch_size, torch.device("cpu"))
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences."""
+        return len(self._gpu_table.pages)
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens of every sequence in CPU memory, whole pages."""
+        return len(self._host_table) * self._page_size
+
+    @property
+    def host_pages(self) -> list[list[int]]:
+        """Pages of every sequence in CPU memory."""
+        return self._host_table.pages
+
+    @property
+    def num_gpu_pages(self) -> int:
+        """Pages on the device, of all sequences."""
+        return len(self._gpu_table) * self.batch_size
+
+    def gpu_pages_for(self, tokens: int) -> int:
+        """Pages on the device, of all sequences, that hold what is there and `tokens` more of each sequence."""
+        return self.batch_size * ceil_div(self.length - self.host_tokens + tokens, self._page_size)
+
+    def host_bytes(self, begin: int) -> int:
+        """Bytes of CPU memory from token `begin` on."""
+        return self.batch_size * (self.host_tokens - begin) * self._host.shape.token_bytes
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Appends k and v, (batch_size, seqlen_new, nheads_k, headdim or headdim_v), and attends to nothing."""
+        no_queries = k.new_empty(k.shape[0], 0, *k.shape[2:])
+        self._grow(k.shape[1])
+        fast_attn_with_kvcache(no_queries, *self._gpu.pages[:2], k, v, cache_seqlens=self._gpu_tokens, **self._where())
+        self.finish(k.shape[1])
+
+    def attend_on_device(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, return_lse: bool) -> Any:
+        """Appends k and v and attends to what the device holds: out, or (out, lse). The length is not advanced yet."""
+        self._grow(k.shape[1])
+        before, end = self._gpu_tokens, self.length + k.shape[1]
+        leftpad = options.leftpad(self.host_tokens, end, q.device)
+        new_k: Tensor | None
+        new_v: Tensor | None
+        if leftpad is not None and options.padding is not None and max(options.padding.counts) > self.length:
+            # Padding that ends among the new tokens: they must be there first.
+            none = q[:, :0]
+            fast_attn_with_kvcache(none, *self._gpu.pages[:2], k, v, cache_seqlens=before, **self._where())
+            before, new_k, new_v = before + k.shape[1], None, None
+        else:
+            new_k, new_v = k, v
+        return fast_attn_with_kvcache(
+            q, *self._gpu.pages[:2], new_k, new_v, cache_seqlens=before, cache_leftpad=leftpad,
+            softmax_scale=options.softmax_scale, causal=True, softcap=options.softcap, sinks=options.sinks,
+            return_lse=return_lse, **self._where(),
+        )  # fmt: skip
+
+    def attend_on_cpu(self, q: Tensor, begin: int, options: AttendOptions) -> tuple[Tensor, Tensor]:
+        """(out, lse) of q in CPU memory over tokens `begin` to host_tokens."""
+        end = self.host_tokens
+        counts = [0] * self.batch_size if options.padding is None else options.padding.counts
+        leftpad = torch.tensor([min(max(count, begin), end) for count in counts], dtype=torch.int32)
+        k, v, k_scale, v_scale = self._host.pages
+        out, lse = fast_attn_with_kvcache(
+            q, k, v, cache_seqlens=end, cache_leftpad=leftpad, block_table=self._host_table.block_table(),
+            softmax_scale=options.softmax_scale, softcap=options.softcap, k_scale=k_scale, v_scale=v_scale,
+            return_lse=True,
+        )  # fmt: skip
+        return out, lse
+
+    def finish(self, tokens: int) -> None:
+        """Ends a call of `attend_on_device` that appended `tokens`."""
+        self.length += tokens
+        if self.on_cpu:
+            self._send_down()
+
+    def demote(self) -> None:
+        """Sends whole pages to CPU memory, now and as they fill."""
+        self.on_cpu = True
+        self._send_down()
+
+    def truncate(self, length: int) -> None:
+        """Forgets all but the first `length` tokens of every sequence; there must be pages for one of each."""
+        if length < self.host_tokens:
+            self._fetch_back(length)
+        keep = ceil_div(length - self.host_tokens, self._page_size)
+        after = self._device.mark()
+        self._gpu.release((page for pages in self._gpu_table.pages for page in pages[keep:]), after)
+        self._gpu_table.change([pages[:keep] for pages in self._gpu_table.pages])
+        self.length = length
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Sequence i becomes what sequence rows[i] was. Pages are shared; there must be pages for the last of each."""
+        after = self._device.mark()
+        for pool, table in ((self._gpu, self._gpu_table), (self._host, self._host_table)):
+            old = table.all()
+            chosen = [table.pages[row] for row in rows]
+            for pages in chosen:
+                pool.share(pages)
+            pool.release(old, after)
+            table.change(chosen)
+
+    def release(self, after: Event) -> None:
+        """Gives all pages back."""
+        for pool, table in ((self._gpu, self._gpu_table), (self._host, self._host_table)):
+            pool.release(table.all(), after)
+            table.change([[] for _ in table.pages])
+        self.length = 0
+
+    def shared_last_pages(self) -> int:
+        """Pages that must be copied before the next append: partly filled, and shared."""
+        return sum(1 for _ in self._to_copy())
+
+    @property
+    def _gpu_tokens(self) -> int:
+        return self.length - self.host_tokens
+
+    def _where(self) -> dict[str, Any]:
+        return {"block_table": self._gpu_table.block_table()}
+
+    def _grow(self, tokens: int) -> None:
+        """Makes room for `tokens` more of every sequence."""
+        self._copy_shared()
+        self._gpu_table.extend(self._gpu.take(self.gpu_pages_for(tokens) - self.num_gpu_pages))
+
+    def _to_copy(self) -> Iterator[int]:
+        """Sequences whose last page is partly filled and shared."""
+        if self._gpu_tokens % self._page_size:
+            for row, pages in enumerate(self._gpu_table.pages):
+                if self._gpu.is_shared(pages[-1]):
+                    yield row
+
+    def _copy_shared(self) -> None:
+        pages = [list(sequence) for sequence in self._gpu_table.pages]
+        for row in list(self._to_copy()):
+            old = pages[row][-1]
+            if not self._gpu.is_shared(old):  # the others have copies by now
+                continue
+            (new,) = self._gpu.take(1)
+            for tensor in self._gpu.pages.tensors():
+                tensor[new].copy_(tensor[old])
+            self._gpu.release([old], self._device.mark())
+            pages[row][-1] = new
+        if pages != self._gpu_table.pages:
+            self._gpu_table.change(pages)
+
+    def _send_down(self) -> None:
+        """Moves the whole pages on the device to CPU memory."""
+        count = self._gpu_tokens // self._page_size
+        if not count:
+            return
+        leaving = [page for pages in self._gpu_table.pages for page in pages[:count]]
+        targets = self._host.take(len(leaving))
+        copies = list(self._copies_down(leaving, targets))
+        self.downloaded = self._device.download(copies)
+        self._host_table.extend(targets)
+        self._gpu_table.change([pages[count:] for pages in self._gpu_table.pages])
+        self._gpu.release(leaving, self.downloaded)
+
+    def _copies_down(self, leaving: Sequence[int], targets: Sequence[int]) -> Iterator[Copy]:
+        for position, page, count in runs(leaving, self._gpu.slab_pages):
+            sources = _stored(self._gpu.pages, page, count, self._host.shape.cache_dtype)
+            for offset, target, length in runs(targets[position : position + count], self._host.slab_pages):
+                for to, source in zip(self._host.pages.tensors(), sources.tensors(), strict=True):
+                    yield Copy(to[target : target + length], source[offset : offset + length])
+
+    def _fetch_back(self, length: int) -> None:
+        """Brings the page that `length` ends in back to the device, and gives up those behind it."""
+        whole, rest = divmod(length, self._page_size)
+        after = self._device.mark()
+        self._gpu.release(self._gpu_table.all(), after)
+        self._gpu_table.change([[] for _ in self._gpu_table.pages])
+        if rest:
+            last = [pages[whole] for pages in self._host_table.pages]
+            self._gpu_table.extend(self._gpu.take(len(last)))
+            self._restore(last, self._gpu_table.all())
+        self._host.release((page for pages in self._host_table.pages for page in pages[whole:]), self._device.mark())
+        self._host_table.change([pages[:whole] for pages in self._host_table.pages])
+
+    def _restore(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages from CPU memory to the device."""
+        if self.downloaded is not None:
+            self._device.wait(self.downloaded)
+        for source, target in zip(sources, targets, strict=True):
+            k, v, k_scale, v_scale = self._host.pages
+            for to, pages, scale in zip(self._gpu.pages[:2], (k, v), (k_scale, v_scale), strict=True):
+                numbers = pages[source].to(self._device.torch_device)
+                if scale is not None:
+                    numbers = numbers.float() * scale[source].to(self._device.torch_device).unsqueeze(-1)
+                to[target].copy_(numbers)
+
+
+def _stored(pages: Pages, page: int, count: int, cache_dtype: torch.dtype | None) -> Pages:
+    """Some neighbouring pages as CPU memory holds them."""
+    k, v = pages.k[page : page + count], pages.v[page : page + count]
+    if cache_dtype is None:
+        return Pages(k, v, None, None)
+    # Quantised heads first, which keeps the results contiguous in that order.
+    (k, k_scale), (v, v_scale) = (quantise(each.transpose(1, 2), cache_dtype) for each in (k, v))
+    return Pages(*(each.transpose(1, 2) for each in (k, v, k_scale, v_scale)))

@@ -1,0 +1,180 @@
+"""Pages of keys and values: a fixed number of them in each memory, handed out, shared and taken back."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.errors import CacheFullError
+from fastattention.offload.device import Event
+
+SCALE_BYTES = 4  # a float32 for each token and head of a quantised page
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """What a page holds: page_size tokens of one sequence in one layer."""
+
+    page_size: int
+    nheads_k: int
+    headdim: int
+    headdim_v: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype | None = None  # int8 or float8_e4m3fn when quantised, with scales
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the elements in memory."""
+        return self.cache_dtype or self.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """A token's key, value and scales."""
+        elements = self.nheads_k * (self.headdim + self.headdim_v) * self.stored_dtype.itemsize
+        return elements + (2 * self.nheads_k * SCALE_BYTES if self.cache_dtype else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """A whole page."""
+        return self.page_size * self.token_bytes
+
+
+class Pages(NamedTuple):
+    """Tensors of many pages, each stored heads first: every head of a page is one run of memory.
+
+    k: (num_pages, page_size, nheads_k, headdim), v likewise with headdim_v, of strides that belong to heads first
+    k_scale, v_scale: float32 (num_pages, page_size, nheads_k) likewise, or None
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All there are, in the order in which they lie in memory: heads before tokens."""
+        for tensor in self:
+            if tensor is not None:
+                yield tensor.transpose(1, 2)
+
+
+# Gives a contiguous tensor, whose numbers are arbitrary, of a shape whose first axis is pages.
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+def allocate_pages(shape: PageShape, num_pages: int, allocate: Allocate) -> Pages:
+    """Tensors for num_pages pages."""
+    k, v = (
+        allocate((num_pages, shape.nheads_k, shape.page_size, columns), shape.stored_dtype).transpose(1, 2)
+        for columns in (shape.headdim, shape.headdim_v)
+    )
+    if shape.cache_dtype is None:
+        return Pages(k, v, None, None)
+    scales = (allocate((num_pages, shape.nheads_k, shape.page_size), torch.float32).transpose(1, 2) for _ in range(2))
+    return Pages(k, v, *scales)
+
+
+class PagePool:
+    """Pages in one memory, of which there will never be more.
+
+    name: of the memory, for errors, and `remedy`: what to change when there are too few
+    wait: makes whoever writes new pages wait for an event, after which pages that were given back are no longer read
+    use: called with the number of pages, from the first one, that will have been taken
+    slab_pages: pages that may be copied in one piece begin and end within so many; 0 is all
+    """
+
+    def __init__(
+        self,
+        shape: PageShape,
+        num_pages: int,
+        allocate: Allocate,
+        *,
+        name: str,
+        remedy: str,
+        wait: Callable[[Event], None],
+        use: Callable[[int], None] = lambda pages: None,
+        slab_pages: int = 0,
+    ) -> None:
+        self.shape = shape
+        self.num_pages = num_pages
+        self.slab_pages = slab_pages or max(num_pages, 1)
+        self.pages = allocate_pages(shape, num_pages, allocate)
+        self._name, self._remedy, self._wait, self._use = name, remedy, wait, use
+        self._free = list(range(num_pages))  # a heap: the lowest first, so that neighbours lie side by side
+        self._returned: deque[tuple[Event, list[int]]] = deque()
+        self._owners = [0] * num_pages
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can give."""
+        return len(self._free) + sum(len(pages) for _, pages in self._returned)
+
+    @property
+    def used(self) -> int:
+        """Pages that are taken."""
+        return self.num_pages - self.available
+
+    def check(self, count: int) -> None:
+        """Raises CacheFullError unless `count` pages can be taken."""
+        if count > self.available:
+            page = self.shape
+            raise CacheFullError(
+                f"{self._name} has {self.available} free pages of {self.num_pages} ({page.page_size} tokens and "
+                f"{page.nbytes} bytes each), and {count} are needed; {self._remedy}"
+            )
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages, of arbitrary numbers. Raises CacheFullError."""
+        self.check(count)
+        while len(self._free) < count:
+            event, pages = self._returned.popleft()
+            if event is not None:
+                self._wait(event)
+            for page in pages:
+                heapq.heappush(self._free, page)
+        taken = heapq.nsmallest(count, self._free)
+        self._use(max(taken, default=-1) + 1)  # may fail: nothing is taken yet
+        for page in taken:
+            heapq.heappop(self._free)
+            self._owners[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Another owner for each of the pages, who will release them too."""
+        for page in pages:
+            self._owners[page] += 1
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a page has other owners, so that it must not be written."""
+        return self._owners[page] > 1
+
+    def release(self, pages: Iterable[int], after: Event | None) -> None:
+        """Gives pages back, which may be written again after an event, if any."""
+        freed = []
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                freed.append(page)
+        if freed:
+            self._returned.append((after, freed))
+
+
+def runs(pages: Sequence[int], slab_pages: int) -> Iterator[tuple[int, int, int]]:
+    """(position, first page, count) of stretches of neighbouring pages, none of which goes on in the next slab."""
+    begin = 0
+    for position in range(1, len(pages) + 1):
+        end = position == len(pages)
+        if end or pages[position] != pages[position - 1] + 1 or pages[position] % slab_pages == 0:
+            yield begin, pages[begin], position - begin
+            begin = position
+
+
+def ceil_div(tokens: int, size: int) -> int:
+    """Pieces of `size` that hold `tokens`."""
+    return -(-tokens // size)

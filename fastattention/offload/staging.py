@@ -1,0 +1,195 @@
+"""Uploads ahead of their use: pieces of the layers in CPU memory, each in one of a few buffers on the device.
+
+Old keys and values do not depend on the queries to come. So while the device computes one layer, those that the next
+layers in CPU memory will need are on their way already, in the order of use, as far as there are buffers; after the
+last layer comes the first one of the next step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastattention.offload.device import Copy, Device, Event
+from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pages, ceil_div, runs
+
+
+class HostTokens(Protocol):
+    """What lies in CPU memory of one layer."""
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens of every sequence, whole pages."""
+
+    @property
+    def host_pages(self) -> Sequence[Sequence[int]]:
+        """Pages of every sequence, in order."""
+
+    @property
+    def downloaded(self) -> Event:
+        """When all of them have arrived; None when nothing was sent."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory on the device for a piece, and when it may be written."""
+
+    pages: Pages
+    block_table: Tensor  # int32 (batch_size, pages a sequence)
+    free: Event = None
+
+
+class Piece(NamedTuple):
+    """Tokens begin ... end - 1 of every sequence of a layer, in a buffer from `arrived` on."""
+
+    buffer: Buffer
+    begin: int
+    end: int
+    arrived: Event
+
+
+@dataclass(eq=False)
+class Visit:
+    """One use of a layer: its first `end` tokens are uploaded, those before `issued` are on their way or were used."""
+
+    layer: HostTokens
+    end: int
+    issued: int = 0
+    pieces: deque[Piece] = field(default_factory=deque)
+    begun: bool = False
+
+
+class Staging:
+    """The buffers, and the order in which they are filled.
+
+    tokens: of a sequence that a buffer has room for, whole pages; count: of buffers, at least 1
+    host: those in CPU memory
+    following: the layer that is used after a given one, among those with tokens in CPU memory
+    share: how much of a layer is uploaded, 0 to 1
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        host: PagePool,
+        *,
+        batch_size: int,
+        tokens: int,
+        count: int,
+        following: Callable[[HostTokens], HostTokens],
+        share: Callable[[], float],
+    ) -> None:
+        self._device, self._host, self._page_size = device, host, host.shape.page_size
+        self._following, self._share = following, share
+        self._tokens = tokens
+        self._buffers = [
+            _buffer(device, host.shape, batch_size, ceil_div(tokens, host.shape.page_size)) for _ in range(count)
+        ]
+        self._free = deque(self._buffers)
+        self._visits: deque[Visit] = deque()
+        self._whole = False  # whether the last use was of all tokens: then so will be the next
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer.pages.tensors())
+
+    def begin(self, layer: HostTokens, whole: bool) -> Visit:
+        """The use of a layer that comes now. whole: of all its tokens, not just the share that is uploaded."""
+        self._whole = whole
+        if not self._visits or self._visits[0].layer is not layer or self._visits[0].begun:
+            self.flush()  # another order than expected, or a use that never finished
+            self._visits.append(self._visit(layer))
+        visit = self._visits[0]
+        visit.begun = True
+        if whole and visit.end < layer.host_tokens:
+            self._drop_all_after(visit)  # what was read ahead would hold the buffers that this layer now needs first
+            visit.end = layer.host_tokens
+        return visit
+
+    def pieces(self, visit: Visit) -> Iterator[Piece]:
+        """The pieces of a visit in order; the computation may read each until the next one is asked for."""
+        assert visit is self._visits[0]
+        self._fill()
+        while visit.pieces:
+            piece = visit.pieces[0]
+            self._device.wait(piece.arrived)
+            yield piece
+            visit.pieces.popleft()
+            self._give_back(piece.buffer, self._device.mark())
+            self._fill()
+
+    def finish(self, visit: Visit) -> None:
+        """Ends a visit, whose layer's lengths are now those after it, and uploads for the next."""
+        assert visit is self._visits[0]
+        assert not visit.pieces
+        self._visits.popleft()
+        if not self._visits:
+            self._visits.append(self._visit(self._following(visit.layer)))
+        self._fill()
+
+    def flush(self) -> list[Event]:
+        """Forgets what was read ahead: lengths or pages change. Returns when the last of it was read."""
+        arrivals = [piece.arrived for visit in self._visits for piece in visit.pieces]
+        for visit in self._visits:
+            self._drop(visit)
+        self._visits.clear()
+        return arrivals
+
+    def _visit(self, layer: HostTokens) -> Visit:
+        tokens = layer.host_tokens
+        share = 1.0 if self._whole else self._share()
+        return Visit(layer, min(tokens, round(share * tokens / self._page_size) * self._page_size))
+
+    def _fill(self) -> None:
+        """Uploads as much as there are free buffers for."""
+        while self._free and self._visits:
+            visit = self._visits[-1]
+            if visit.issued == visit.end:
+                following = self._following(visit.layer)
+                # What a layer gains in this step is uploaded for the next one only after it.
+                if any(other.layer is following for other in self._visits):
+                    return
+                self._visits.append(self._visit(following))
+            else:
+                self._upload(visit, self._free.popleft())
+
+    def _upload(self, visit: Visit, buffer: Buffer) -> None:
+        begin, end = visit.issued, min(visit.issued + self._tokens, visit.end)
+        first, last = begin // self._page_size, end // self._page_size
+        copies = []
+        for sequence, pages in enumerate(visit.layer.host_pages):
+            row = sequence * buffer.block_table.shape[1]
+            for position, page, count in runs(pages[first:last], self._host.slab_pages):
+                for target, source in zip(buffer.pages.tensors(), self._host.pages.tensors(), strict=True):
+                    to = row + position
+                    copies.append(Copy(target[to : to + count], source[page : page + count]))
+        after = [event for event in (buffer.free, visit.layer.downloaded) if event is not None]
+        visit.pieces.append(Piece(buffer, begin, end, self._device.upload(copies, after)))
+        visit.issued = end
+
+    def _drop_all_after(self, visit: Visit) -> None:
+        while self._visits[-1] is not visit:
+            self._drop(self._visits.pop())
+
+    def _drop(self, visit: Visit) -> None:
+        while visit.pieces:
+            piece = visit.pieces.popleft()
+            self._give_back(piece.buffer, piece.arrived)
+
+    def _give_back(self, buffer: Buffer, free: Event) -> None:
+        buffer.free = free
+        self._free.append(buffer)
+
+
+def _buffer(device: Device, shape: PageShape, batch_size: int, pages: int) -> Buffer:
+    def allocate(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device.torch_device)
+
+    table = torch.arange(batch_size * pages, dtype=torch.int32, device=device.torch_device)
+    return Buffer(allocate_pages(shape, batch_size * pages, allocate), table.view(batch_size, pages))

@@ -1,0 +1,1 @@
+"""The cooperative cache, on a pretended device."""

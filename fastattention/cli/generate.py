@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from fastattention.cli.choices import Attention, ModelDtype
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, require_extra
+from fastattention.errors import ArgumentError
+from fastattention.sizes import format_bytes
 
 if TYPE_CHECKING:
     from fastattention.cli.generation import Generated
     from fastattention.cli.model_folder import LoadedModel
+    from fastattention.integrations.transformers.cache import FastAttentionCache
 
 
 def generate(
@@ -21,14 +24,18 @@ def generate(
     temperature: float,
     dtype: ModelDtype,
     device: str,
+    kv_budget: str | None,
 ) -> None:
     """Print the prompt and its continuation as it comes, then what it took. The arguments are those of the command."""
     require_extra("transformers", "transformers")
+    if kv_budget is not None and attention is not Attention.FAST_ATTENTION:
+        raise ArgumentError(f"kv_budget={kv_budget!r} is for --attn fast_attention, got {attention.value}")
     with MESSAGES.status("loading the model"):
         from fastattention.cli.model_folder import load_folder
 
         loaded = load_folder(model, attention, dtype, device)
-    result = _stream(loaded, prompt, max_new_tokens, temperature)
+    cache = None if kv_budget is None else _make_cache(loaded, kv_budget)
+    result = _stream(loaded, prompt, max_new_tokens, temperature, cache)
     OUTPUT.out()
     summary = (
         f"[bold]{attention.value}[/]: prompt of {result.prompt_tokens} tokens in {result.prefill_seconds:.2f} s, "
@@ -37,9 +44,36 @@ def generate(
     if result.decode_tokens_per_s is not None:
         summary += f", {result.decode_tokens_per_s:.1f} tokens/s after the first"
     MESSAGES.print(summary, soft_wrap=True)
+    if cache is not None:
+        MESSAGES.print(_where(cache), soft_wrap=True)
 
 
-def _stream(loaded: LoadedModel, prompt: str, max_new_tokens: int, temperature: float) -> Generated:
+def _make_cache(loaded: LoadedModel, kv_budget: str) -> FastAttentionCache:
+    from fastattention.integrations.transformers.cache import FastAttentionCache
+
+    if loaded.model.device.type != "cuda":
+        raise ArgumentError(
+            f"kv_budget={kv_budget!r} limits the memory of a GPU, and the model is on {loaded.model.device}; "
+            "give --device cuda:0"
+        )
+    return FastAttentionCache(loaded.model.config, kv_budget=kv_budget)
+
+
+def _where(cache: FastAttentionCache) -> str:
+    """Where the cache lives."""
+    usage = cache.usage
+    text = f"[bold]cache[/]: {usage.num_layers_gpu} layers on the GPU, {format_bytes(usage.gpu_bytes)}"
+    if usage.num_layers_cpu:
+        text += (
+            f"; {usage.num_layers_cpu} on the CPU, {format_bytes(usage.cpu_bytes)}, attended to by the "
+            f"{cache.policy.value} policy"
+        )
+    return text
+
+
+def _stream(
+    loaded: LoadedModel, prompt: str, max_new_tokens: int, temperature: float, cache: FastAttentionCache | None
+) -> Generated:
     """A bar while the prompt is read, then the prompt and its continuation word by word."""
     from fastattention.cli.generation import Events, generate_tokens
 
@@ -57,4 +91,4 @@ def _stream(loaded: LoadedModel, prompt: str, max_new_tokens: int, temperature: 
             token=on_token,
             text=lambda text: OUTPUT.out(text, end=""),
         )
-        return generate_tokens(loaded, tokens, max_new_tokens, temperature=temperature, events=events)
+        return generate_tokens(loaded, tokens, max_new_tokens, temperature=temperature, cache=cache, events=events)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,13 @@ from transformers import PreTrainedModel, TextStreamer
 
 from fastattention.cli.model_folder import LoadedModel
 from fastattention.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from fastattention.integrations.transformers.cache import FastAttentionCache
+
+# Tokens of a prompt that pass through the model at once, with a cache of limited memory. Many enough that weights and
+# earlier tokens, which every chunk reads again, cost little beside what is computed with them.
+PREFILL_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -73,9 +81,12 @@ def generate_tokens(
     *,
     min_new_tokens: int = 0,
     temperature: float = 0.0,
+    cache: FastAttentionCache | None = None,
     events: Events | None = None,
 ) -> Generated:
     """Continue `prompt`, int64 (1, seqlen). temperature 0 always takes the likeliest token.
+
+    With a cache, long prompts are read in chunks: what the model computes meanwhile stays small.
 
     Raises ArgumentError for an empty prompt and for more tokens than the model has positions.
     """
@@ -87,7 +98,10 @@ def generate_tokens(
     end = loaded.model.generation_config.eos_token_id
     clock = _Clock(loaded, events)
     prompt = prompt.to(loaded.model.device)
-    with torch.inference_mode(), _watched_layers(loaded.model, events.prefill):
+    if cache is not None:
+        sampling |= {"past_key_values": cache, "prefill_chunk_size": PREFILL_CHUNK}
+    num_chunks = 1 if cache is None else -(-prompt.shape[1] // PREFILL_CHUNK)
+    with torch.inference_mode(), _watched_layers(loaded.model, num_chunks, events.prefill):
         loaded.model.generate(  # type: ignore[operator]
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -113,25 +127,24 @@ def _check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: in
 
 
 @contextmanager
-def _watched_layers(model: PreTrainedModel, on_prefill: Callable[[float], None]) -> Iterator[None]:
-    """Tells `on_prefill` after each layer, once through the model: the prompt passes first."""
+def _watched_layers(model: PreTrainedModel, num_chunks: int, on_prefill: Callable[[float], None]) -> Iterator[None]:
+    """Tells `on_prefill` after each layer, once through the model for each chunk: the prompt passes first."""
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers)
     handles: list[RemovableHandle] = []
+    done = itertools.count(1)
 
     def remove_hooks() -> None:
         for handle in handles:
             handle.remove()
 
-    def make_hook(done: int) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            on_prefill(done / num_layers)
-            if done == num_layers:
-                remove_hooks()
+    def hook(*_: object) -> None:
+        count = next(done)
+        on_prefill(count / (num_layers * num_chunks))
+        if count == num_layers * num_chunks:
+            remove_hooks()
 
-        return hook
-
-    handles += [layer.register_forward_hook(make_hook(index + 1)) for index, layer in enumerate(next(lists, []))]
+    handles += [layer.register_forward_hook(hook) for layer in next(lists, [])]
     try:
         yield
     finally:

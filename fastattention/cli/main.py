@@ -73,12 +73,16 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
     dtype: Annotated[ModelDtype, typer.Option(help="Of weights; auto is as stored.")] = ModelDtype.AUTO,
     device: Annotated[str, typer.Option(help="As torch names it, e.g. cpu or cuda:0.")] = "cpu",
+    kv_budget: Annotated[
+        str | None,
+        typer.Option(help="GPU memory for keys and values, e.g. 8GiB; layers beyond it are kept by the CPU."),
+    ] = None,
 ) -> None:
     """Continue a prompt with any Transformers model folder, and say how fast that was."""
     from fastattention.cli import generate as command
 
     with errors_as_messages():
-        command.generate(model, prompt, attn, max_new_tokens, temperature, dtype, device)
+        command.generate(model, prompt, attn, max_new_tokens, temperature, dtype, device, kv_budget)
 
 
 @app.command()

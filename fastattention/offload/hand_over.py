@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastattention.offload.device import Device, Event
-from fastattention.offload.layer import AttendOptions, Layer
+from fastattention.threads import get_num_threads, limited_threads
+
+FEW_THREADS = 4
+
+# (out, lse) from queries, all in CPU memory.
+Attend = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Handed(NamedTuple):
@@ -31,26 +37,34 @@ class HandOver:
 
     def send(self, q: Tensor) -> Handed:
         """Starts copying queries, (batch_size, seqlen_q, nheads, headdim)."""
-        memory = self._pinned("q", q.shape, q.dtype)
+        memory = self._pinned("q", q)
         memory.copy_(q, non_blocking=True)
         return Handed(memory, self._device.mark())
 
-    def attend(self, handed: Handed, layer: Layer, begin: int, options: AttendOptions) -> tuple[Tensor, Tensor]:
-        """(out, lse) on the device of what was sent, over the tokens from `begin` on that are in CPU memory."""
+    def finish(self, handed: Handed, nbytes: int, attend: Attend) -> tuple[Tensor, Tensor]:
+        """(out, lse) on the device of `attend`, which reads nbytes of CPU memory, for the queries that were sent."""
         results: list[Tensor] = []
 
         def work() -> None:
-            for name, result in zip(("out", "lse"), layer.attend_on_cpu(handed.q, begin, options), strict=True):
-                memory = self._pinned(name, result.shape, result.dtype)
+            with limited_threads(_threads()):
+                attended = attend(handed.q)
+            for name, result in zip(("out", "lse"), attended, strict=True):
+                memory = self._pinned(name, result)
                 memory.copy_(result)
                 results.append(memory)
 
-        self._device.run_on_cpu(work, layer.host_bytes(begin), handed.arrived)
+        self._device.run_on_cpu(work, nbytes, handed.arrived)
         out, lse = (result.to(self._device.torch_device, non_blocking=True, copy=True) for result in results)
         return out, lse
 
-    def _pinned(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        key = (name, shape)
+    def _pinned(self, name: str, like: Tensor) -> Tensor:
+        key = (name, like.shape)
         if key not in self._memory:
-            self._memory[key] = self._device.empty_pinned(shape, dtype)
+            self._memory[key] = self._device.empty_pinned(like.shape, like.dtype)
         return self._memory[key]
+
+
+def _threads() -> int:
+    """Of the CPU's attention: where there are many, one core is left to the driver and other programs."""
+    available = get_num_threads()
+    return available - 1 if available > FEW_THREADS else available

@@ -25,7 +25,7 @@ STAGING_TOKENS = 16384  # of a sequence in a buffer, at most
 STAGING_SHARE = 8  # and all buffers are at most this part of the device's budget
 
 
-class Budget(NamedTuple):
+class MemoryCaps(NamedTuple):
     """Bytes that the store may take, and what to change when they do not suffice."""
 
     gpu: int
@@ -63,7 +63,7 @@ class CooperativeKVStore:
         batch_size: int,
         shape: PageShape,
         device: Device,
-        budget: Budget,
+        budget: MemoryCaps,
         share: Callable[[int, int], float],
     ) -> None:
         self.shape, self._device, self._budget, self._share_of = shape, device, budget, share
@@ -95,6 +95,10 @@ class CooperativeKVStore:
     def length(self) -> int:
         """Tokens that every sequence holds in every layer."""
         return min(layer.length for layer in self._layers)
+
+    def length_of(self, index: int) -> int:
+        """Tokens that every sequence holds in one layer: those of `length`, and those of a step under way."""
+        return self._layers[index].length
 
     @property
     def layers_on_cpu(self) -> list[bool]:
@@ -135,7 +139,12 @@ class CooperativeKVStore:
         parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
         if work is not None:
-            parts.append(self._hand_over.attend(work, layer, visit.end, options))
+            begin = visit.end
+            parts.append(
+                self._hand_over.finish(
+                    work, layer.host_bytes(begin), lambda given: layer.attend_on_cpu(given, begin, options)
+                )
+            )
         layer.finish(k.shape[1])
         self._staging.finish(visit)
         outs, lses = zip(*parts, strict=True)

@@ -96,6 +96,18 @@ def pair(name: str) -> Pair:
     return Pair(eager, fast)
 
 
+@functools.cache
+def deep(name: str, num_layers: int) -> Any:
+    """The decoder called `name` with more layers and fast_attention, in eval mode. Shared by all tests."""
+    model_class, config = _config(name)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[index % 2] for index in range(num_layers)]
+    model = model_class._from_config(config, attn_implementation="fast_attention").eval()
+    sharpen(model)
+    return model
+
+
 def sharpen(model: nn.Module) -> None:
     """Weights large enough that attention is far from uniform: otherwise a wrong mask would hardly show."""
     generator = torch.Generator().manual_seed(0)

@@ -17,6 +17,7 @@ from fastattention.integrations.transformers.masks import (
     attend_packed,
     combine,
 )
+from fastattention.integrations.transformers.stored import StoredTokens
 
 # Arguments with which sparse and gated models change the softmax in ways that nothing else tells.
 UNKNOWN_ARGUMENTS = ("indices", "block_indices", "sinks")
@@ -25,8 +26,8 @@ UNKNOWN_ARGUMENTS = ("indices", "block_indices", "sinks")
 def fast_attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | StoredTokens,
+    value: Tensor | StoredTokens,
     attention_mask: SequenceMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -41,7 +42,8 @@ def fast_attention_forward(
     """Attention of one layer, as Transformers' AttentionInterface asks for it.
 
     query: (batch_size, nheads, seqlen_q, headdim)
-    key, value: (batch_size, nheads_k, seqlen_k, headdim or headdim_v); nheads_k divides nheads, heads are not repeated
+    key, value: (batch_size, nheads_k, seqlen_k, headdim or headdim_v); nheads_k divides nheads, heads are not repeated.
+        Or what a FastAttentionCache gives in their place, to which new tokens are appended.
     attention_mask: what the mask function returned; or a tensor that broadcasts to (batch_size, nheads, seqlen_q,
         seqlen_k), bool (True is seen) or added to the scores. Both decide alone what is seen. None leaves it to
         is_causal (by default the module's attribute) and sliding_window (in keys, the query's own included).
@@ -55,11 +57,14 @@ def fast_attention_forward(
     masks that do not fit.
     """
     _refuse_unsupported(cache, kwargs)
+    scores = Scores(scaling, softcap or 0.0, s_aux, dropout)
+    if isinstance(key, StoredTokens):
+        return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores), None
+    assert isinstance(value, Tensor)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    scores = Scores(scaling, softcap or 0.0, s_aux, dropout)
     if isinstance(attention_mask, Tensor):
         return attend_dense(q, k, v, _attn_bias(attention_mask, position_bias, q), scores), None
     sequences = _packed_sequences(kwargs)

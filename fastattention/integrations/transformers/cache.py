@@ -1,0 +1,237 @@
+"""FastAttentionCache: a cache for Transformers models that stays within a budget of GPU memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PretrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
+
+from fastattention.errors import ArgumentError
+from fastattention.integrations.transformers.cache_layers import StoredLayer, WindowLayer
+from fastattention.integrations.transformers.stored import NewTokens, PaddingOf, StoredTokens
+from fastattention.offload.device import CudaDevice, Device
+from fastattention.offload.hardware import Hardware
+from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps, Usage
+from fastattention.offload.measure import measure_hardware
+from fastattention.offload.memory import Workload
+from fastattention.offload.model_shape import ModelShape
+from fastattention.offload.pages import PageShape
+from fastattention.offload.policy import Policy, read_policy
+from fastattention.offload.prediction import seconds_per_token, upload_fraction
+from fastattention.quantised import LARGEST_STORED
+from fastattention.sizes import read_bytes
+
+FULL_ATTENTION = "full_attention"
+PAGE_SIZE = 512  # tokens
+HOST_SHARE = 0.8  # of the memory that is free on the host, by default
+
+
+class FastAttentionCache(Cache):
+    """Keys and values of a model within a budget of GPU memory; layers that do not fit are kept by the CPU.
+
+        cache = FastAttentionCache(model.config, gpu_memory="16GiB")
+        model.generate(**inputs, past_key_values=cache)
+
+    config: of the model, which must be loaded with attn_implementation="fast_attention"
+    gpu_memory: all that this process may take of the GPU, weights and all: a number of bytes, or "16GiB". What
+        torch has allocated when the first tokens come, and `workspace`, are not the cache's.
+    kv_budget: instead of gpu_memory, what keys and values may take of the GPU
+    cpu_memory: what they may take of host memory; by default four fifths of what is free
+    policy: what is done about layers in host memory: "classical" uploads them for every token, "cooperative" has the
+        CPU attend to them, "hybrid" both, in parts; "auto" takes the fastest, by the model of docs/long_context.md
+    cpu_cache_dtype: torch.int8 or torch.float8_e4m3fn keeps host memory quantised: half the bytes, not exact
+    workspace: GPU memory for all else that the model computes
+    hardware: bandwidths for the model; measured by default
+
+    Layers with a window keep that alone, on the GPU, as in a DynamicCache. All sequences of a batch have the same
+    length, with padding on the left. Raises ArgumentError for budgets and configurations that make no sense, and
+    CacheFullError, before any token is lost, when a budget is used up.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        gpu_memory: int | str | None = None,
+        *,
+        kv_budget: int | str | None = None,
+        cpu_memory: int | str | None = None,
+        policy: str = "auto",
+        cpu_cache_dtype: torch.dtype | None = None,
+        workspace: int | str = "1GiB",
+        hardware: Hardware | None = None,
+        page_size: int = PAGE_SIZE,
+        device: Device | None = None,
+    ) -> None:
+        if (gpu_memory is None) == (kv_budget is None):
+            raise ArgumentError(f"give one of gpu_memory and kv_budget, got {gpu_memory!r} and {kv_budget!r}")
+        self._gpu_memory = None if gpu_memory is None else read_bytes("gpu_memory", gpu_memory)
+        self._kv_budget = None if kv_budget is None else read_bytes("kv_budget", kv_budget)
+        self._cpu_memory = _free_host_memory() if cpu_memory is None else read_bytes("cpu_memory", cpu_memory)
+        self._workspace = read_bytes("workspace", workspace)
+        self._policy, self._hardware, self._device = read_policy(policy), hardware, device
+        if cpu_cache_dtype is not None and cpu_cache_dtype not in LARGEST_STORED:
+            allowed = ", ".join(str(one).removeprefix("torch.") for one in LARGEST_STORED)
+            raise ArgumentError(f"cpu_cache_dtype={cpu_cache_dtype} must be None or one of {allowed}")
+        if page_size < 1:
+            raise ArgumentError(f"page_size={page_size} must be at least 1 token")
+        self._cpu_cache_dtype, self._page_size = cpu_cache_dtype, page_size
+        self.policy = Policy.RESIDENT  # what is done now
+        self._store: CooperativeKVStore | None = None
+        self._padding_of = PaddingOf()
+        config = config.get_text_config(decoder=True)
+        self._model = model_shape(config)
+        types, arguments = get_layer_types_and_kwargs(config)
+        full = [index for index, kind in enumerate(types) if kind == FULL_ATTENTION]
+        if not full:
+            raise ArgumentError(
+                f"no layer of {type(config).__name__} keeps all tokens ({set(types)}): use a DynamicCache"
+            )
+        positions = {layer: position for position, layer in enumerate(full)}
+        super().__init__(
+            layers=[
+                StoredLayer(self, positions[layer]) if layer in positions else self._other_layer(kind, given)
+                for layer, (kind, given) in enumerate(zip(types, arguments, strict=True))
+            ]
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens of every sequence that all layers hold: not those of a forward pass under way, or interrupted."""
+        windows = (layer.cumulative_length for layer in self.layers if isinstance(layer, WindowLayer))
+        return min([0 if self._store is None else self._store.length, *windows])
+
+    @property
+    def usage(self) -> Usage:
+        """Where the cache lives, layers with a window not counted."""
+        return Usage(0, 0, 0, 0) if self._store is None else self._store.usage
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """`length`, of any layer."""
+        return self.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove tokens of every sequence."""
+        if tokens_to_remove > 0:
+            raise ArgumentError(f"tokens_to_remove={tokens_to_remove} must not be positive: -3 forgets three tokens")
+        length = max(self.length + tokens_to_remove, 0)
+        for layer in self._others():
+            layer.crop(tokens_to_remove)
+        if self._store is not None:
+            self._store.truncate(length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i goes on with what sequence beam_idx[i] was. Waits for the device."""
+        self._select(beam_idx.tolist())
+        for layer in self._others():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times."""
+        self._select([row for row in range(self._batch_size()) for _ in range(repeats)])
+        for layer in self._others():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only the given sequences. Waits for the device."""
+        self._select(torch.arange(self._batch_size())[indices.cpu()].tolist())
+        for layer in self._others():
+            layer.batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Forgets all tokens, and the batch size; memory is given back."""
+        self._store = None
+        for layer in self._others():
+            layer.reset()
+
+    def append(self, index: int, k: Tensor, v: Tensor) -> StoredTokens | None:
+        """What stands for layer `index` once k and v, (batch_size, seqlen_new, nheads_k, headdim), are appended.
+
+        None after the first tokens of all, which are there at once: they are all there is to attend to.
+        """
+        if self._store is None:
+            self._store = self._make_store(k, v)
+        store = self._store
+        if index == 0 and store.length_of(0) > (held := self.length):
+            store.truncate(held)  # an earlier forward pass ended early
+        if store.length_of(index) == 0:
+            store.append(index, k, v)
+            return None
+        return StoredTokens(store, index, NewTokens(k, v), self._padding_of)
+
+    def _other_layer(self, kind: str, given: dict[str, Any]) -> CacheLayerMixin:
+        """The cache of a layer that does not keep all tokens."""
+        layer_class = DYNAMIC_LAYER_TYPE_MAPPING[kind]
+        if layer_class is DynamicSlidingWindowLayer:
+            return WindowLayer(self, **given)
+        layer: CacheLayerMixin = layer_class(**given)
+        return layer
+
+    def _others(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, StoredLayer)]
+
+    def _batch_size(self) -> int:
+        return 0 if self._store is None else self._store.batch_size
+
+    def _select(self, rows: list[int]) -> None:
+        if self._store is not None:
+            self._store.select(rows)
+
+    def _make_store(self, k: Tensor, v: Tensor) -> CooperativeKVStore:
+        batch_size, _, nheads_k, headdim = k.shape
+        device = self._device or CudaDevice(k.device)
+        shape = PageShape(self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype)
+        if self._hardware is None:
+            self._hardware = measure_hardware(device, shape)
+        gpu = self._kv_budget
+        if gpu is None:
+            assert self._gpu_memory is not None
+            taken = torch.cuda.memory_allocated(k.device) if k.is_cuda else 0
+            gpu = max(self._gpu_memory - taken - self._workspace, 0)
+        caps = MemoryCaps(gpu, self._cpu_memory, "raise gpu_memory" if self._kv_budget is None else "raise kv_budget")
+        count = sum(isinstance(layer, StoredLayer) for layer in self.layers)
+        with torch.inference_mode(False):  # memory that later calls write, in whatever mode
+            return CooperativeKVStore(count, batch_size, shape, device, caps, self._share)
+
+    def _share(self, num_layers_cpu: int, tokens: int) -> float:
+        """How much of the layers on the CPU is uploaded in every step."""
+        assert self._hardware is not None
+        assert self._store is not None
+        workload = Workload(self._model, self._store.batch_size, tokens, self._cpu_cache_dtype is not None)
+        policies = [self._policy] if self._policy else [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID]
+        hardware = self._hardware
+        self.policy = min(policies, key=lambda one: seconds_per_token(one, workload, hardware, num_layers_cpu))
+        return upload_fraction(self.policy, workload, hardware, num_layers_cpu)
+
+
+def model_shape(config: PretrainedConfig) -> ModelShape:
+    """Dimensions of a model, by its configuration; those of its MLP only as far as they are usual."""
+    nheads = config.num_attention_heads
+    types, arguments = get_layer_types_and_kwargs(config)
+    windows = {layer: given["sliding_window"] for layer, given in enumerate(arguments) if "sliding_window" in given}
+    return ModelShape(
+        name=config.model_type,
+        num_layers=len(types),
+        nheads=nheads,
+        nheads_k=getattr(config, "num_key_value_heads", None) or nheads,
+        headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        vocab_size=config.vocab_size,
+        window=max(windows.values(), default=None),
+        window_layers=frozenset(windows),
+        tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+    )
+
+
+def _free_host_memory() -> int:
+    """Bytes that keys and values may take of what is free now."""
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") * HOST_SHARE)

@@ -1,0 +1,108 @@
+"""What Transformers sees of the layers of a FastAttentionCache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from fastattention.errors import UnsupportedError
+from fastattention.integrations.transformers.stored import StoredTokens
+
+_WHOLE = "a layer of a FastAttentionCache cannot be changed alone; call the method of the cache"
+
+
+class Owner(Protocol):
+    """The cache."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of every sequence that all layers hold."""
+
+    def append(self, index: int, k: Tensor, v: Tensor) -> StoredTokens | None:
+        """Of `FastAttentionCache`."""
+
+
+class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """A layer that keeps all tokens, in the store of the cache; `index` counts such layers."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: Owner, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache, self._index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Memory is the cache's business."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Tensors for the first tokens of all, then StoredTokens."""
+        stored = self._cache.append(self._index, key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return (key_states, value_states) if stored is None else (stored, stored)
+
+    def get_seq_length(self) -> int:
+        """Tokens of every sequence."""
+        return self._cache.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys with the new ones, 0)."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """There is no fixed one: -1."""
+        return -1
+
+    def offload(self) -> None:
+        """Refused, as all that changes a layer alone."""
+        raise UnsupportedError(_WHOLE)
+
+    prefetch = offload
+    reset = offload
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refused."""
+        raise UnsupportedError(_WHOLE)
+
+
+class _Held(NamedTuple):
+    """What a window layer held before its last update, which replaced these tensors."""
+
+    keys: Tensor
+    values: Tensor
+    cumulative_length: int
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A layer that keeps the tokens of its window. What an interrupted forward pass added is undone by the next one."""
+
+    def __init__(self, cache: Owner, sliding_window: int, **kwargs: Any) -> None:
+        super().__init__(sliding_window, **kwargs)  # type: ignore[no-untyped-call]
+        self._cache = cache
+        self._held: _Held | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As of the class above."""
+        self._undo_interrupted()
+        if self.keys is not None and self.values is not None:
+            self._held = _Held(self.keys, self.values, self.cumulative_length)
+        result: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        return result
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys with the new ones, tokens that were forgotten)."""
+        self._undo_interrupted()
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length)
+        return sizes
+
+    def _undo_interrupted(self) -> None:
+        held = self._cache.length
+        if self.cumulative_length <= held:
+            return
+        if self._held is None or held == 0:
+            self.reset()
+        else:
+            self.keys, self.values, self.cumulative_length = self._held
+        self._held = None

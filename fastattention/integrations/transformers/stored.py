@@ -1,0 +1,101 @@
+"""Keys and values that a FastAttentionCache holds: what it gives a layer in place of tensors, and attention to them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.integrations.transformers.masks import CachedMask, DenseMask, Scores, SequenceMask
+from fastattention.offload.kv_store import CooperativeKVStore
+from fastattention.offload.layer import AttendOptions, Padding
+
+_NEEDED = (
+    "a FastAttentionCache is read by fast_attention alone; load the model with attn_implementation='fast_attention'"
+)
+
+
+class PaddingOf:
+    """The padding of a mask, read from the device once a forward pass: every layer gets the same mask."""
+
+    def __init__(self) -> None:
+        self._lengths: Tensor | None = None
+        self._padding: Padding | None = None
+
+    def __call__(self, lengths: Tensor) -> Padding:
+        """lengths: int32 (batch_size,), tokens at the start of each sequence that nobody sees."""
+        if self._lengths is not lengths:
+            counts: list[int] = lengths.tolist()
+            self._lengths = lengths
+            # Equal to that of the pass before, if it was: what the store made of it is used again.
+            if self._padding is None or self._padding.counts != counts:
+                self._padding = Padding(counts)
+        assert self._padding is not None
+        return self._padding
+
+
+class NewTokens(NamedTuple):
+    """Keys and values that a layer is about to add: (batch_size, seqlen_new, nheads_k, headdim or headdim_v)."""
+
+    k: Tensor
+    v: Tensor
+
+
+class StoredTokens:
+    """All keys, or all values, of a layer: those in the store and new ones, which attending to them appends."""
+
+    def __init__(self, store: CooperativeKVStore, index: int, new: NewTokens, padding_of: PaddingOf) -> None:
+        self._store, self._index, self._new, self._padding_of = store, index, new, padding_of
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(f"keys and values in a FastAttentionCache have no {name!r}: {_NEEDED}")
+
+    def __getitem__(self, index: object) -> Tensor:
+        raise UnsupportedError(f"keys and values in a FastAttentionCache cannot be indexed: {_NEEDED}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> Tensor:
+        name = getattr(function, "__name__", function)
+        raise UnsupportedError(f"keys and values in a FastAttentionCache are no argument of torch's {name}: {_NEEDED}")
+
+    def attend(self, q: Tensor, mask: SequenceMask | Tensor | None, bias: Tensor | None, scores: Scores) -> Tensor:
+        """Appends the new tokens and attends: q is theirs, (batch_size, seqlen_q, nheads, headdim)."""
+        options = self._options(q, mask, bias, scores)
+        return self._store.attend(self._index, q, *self._new, options)
+
+    def _options(
+        self, q: Tensor, mask: SequenceMask | Tensor | None, bias: Tensor | None, scores: Scores
+    ) -> AttendOptions:
+        if bias is not None or scores.dropout_p:
+            what = "a position_bias" if bias is not None else f"dropout of {scores.dropout_p}"
+            raise UnsupportedError(f"{what} cannot be combined with a FastAttentionCache; use a DynamicCache")
+        return AttendOptions(scores.softmax_scale, scores.softcap, scores.sinks, self._padding(q, mask))
+
+    def _padding(self, q: Tensor, mask: SequenceMask | Tensor | None) -> Padding | None:
+        """The padding before every sequence, when that and causality is all that the mask says."""
+        if mask is None:
+            return None
+        tokens = self._store.length + q.shape[1] if self._index == 0 else None
+        if isinstance(mask, DenseMask | CachedMask):
+            num_keys = mask.shape[3]
+            if tokens is not None and num_keys != tokens:
+                raise ArgumentError(
+                    f"the mask is for {num_keys} keys and the cache holds {tokens} with the new ones; an earlier "
+                    "forward pass may have ended early: call the model again"
+                )
+            causal = mask.causal or (q.shape[1] == 1 and mask.window == (-1, -1))
+            if causal and (mask.window[0] < 0 or mask.window[0] >= num_keys - 1):
+                leftpad = mask.cache_leftpad if isinstance(mask, CachedMask) else None
+                return None if leftpad is None else self._padding_of(leftpad)
+        raise UnsupportedError(
+            f"a FastAttentionCache serves causal attention to all tokens before, with padding on the left; this mask "
+            f"is {_described(mask)}; pad on the left, or use a DynamicCache"
+        )
+
+
+def _described(mask: SequenceMask | Tensor) -> str:
+    if isinstance(mask, torch.Tensor):
+        return f"a tensor of shape {tuple(mask.shape)}"
+    return f"{type(mask).__name__} with causal={mask.causal} and window={mask.window}"

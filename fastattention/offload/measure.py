@@ -1,0 +1,115 @@
+"""What a GPU, its link and its host really do: the Hardware of this machine, measured in about a second."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from fastattention.interface import fast_attn_with_kvcache
+from fastattention.kv_store.memory import allocate
+from fastattention.offload.device import Copy, CudaDevice, Device
+from fastattention.offload.hand_over import HandOver
+from fastattention.offload.hardware import Hardware
+from fastattention.offload.pages import PageShape, allocate_pages
+
+BYTES = 512 << 20  # of keys and values: beyond the caches of processors
+UPLOAD_BYTES = 256 << 20
+ROUNDS = 5
+GROUP = 4  # query heads a key head: of most models today
+# Assumed, since it depends on the model: what Python and launches of a layer cost beyond reading its weights.
+LAYER_OVERHEAD_SECONDS = 100e-6
+
+
+@functools.cache
+def measure_hardware(device: CudaDevice, shape: PageShape) -> Hardware:
+    """The machine around `device`, for pages of this shape. Takes half a GiB of memory on both sides meanwhile."""
+    gpu = device.torch_device
+    uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(uploaded, device=gpu)
+    cpu = _CpuAttention(shape)
+
+    def upload() -> None:
+        device.upload([Copy(target, uploaded)], []).synchronize()
+
+    def copy_on_gpu() -> None:
+        target.copy_(target.flip(0))
+        device.mark().synchronize()
+
+    link = UPLOAD_BYTES / _seconds(upload)
+    attention = cpu.nbytes / _seconds(cpu.attend)
+    both = _together(device, cpu, Copy(target, uploaded))
+    return Hardware(
+        torch.cuda.get_device_name(gpu),
+        gpu_bandwidth=4 * UPLOAD_BYTES / _seconds(copy_on_gpu),  # two copies, each read and written
+        link_bandwidth=link,
+        cpu_bandwidth=attention,
+        dram_bandwidth=max(both, link, attention),
+        handover_seconds=_hand_over_seconds(device, shape),
+        layer_overhead_seconds=LAYER_OVERHEAD_SECONDS,
+    )
+
+
+class _CpuAttention:
+    """A decode over pages in host memory, with one thread less than there are, as in use."""
+
+    def __init__(self, shape: PageShape) -> None:
+        count = max(BYTES // shape.nbytes, 1)
+        self.nbytes = count * shape.nbytes
+        self._pages = allocate_pages(shape, count, _zeros)
+        self._seqlens = torch.tensor([count * shape.page_size], dtype=torch.int32)
+        self._table = torch.arange(count, dtype=torch.int32).view(1, -1)
+        self._q = torch.zeros(1, 1, shape.nheads_k * GROUP, shape.headdim, dtype=shape.dtype)
+
+    def attend(self) -> None:
+        k, v, k_scale, v_scale = self._pages
+        fast_attn_with_kvcache(
+            self._q, k, v, cache_seqlens=self._seqlens, block_table=self._table, k_scale=k_scale, v_scale=v_scale
+        )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return allocate(shape, dtype, torch.device("cpu")).zero_()
+
+
+def _together(device: Device, cpu: _CpuAttention, copy: Copy) -> float:
+    """Bytes a second of uploads and attention at once."""
+    rates = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        uploads = [device.upload([copy], []) for _ in range(2)]
+        cpu.attend()
+        spent = time.perf_counter() - start
+        uploads[-1].synchronize()
+        uploading = time.perf_counter() - start
+        # Each by the time that it took itself: the tail of the longer one runs alone.
+        rates.append(cpu.nbytes / spent + 2 * copy.source.nbytes / uploading)
+    return median(rates)
+
+
+def _hand_over_seconds(device: Device, shape: PageShape) -> float:
+    """A layer's queries down and its results up, with nothing to attend to between."""
+    hand_over = HandOver(device)
+    q = torch.zeros(1, 1, shape.nheads_k * GROUP, shape.headdim, dtype=shape.dtype, device=device.torch_device)
+
+    def there_and_back() -> None:
+        handed = hand_over.send(q)
+        hand_over.finish(handed, 0, lambda given: (given, torch.zeros(1, given.shape[2], 1)))
+        device.mark().synchronize()
+
+    return _seconds(there_and_back, rounds=20)
+
+
+def _seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Median of `rounds` runs after one that does not count."""
+    work()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)

@@ -189,5 +189,58 @@ def plan_ascend(
         )
 
 
+@plan.command("offload")
+def plan_offload(
+    model: Annotated[str, typer.Option(help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b.")],
+    gpu_memory: Annotated[str, typer.Option(help="Memory of a GPU that may be used, e.g. 16GiB.")],
+    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of every sequence, prompt and answer together.")],
+    cpu_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory for keys and values, divided among the GPUs. Default: as much as it takes."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs of the host that share the model, by tensor parallelism.")] = 1,
+    hardware: Annotated[str, typer.Option(help="Assumed bandwidths: h200, v100, t4 or desktop.")] = "v100",
+    policy: Annotated[
+        str, typer.Option(help="auto, resident, classical, cooperative or hybrid; auto is the fastest that fits.")
+    ] = "auto",
+    layers_cpu: Annotated[
+        int | None, typer.Option(min=0, help="Layers in host memory. Default: as few as possible.")
+    ] = None,
+    cache: Annotated[CacheFormat | None, typer.Option(help="What a quantised cache holds.")] = None,
+    gpu_bandwidth: Annotated[str | None, typer.Option(help="Of GPU memory, e.g. 800GB/s.")] = None,
+    link_bandwidth: Annotated[str | None, typer.Option(help="From the host to a GPU.")] = None,
+    cpu_bandwidth: Annotated[str | None, typer.Option(help="Of attention on the host's CPU.")] = None,
+    dram_bandwidth: Annotated[str | None, typer.Option(help="Of host memory.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Draw the time against the length: a file ending in .png or .svg.")
+    ] = None,
+) -> None:
+    """Which layers keep their KV cache in host memory, and the time of a token. All predicted; needs no GPU."""
+    from fastattention.cli.plan import offload as command
+
+    bandwidths = {
+        "gpu_bandwidth": gpu_bandwidth,
+        "link_bandwidth": link_bandwidth,
+        "cpu_bandwidth": cpu_bandwidth,
+        "dram_bandwidth": dram_bandwidth,
+    }
+    options = command.Options(
+        model=model,
+        hardware=hardware,
+        seqlen=seqlen,
+        batch_size=batch,
+        tp=tp,
+        gpu_memory=gpu_memory,
+        cpu_memory=cpu_memory,
+        policy=policy,
+        num_layers_cpu=layers_cpu,
+        quantised=cache is not None,
+        bandwidths={name: value for name, value in bandwidths.items() if value is not None},
+    )
+    with errors_as_messages():
+        command.plan(options, output)
+
+
 if __name__ == "__main__":
     app()

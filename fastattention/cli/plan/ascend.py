@@ -17,11 +17,11 @@ from fastattention.backends.ascend.simulator.whole_chip import Prediction, predi
 from fastattention.backends.ascend.simulator.workload import Workload
 from fastattention.backends.ascend.tiling import buffer_uses, tiling_for
 from fastattention.cli.bench.report import in_words
-from fastattention.cli.console import OUTPUT, require_extra
+from fastattention.cli.console import OUTPUT
+from fastattention.cli.plan.picture import check_output
 from fastattention.errors import ArgumentError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-SUFFIXES = (".png", ".svg")
 DRAWN_TILES = 6
 NOTE = "Every time and rate is predicted: no Ascend device has run this. docs/ascend.md says what the model assumes."
 
@@ -71,15 +71,6 @@ def make_workload(
     return Workload(
         batch_size, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim, DTYPES[dtype], window_right=right
     )
-
-
-def check_output(path: Path) -> None:
-    """Raises ArgumentError for a picture that could not be drawn."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ArgumentError(f"output={str(path)!r} has no suffix of a picture; use {' or '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ArgumentError(f"output={str(path)!r} cannot be written: its folder does not exist")
-    require_extra("plot", "matplotlib")
 
 
 def _summary(prediction: Prediction) -> Table:

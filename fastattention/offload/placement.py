@@ -1,0 +1,168 @@
+"""Which layers keep their keys and values in host memory, what a decode step does about them, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fastattention.errors import ArgumentError
+from fastattention.offload.hardware import Hardware
+from fastattention.offload.memory import (
+    DEFAULT_WORKSPACE,
+    Budget,
+    Memory,
+    Workload,
+    divide,
+    longest_seqlen,
+    memory_of,
+    why_not,
+)
+from fastattention.offload.model_shape import ModelShape
+from fastattention.offload.policy import AUTO, Policy, read_policy
+from fastattention.offload.prediction import seconds_per_token, upload_fraction
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a policy would do: `seconds` a token, or the `reason` why it is out of the question."""
+
+    policy: Policy
+    num_layers_cpu: int
+    seconds: float | None
+    reason: str | None
+    longest_seqlen: int | None  # the longest sequence whose caches fit; 0: not even one token's; None: no limit
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan. Times are predicted. `memory` is per GPU, and its `cpu_kv` the host memory that belongs to that GPU."""
+
+    model: ModelShape
+    hardware: Hardware
+    batch_size: int
+    seqlen: int
+    quantised: bool
+    policy: Policy
+    on_cpu: tuple[bool, ...]  # for every layer
+    upload_fraction: float  # of the bytes of layers on the CPU, in every step
+    memory: Memory
+    seconds: float  # a step: one token for every sequence
+    predictions: Mapping[Policy, Prediction]
+
+    @property
+    def num_layers_cpu(self) -> int:
+        """L_CPU of the paper."""
+        return sum(self.on_cpu)
+
+    @property
+    def num_layers_gpu(self) -> int:
+        """L_GPU of the paper, layers with a window included."""
+        return len(self.on_cpu) - self.num_layers_cpu
+
+
+def place(
+    model: ModelShape,
+    hardware: Hardware,
+    *,
+    batch_size: int,
+    seqlen: int,
+    gpu_memory: int,
+    cpu_memory: int | None = None,
+    policy: str = AUTO,
+    num_layers_cpu: int | None = None,
+    workspace: int = DEFAULT_WORKSPACE,
+    quantised: bool = False,
+) -> Placement:
+    """The placement of `batch_size` sequences of `seqlen` tokens, prompt and answer together.
+
+    gpu_memory, cpu_memory, workspace: bytes; cpu_memory is for keys and values only, None as much as it takes;
+        workspace is what the GPU needs beside weights, keys and values
+    policy: "auto" (the fastest that fits, of equals the simpler), or the name of a Policy. When every layer fits on the
+        GPU, the policy is always resident
+    num_layers_cpu: of those that keep every token; None: the fewest that leave the GPU room
+    quantised: the cache holds int8 or float8 with a scale a token and head
+
+    Of tensor-parallel GPUs, one: model.sharded(tp), hardware.shared(tp), and its share of cpu_memory. Raises
+    ArgumentError when nothing fits, with what to change.
+    """
+    wanted = read_policy(policy)
+    workload = Workload(model, batch_size, seqlen, quantised)
+    budget = Budget(gpu_memory, cpu_memory, workspace, num_layers_cpu)
+    _check(workload, budget, wanted)
+    predictions = {one: _predict(one, workload, hardware, budget) for one in Policy}
+    chosen, on_cpu = _choose(wanted, predictions)
+    return Placement(
+        model=model,
+        hardware=hardware,
+        batch_size=batch_size,
+        seqlen=seqlen,
+        quantised=quantised,
+        policy=chosen,
+        on_cpu=spread(model, on_cpu),
+        upload_fraction=upload_fraction(chosen, workload, hardware, on_cpu),
+        memory=memory_of(workload, chosen, on_cpu, budget),
+        seconds=seconds_per_token(chosen, workload, hardware, on_cpu),
+        predictions=predictions,
+    )
+
+
+def spread(model: ModelShape, num_layers_cpu: int) -> tuple[bool, ...]:
+    """For every layer whether it is on the CPU: evenly over the depth, never one with a window.
+
+    The upload of a layer then has the time of those since the one before.
+    """
+    full_layers = model.full_layers
+    count = len(full_layers)
+    on_cpu = {
+        layer
+        for index, layer in enumerate(full_layers)
+        if (index + 1) * num_layers_cpu // count > index * num_layers_cpu // count
+    }
+    return tuple(layer in on_cpu for layer in range(model.num_layers))
+
+
+def _predict(policy: Policy, workload: Workload, hardware: Hardware, budget: Budget) -> Prediction:
+    num_layers_cpu = divide(workload, policy, budget)
+    longest = longest_seqlen(workload, policy, budget)
+    reason = why_not(workload, policy, budget)
+    if reason is None and policy is not Policy.RESIDENT and num_layers_cpu == 0:
+        reason = "not needed: every layer fits on the GPU"
+    seconds = None if reason else seconds_per_token(policy, workload, hardware, num_layers_cpu)
+    return Prediction(policy, num_layers_cpu, seconds, reason, longest)
+
+
+def _choose(wanted: Policy | None, predictions: Mapping[Policy, Prediction]) -> tuple[Policy, int]:
+    """The policy of the plan and its layers on the CPU. Raises ArgumentError with the reason if there is none."""
+    if predictions[Policy.RESIDENT].seconds is not None:
+        return Policy.RESIDENT, 0
+    asked = [wanted] if wanted else list(Policy)
+    times = {one: seconds for one in asked if (seconds := predictions[one].seconds) is not None}
+    if times:
+        fastest = min(times, key=times.__getitem__)  # of equals the first, which is the simplest
+        return fastest, predictions[fastest].num_layers_cpu
+    # Of all, cooperative needs the least memory: its reason tells what would help.
+    refused = predictions[wanted or Policy.COOPERATIVE]
+    raise ArgumentError(f"{refused.reason}; {_remedy(refused.longest_seqlen)}")
+
+
+def _remedy(longest: int | None) -> str:
+    if longest:
+        return f"the longest seqlen that fits is {longest}"
+    return "no seqlen fits: give more memory, or divide the model among GPUs by tensor parallelism"
+
+
+def _check(workload: Workload, budget: Budget, wanted: Policy | None) -> None:
+    for name, value in {"batch_size": workload.batch_size, "seqlen": workload.seqlen}.items():
+        if value < 1:
+            raise ArgumentError(f"{name}={value} is not positive")
+    amounts = {"gpu_memory": budget.gpu_memory, "workspace": budget.workspace, "cpu_memory": budget.cpu_memory or 0}
+    for name, value in amounts.items():
+        if value < 0:
+            raise ArgumentError(f"{name}={value} is negative")
+    model, chosen = workload.model, budget.num_layers_cpu
+    most = len(model.full_layers)
+    if chosen is not None and not 0 <= chosen <= most:
+        window = ", the layers without a window" if model.window_layers else ""
+        raise ArgumentError(f"num_layers_cpu={chosen} of {model.name} is not from 0 to {most}{window}")
+    if chosen and wanted is Policy.RESIDENT:
+        raise ArgumentError(f"num_layers_cpu={chosen} and policy='resident' contradict each other; give one of them")

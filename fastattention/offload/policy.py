@@ -1,0 +1,34 @@
+"""What a decode step does about layers whose keys and values are in host memory."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from fastattention.errors import ArgumentError
+
+AUTO = "auto"
+
+
+class Policy(str, Enum):
+    """From the simplest on: of two that take the same time, the first is chosen."""
+
+    RESIDENT = "resident"  # there are no such layers
+    CLASSICAL = "classical"  # their caches are uploaded for every token, while other layers run
+    COOPERATIVE = "cooperative"  # the CPU computes their attention where the cache lies
+    HYBRID = "hybrid"  # a part is uploaded all step long, the CPU does the rest, and both are merged by lse
+
+    @property
+    def uploads(self) -> bool:
+        """Whether keys and values travel to the GPU, which needs room for them there."""
+        return self in (Policy.CLASSICAL, Policy.HYBRID)
+
+
+def read_policy(value: str) -> Policy | None:
+    """The policy of that name, None for "auto". Raises ArgumentError for others."""
+    if value == AUTO:
+        return None
+    try:
+        return Policy(value)
+    except ValueError:
+        known = ", ".join([AUTO, *(one.value for one in Policy)])
+        raise ArgumentError(f"policy={value!r} is not known; choose from {known}") from None

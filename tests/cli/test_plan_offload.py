@@ -1,0 +1,107 @@
+"""`fastattention plan offload`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import Finished
+
+RunCommand = Callable[..., Finished]
+LLAMA = "plan offload --model llama-2-7b --gpu-memory 16GiB --seqlen 262144".split()
+SMALL = "plan offload --model llama-3-8b --gpu-memory 24GiB --seqlen 131072 --hardware desktop".split()
+
+
+def test_plan_says_where_every_layer_is_and_what_it_predicts(run_command: RunCommand) -> None:
+    exit_code, output = run_command(*LLAMA)
+    assert exit_code == 0
+    for said in (
+        "llama-2-7b, 1 x 262144 tokens",
+        "0 on the GPU, 32 on the CPU",
+        "layers " + 32 * "C",
+        "GPU weights 12.55 GiB",
+        "GPU staging of uploads 512.00 MiB",
+        "host keys and values 128.00 GiB",
+        "predicted time a token",
+        "Policies, predicted",
+        "classical 32 12.5 s as host memory allows",
+        "hybrid 32 1.26 s as host memory allows chosen",
+        "resident: gpu_memory=17179869184",
+        "none is measured",
+    ):
+        assert said in output
+
+
+def test_layers_on_both_sides_are_shown(run_command: RunCommand) -> None:
+    exit_code, output = run_command(*SMALL, "--layers-cpu", 16, "--policy", "cooperative", "--cpu-memory", "10GB")
+    assert exit_code == 0
+    assert "layers " + 16 * "GC" in output
+    assert "policy cooperative" in output
+    assert "staging of uploads" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--seqlen 8192", "policy resident"),
+        ("--policy classical", "100% of the layers on the CPU"),
+        ("--cache int8", "131072 tokens, quantised cache"),
+        ("--batch 2", "2 x 131072 tokens"),
+        ("--tp 2 --cpu-memory 32GiB", "llama-3-8b, one of 2 GPUs"),
+        ("--tp 2 --hardware desktop", "CPU attention 30, host memory 35"),
+        ("--gpu-bandwidth 1TB/s --link-bandwidth 30GB/s", "GPU memory 1000, link 30"),
+        ("--cpu-bandwidth 100GB/s --dram-bandwidth 110GB/s", "CPU attention 100, host memory 110"),
+    ],
+)
+def test_options_are_heeded(arguments: str, said: str, run_command: RunCommand) -> None:
+    _, output = run_command(*SMALL, *arguments.split())
+    assert said in output
+
+
+def test_host_memory_is_shared_by_the_gpus(run_command: RunCommand) -> None:
+    arguments = "plan offload --model pangu-38b --tp 8 --gpu-memory 32GiB --seqlen 262144 --cpu-memory".split()
+    assert run_command(*arguments, "208GiB")[0] == 0
+    exit_code, output = run_command(*arguments, "199GiB")
+    assert exit_code == 1
+    assert "cpu_memory=26709327872 (24.88 GiB) is too small for 25 layers" in output
+
+
+@pytest.mark.parametrize("policy", ["auto", "hybrid"])
+@pytest.mark.parametrize(("name", "begins"), [("plan.svg", b"<?xml"), ("[plan].PNG", b"\x89PNG")])
+def test_plan_draws_the_time_against_the_length(
+    policy: str, name: str, begins: bytes, run_command: RunCommand, tmp_path: Path
+) -> None:
+    exit_code, output = run_command(*LLAMA, "--cpu-memory", "129GiB", "--policy", policy, "--output", name)
+    assert exit_code == 0
+    assert f"picture: {name}" in output
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_without_a_limit_the_picture_goes_beyond_the_plan(run_command: RunCommand, tmp_path: Path) -> None:
+    assert run_command(*SMALL, "--output", "plan.svg")[0] == 0
+    assert "512K" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model gpt", "model='gpt' is not known; choose from llama-2-7b"),
+        ("--hardware abacus", "hardware='abacus' is not known; choose from h200, v100, t4, desktop"),
+        ("--policy guess", "policy='guess' is not known; choose from auto, resident"),
+        ("--gpu-memory 16", "gpu_memory=16 (16 B) is too small"),
+        ("--gpu-memory plenty", "gpu_memory='plenty' is no size; use a number of bytes"),
+        ("--cpu-memory 1Gb/s", "cpu_memory='1Gb/s' is no size"),
+        ("--link-bandwidth fast", "link_bandwidth='fast' is no size"),
+        ("--link-bandwidth 1TB/s", "link_bandwidth=1e+12 of desktop is more than dram_bandwidth=7e+10"),
+        ("--tp 3", "tp=3 does not divide nheads=32 of llama-3-8b"),
+        ("--layers-cpu 33", "num_layers_cpu=33 of llama-3-8b is not from 0 to 32"),
+        ("--cpu-memory 1GiB", "cpu_memory=1073741824 (1.00 GiB) is too small for"),
+        ("--output plan.pdf", "output='plan.pdf' has no suffix of a picture; use .png or .svg"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_do(arguments: str, message: str, run_command: RunCommand) -> None:
+    exit_code, output = run_command(*SMALL, *arguments.split())
+    assert exit_code == 1
+    assert output.startswith(f"error: {message}")

@@ -22,7 +22,7 @@ from fastattention.offload.staging import HostTokens, Piece, Staging
 MOST_QUERIES_ON_CPU = 32
 NUM_BUFFERS = 2
 STAGING_TOKENS = 16384  # of a sequence in a buffer, at most
-STAGING_SHARE = 8  # and all buffers are at most this part of the device's budget
+STAGING_SHARE = 2  # and all buffers are at most this part of the device's budget: small pieces cost launches
 
 
 class MemoryCaps(NamedTuple):

@@ -1,0 +1,107 @@
+"""A decoder of random weights with as little overhead as torch allows: what a token costs beside its cache.
+
+On a GPU everything between two attentions is one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastattention.offload.model_shape import ModelShape
+
+# Layer, queries, new keys and values, each (batch_size, 1, heads, headdim), to the result in the shape of the queries.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Weights(NamedTuple):
+    """Of a layer."""
+
+    qkv: Tensor
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class BareDecoder:
+    """RMS norms, projections, a rotation of fixed angle, attention, a gated MLP; logits at the end."""
+
+    def __init__(self, shape: ModelShape, batch_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self._dtype, self._device = shape, dtype, device
+        self._layers = [self._random_weights() for _ in range(shape.num_layers)]
+        self._logits = self._random(shape.vocab_size, shape.hidden_size)
+        self._angle = self._random(shape.headdim // 2)
+        self.hidden = self._random(batch_size, 1, shape.hidden_size)  # of the newest tokens; changed by every step
+        self._attended = self._random(batch_size, 1, shape.nheads, shape.headdim)
+        self._qkv = [
+            self._random(batch_size, 1, n, shape.headdim) for n in (shape.nheads, shape.nheads_k, shape.nheads_k)
+        ]
+        self._likeliest = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        segments = [lambda index=index: self._between(index) for index in range(shape.num_layers + 1)]
+        self._segments = [_captured(each) if device.type == "cuda" else each for each in segments]
+
+    def step(self, attend: Attend) -> Tensor:
+        """One token for every sequence: the likeliest next ones."""
+        self._segments[0]()
+        for layer in range(self.shape.num_layers):
+            self._attended.copy_(attend(layer, *self._qkv))
+            self._segments[layer + 1]()
+        return self._likeliest
+
+    def _between(self, layer: int) -> None:
+        """The rest of the layer before, then all of `layer` that comes before its attention."""
+        hidden = self.hidden
+        if layer:
+            weights = self._layers[layer - 1]
+            hidden = hidden + F.linear(self._attended.flatten(2), weights.out)
+            gate, up = F.linear(self._norm(hidden), weights.gate_up).chunk(2, dim=-1)
+            hidden = hidden + F.linear(F.silu(gate) * up, weights.down)
+        if layer == self.shape.num_layers:
+            self._likeliest.copy_(F.linear(self._norm(hidden), self._logits).argmax(dim=-1))
+            return
+        heads = [each.shape[2] for each in self._qkv]
+        qkv = F.linear(self._norm(hidden), self._layers[layer].qkv).unflatten(2, (-1, self.shape.headdim))  # type: ignore[no-untyped-call]
+        q, k, v = qkv.split(heads, dim=2)
+        for target, source in zip(self._qkv, (self._rotate(q), self._rotate(k), v), strict=True):
+            target.copy_(source)
+        self.hidden.copy_(hidden)
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.shape.hidden_size,))
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = self._angle.cos(), self._angle.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def _random_weights(self) -> Weights:
+        shape = self.shape
+        heads = shape.nheads * shape.headdim
+        return Weights(
+            self._random(heads + 2 * shape.nheads_k * shape.headdim, shape.hidden_size),
+            self._random(shape.hidden_size, heads),
+            self._random(2 * shape.intermediate_size, shape.hidden_size),
+            self._random(shape.hidden_size, shape.intermediate_size),
+        )
+
+    def _random(self, *size: int) -> Tensor:
+        numbers: Tensor = torch.randn(size, dtype=self._dtype, device=self._device) * size[-1] ** -0.5
+        return numbers
+
+
+def _captured(segment: Callable[[], None]) -> Callable[[], None]:
+    """`segment` as a CUDA graph."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what libraries set up in their first call must not be captured
+        segment()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        segment()
+    replay: Callable[[], None] = graph.replay
+    return replay

@@ -1,0 +1,306 @@
+"""What does a token cost when a part of the cache is in host memory, by each policy, and does the model predict it?
+
+    python benchmarks/long_context.py
+
+A bare decoder (bare_decoder.py) decodes with a cache of random numbers under an artificial budget of GPU memory, which
+keeps a given number of layers in host memory. All policies use the same cache, in turns. "classical" is our own upload
+of all such layers: pinned, ahead of use, double-buffered. Transformers' offloaded cache comes with Transformers' own
+model of the same shape. Bandwidths are measured in the same run, and printed with the results.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import typer
+from bare_decoder import BareDecoder
+from rich.table import Table
+from torch import Tensor
+
+from fastattention.backends.cpu.library import load_library
+from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.console import MESSAGES, OUTPUT
+from fastattention.cli.machine import describe_machine
+from fastattention.offload.device import CudaDevice, Device
+from fastattention.offload.hardware import Hardware
+from fastattention.offload.kv_store import (
+    NUM_BUFFERS,
+    STAGING_SHARE,
+    STAGING_TOKENS,
+    CooperativeKVStore,
+    MemoryCaps,
+)
+from fastattention.offload.layer import AttendOptions
+from fastattention.offload.measure import measure_hardware
+from fastattention.offload.memory import Workload
+from fastattention.offload.model_shape import PRESETS, ModelShape
+from fastattention.offload.pages import PageShape
+from fastattention.offload.policy import Policy
+from fastattention.offload.prediction import seconds_per_token, upload_fraction
+
+RESULTS = Path(__file__).parent / "results"
+PAGE_SIZE = 512
+CHUNK = 16384  # tokens that fill a cache at once
+POLICIES = (Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID)
+READ_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the results. num_layers_cpu: in host memory; 0 measures the resident cache."""
+
+    model: str
+    seqlen: int
+    num_layers_cpu: int
+    batch_size: int = 1
+    quantised: bool = False
+
+
+CASES = (
+    *(Case("llama-3-8b", 131072, layers) for layers in (0, 2, 8, 16, 32)),
+    Case("llama-3-8b", 131072, 32, quantised=True),
+    Case("llama-3-8b", 32768, 8),
+    Case("llama-3-8b", 524288, 8),
+    *(Case("llama-2-7b", 65536, layers) for layers in (8, 32)),
+)
+
+
+class Run:
+    """A decoder with a full cache."""
+
+    def __init__(self, case: Case, shape: ModelShape, device: Device, hardware: Hardware, dtype: torch.dtype) -> None:
+        self.case, self.shape, self._hardware = case, shape, hardware
+        self.share = 0.0
+        cache_dtype = torch.int8 if case.quantised else None
+        self.page = PageShape(PAGE_SIZE, shape.nheads_k, shape.headdim, shape.headdim, dtype, cache_dtype)
+        self.store = CooperativeKVStore(
+            shape.num_layers, case.batch_size, self.page, device, self._caps(), lambda layers, tokens: self.share
+        )
+        self._fill(device.torch_device)
+        self.decoder = BareDecoder(shape, case.batch_size, device.torch_device, dtype)
+        self._start = self.decoder.hidden.clone()
+
+    def _caps(self) -> MemoryCaps:
+        """Memory that keeps exactly the wanted layers on the CPU, with what a step needs on its way."""
+        pages = -(-self.case.seqlen // PAGE_SIZE) + 1
+        on_gpu = self.shape.num_layers - self.case.num_layers_cpu
+        passing = -(-CHUNK // PAGE_SIZE) + 2
+        plain = replace(self.page, cache_dtype=None).nbytes * self.case.batch_size
+        least = (on_gpu * pages + self.case.num_layers_cpu + (passing if self.case.num_layers_cpu else 0)) * plain
+        cpu = self.case.num_layers_cpu * pages * self.page.nbytes * self.case.batch_size
+        full = NUM_BUFFERS * STAGING_TOKENS * self.page.token_bytes * self.case.batch_size
+        return MemoryCaps(min(least + full, STAGING_SHARE * least), cpu + self.page.nbytes)
+
+    def _fill(self, device: torch.device) -> None:
+        for begin in range(0, self.case.seqlen, CHUNK):
+            size = (self.case.batch_size, min(CHUNK, self.case.seqlen - begin), self.shape.nheads_k, self.shape.headdim)
+            k, v = torch.randn(2, *size, dtype=self.page.dtype, device=device)
+            for layer in range(self.shape.num_layers):
+                self.store.append(layer, k, v)
+
+    def use(self, policy: Policy) -> None:
+        """From the next step on."""
+        workload = Workload(self.shape, self.case.batch_size, self.case.seqlen, self.case.quantised)
+        self.share = upload_fraction(policy, workload, self._hardware, self.case.num_layers_cpu)
+
+    def step(self) -> Tensor:
+        """One token."""
+        return self.decoder.step(lambda layer, q, k, v: self.store.attend(layer, q, k, v, AttendOptions()))
+
+    def rewind(self) -> None:
+        """The cache as it was filled, and the same first token."""
+        self.store.truncate(self.case.seqlen)
+        self.decoder.hidden.copy_(self._start)
+
+    def timed_steps(self, count: int) -> Iterator[float]:
+        """Seconds of each of `count` steps, after two that fill the pipeline."""
+        for index in range(count + 2):
+            start = time.perf_counter()
+            self.step().tolist()  # a token is chosen on the host, as in generation
+            if index >= 2:
+                yield time.perf_counter() - start
+
+
+def measure(run: Run, policies: tuple[Policy, ...], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of steps, by policy, in turns."""
+    times: dict[str, list[float]] = {policy.value: [] for policy in policies}
+    for _ in range(rounds):
+        for policy in policies:
+            run.rewind()
+            run.use(policy)
+            times[policy.value] += run.timed_steps(steps)
+    return times
+
+
+def errors(run: Run, policies: tuple[Policy, ...]) -> dict[str, float]:
+    """Largest difference of the hidden state after one step from that of the first policy, relative to the largest."""
+    found = {}
+    expected: Tensor | None = None
+    for policy in policies:
+        run.rewind()
+        run.use(policy)
+        run.step()
+        hidden = run.decoder.hidden.to(torch.float64)
+        expected = hidden if expected is None else expected
+        found[policy.value] = ((hidden - expected).abs().max() / expected.abs().max()).item()
+    return found
+
+
+def transformers_offloaded(
+    case: Case, shape: ModelShape, device: torch.device, dtype: torch.dtype, steps: int
+) -> float:
+    """Median seconds of a step of Transformers' own Llama with its offloaded cache: all layers are on the host."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers, num_attention_heads=shape.nheads, num_key_value_heads=shape.nheads_k,
+        max_position_embeddings=2 * case.seqlen,
+    )  # fmt: skip
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)  # type: ignore[no-untyped-call]
+        model.eval()
+    cache = DynamicCache(config=config, offloading=True)
+    keys = torch.randn(case.batch_size, shape.nheads_k, case.seqlen, shape.headdim, dtype=dtype, device=device)
+    for layer in range(shape.num_layers):
+        cache.update(keys, keys, layer)
+    token = torch.zeros(case.batch_size, 1, dtype=torch.int64, device=device)
+    times = []
+    with torch.inference_mode():
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            token = model(token, past_key_values=cache).logits.argmax(dim=-1)
+            token.tolist()
+            times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def read_bandwidth(threads: list[int]) -> dict[int, float]:
+    """Bytes a second that the CPU reads from memory."""
+    library, data = load_library(), torch.ones(READ_BYTES, dtype=torch.uint8)
+
+    def rate(count: int) -> float:
+        start = time.perf_counter()
+        library.read_loop(data, count)
+        return READ_BYTES / (time.perf_counter() - start)
+
+    return {count: median(rate(count) for _ in range(5)) for count in threads}
+
+
+def calibrated(hardware: Hardware, case: Case, shape: ModelShape, resident_seconds: float) -> Hardware:
+    """`hardware` whose overhead of a layer is what a resident step of this decoder took beyond its bytes."""
+    workload = Workload(shape, case.batch_size, case.seqlen)
+    bare = replace(hardware, layer_overhead_seconds=0.0)
+    beyond = resident_seconds - seconds_per_token(Policy.RESIDENT, workload, bare, 0)
+    return replace(hardware, layer_overhead_seconds=max(beyond, 0.0) / shape.num_layers)
+
+
+def answer(
+    case: Case, device: Device, hardware: Hardware, dtype: torch.dtype, rounds: int, steps: int
+) -> dict[str, Any]:
+    """The figures of a case."""
+    shape = PRESETS[case.model]
+    policies = POLICIES if case.num_layers_cpu else (Policy.RESIDENT,)
+    gc.collect()
+    if device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    run = Run(case, shape, device, hardware, dtype)
+    found = sum(run.store.layers_on_cpu)
+    assert found == case.num_layers_cpu, f"{found} layers are in host memory"
+    differences = errors(run, policies)
+    times = measure(run, policies, rounds, steps)
+    workload = Workload(shape, case.batch_size, case.seqlen, case.quantised)
+    usage = run.store.usage
+    return {
+        **asdict(case),
+        "seconds": {name: median(each) for name, each in times.items()},
+        "spread": {name: [min(each), max(each)] for name, each in times.items()},
+        "predicted": {p.value: seconds_per_token(p, workload, hardware, case.num_layers_cpu) for p in policies},
+        "difference": differences,
+        "kv_gpu_bytes": usage.gpu_bytes,
+        "kv_cpu_bytes": usage.cpu_bytes,
+        "budget_bytes": run._caps().gpu,
+        "weight_bytes": shape.weight_bytes,
+        "gpu_peak_bytes": torch.cuda.max_memory_allocated() if device.torch_device.type == "cuda" else None,
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A table: milliseconds a token, predictions beside them."""
+    table = Table(title="milliseconds a token (predicted)", title_justify="left")
+    for heading in ("model", "keys", "on the CPU", *(policy.value for policy in Policy), "transformers"):
+        table.add_column(heading, justify="left" if heading == "model" else "right")
+    for row in rows:
+        cells = [
+            f"{1e3 * row['seconds'][p.value]:.2f} ({1e3 * row['predicted'][p.value]:.2f})"
+            if p.value in row["seconds"]
+            else ""
+            for p in Policy
+        ]
+        offloaded = row.get("transformers_seconds")
+        name = row["model"] + (", int8" if row["quantised"] else "")
+        last = "" if offloaded is None else f"{1e3 * offloaded:.1f}"
+        table.add_row(name, str(row["seqlen"]), str(row["num_layers_cpu"]), *cells, last)
+    OUTPUT.print(table)
+
+
+def run_cases(
+    cases: tuple[Case, ...], device: Device, hardware: Hardware, dtype: torch.dtype, rounds: int, steps: int
+) -> list[dict[str, Any]]:
+    """Every case; a resident one tells those after it what a layer costs beyond its bytes."""
+    rows = []
+    for case in cases:
+        MESSAGES.print(f"{case}")
+        row = answer(case, device, hardware, dtype, rounds, steps)
+        rows.append(row)
+        if not case.num_layers_cpu:
+            hardware = calibrated(hardware, case, PRESETS[case.model], row["seconds"]["resident"])
+            row["layer_overhead_seconds"] = hardware.layer_overhead_seconds
+    return rows
+
+
+def offloaded_by_transformers(rows: list[dict[str, Any]], measure_one: Callable[[Case], float]) -> None:
+    """Adds Transformers' own time to the first row of each model and length."""
+    done = set()
+    for row in rows:
+        key = (row["model"], row["seqlen"])
+        if key not in done and row["seqlen"] <= 131072:
+            done.add(key)
+            gc.collect()
+            torch.cuda.empty_cache()
+            row["transformers_seconds"] = measure_one(Case(*key, 0))
+
+
+def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
+    """Measure the current GPU and its host; write long_context.json into `output`."""
+    dtype, device = torch.bfloat16, CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    page = PageShape(PAGE_SIZE, 8, 128, 128, dtype)
+    hardware = measure_hardware(device, page)
+    cores = torch.get_num_threads()
+    reading = read_bandwidth([count for count in (1, 2, 4, 8, 12, cores - 1, cores) if count <= cores])
+    OUTPUT.print(hardware)
+    OUTPUT.print("CPU reads, GB/s by threads:", {count: round(rate / 1e9, 1) for count, rate in reading.items()})
+    rows = run_cases(CASES, device, hardware, dtype, rounds, steps)
+    offloaded_by_transformers(
+        rows, lambda case: transformers_offloaded(case, PRESETS[case.model], device.torch_device, dtype, steps)
+    )
+    show(rows)
+    machine = describe_machine()
+    OUTPUT.print(title(machine))
+    record = {"schema": SCHEMA, "question": "long_context", "machine": machine, "hardware": asdict(hardware)}
+    record |= {"cpu_read_bytes_per_s": reading, "rows": rows}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "long_context.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

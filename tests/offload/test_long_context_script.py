@@ -1,0 +1,42 @@
+"""benchmarks/long_context.py keeps the layers where it says, and its policies agree."""
+
+from __future__ import annotations
+
+import long_context
+import pytest
+import torch
+
+from fastattention.offload.hardware import PRESETS
+from fastattention.offload.model_shape import ModelShape
+
+from .pretend import PretendDevice
+
+TINY = ModelShape("tiny", 4, 4, 2, 16, 64, 96, 128, dtype_bytes=4)
+CASES = (
+    long_context.Case("tiny", 512, 0),
+    long_context.Case("tiny", 512, 1),
+    long_context.Case("tiny", 500, 4, batch_size=2),
+    long_context.Case("tiny", 512, 3, quantised=True),
+)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    monkeypatch.setitem(long_context.PRESETS, "tiny", TINY)
+    monkeypatch.setattr(long_context, "PAGE_SIZE", 8)
+    monkeypatch.setattr(long_context, "CHUNK", 64)
+    return long_context.run_cases(CASES, PretendDevice(), PRESETS["v100"], torch.float32, rounds=1, steps=1)
+
+
+def test_every_policy_is_timed_predicted_and_agrees(rows: list[dict[str, object]]) -> None:
+    long_context.show(rows)
+    for case, row in zip(CASES, rows, strict=True):
+        policies = {"classical", "cooperative", "hybrid"} if case.num_layers_cpu else {"resident"}
+        for name in ("seconds", "predicted", "difference"):
+            figures = row[name]
+            assert isinstance(figures, dict)
+            assert figures.keys() == policies
+            assert all(figure > 0 for figure in figures.values()) or name == "difference"
+            assert all(figure < 1e-5 for figure in figures.values()) or name != "difference"
+        assert isinstance(row["kv_cpu_bytes"], int)
+        assert (row["kv_cpu_bytes"] > 0) == (case.num_layers_cpu > 0)

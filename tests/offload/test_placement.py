@@ -129,10 +129,10 @@ def test_a_quantised_cache_takes_its_own_bytes() -> None:
 def test_layers_with_a_window_stay_on_the_gpu_and_keep_only_it() -> None:
     windowed = frozenset(range(32)) - {5, 11, 17, 23, 29}
     model = replace(LLAMA_7B, window=4096, window_layers=windowed)
-    placement = plan(model, seqlen=256 * K, gpu_memory=24 * GIB)
+    placement = plan(model, batch_size=2, seqlen=256 * K, gpu_memory=24 * GIB)
     assert 0 < placement.num_layers_cpu <= 5
     assert not any(placement.on_cpu[layer] for layer in windowed)
-    assert placement.memory.window_kv == 27 * 4096 * 16384
+    assert placement.memory.window_kv == 27 * 2 * 4096 * 16384
     assert placement.num_layers_gpu == 32 - placement.num_layers_cpu
     with pytest.raises(ArgumentError, match="num_layers_cpu=6 of llama-2-7b is not from 0 to 5, the layers without a"):
         plan(model, num_layers_cpu=6)
@@ -324,5 +324,7 @@ def test_the_longest_sequence_fits_and_one_token_more_does_not(
         assert place_or_none(model, MACHINES["v100"], **options | forced | {"seqlen": 1 << 40}) is not None
         return
     if longest:
-        assert place_or_none(model, MACHINES["v100"], **options | forced | {"seqlen": longest}) is not None
+        placement = place(model, MACHINES["v100"], **options | forced | {"seqlen": longest})
+        assert placement.memory.gpu <= options["gpu_memory"]
+        assert options["cpu_memory"] is None or placement.memory.cpu_kv <= options["cpu_memory"]
     assert place_or_none(model, MACHINES["v100"], **options | forced | {"seqlen": longest + 1}) is None

@@ -284,7 +284,7 @@ def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
     """Measure the current GPU and its host; write long_context.json into `output`."""
     dtype, device = torch.bfloat16, CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     page = PageShape(PAGE_SIZE, 8, 128, 128, dtype)
-    hardware = measure_hardware(device, page)
+    hardware = measure_hardware(device.torch_device, page)
     cores = torch.get_num_threads()
     reading = read_bandwidth([count for count in (1, 2, 4, 8, 12, cores - 1, cores) if count <= cores])
     OUTPUT.print(hardware)

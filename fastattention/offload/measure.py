@@ -26,9 +26,12 @@ LAYER_OVERHEAD_SECONDS = 100e-6
 
 
 @functools.cache
-def measure_hardware(device: CudaDevice, shape: PageShape) -> Hardware:
-    """The machine around `device`, for pages of this shape. Takes half a GiB of memory on both sides meanwhile."""
-    gpu = device.torch_device
+def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
+    """The machine around `gpu`, for pages of this shape. Takes up to a GiB of memory on both sides meanwhile.
+
+    Measured once. Raises ArgumentError for a device that is no GPU.
+    """
+    device = CudaDevice(gpu)
     uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(uploaded, device=gpu)
     cpu = _CpuAttention(shape)

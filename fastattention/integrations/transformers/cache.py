@@ -190,7 +190,7 @@ class FastAttentionCache(Cache):
         device = self._device or CudaDevice(k.device)
         shape = PageShape(self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype)
         if self._hardware is None:
-            self._hardware = measure_hardware(device, shape)
+            self._hardware = measure_hardware(device.torch_device, shape)
         gpu = self._kv_budget
         if gpu is None:
             assert self._gpu_memory is not None

@@ -45,7 +45,9 @@ class HandOver:
                 memory.copy_(result)
                 results.append(memory)
 
-        self._device.run_on_cpu(work, layer.host_bytes(begin), handed.arrived)
+        # Of a layer that has just moved to CPU memory, pages may still be on their way.
+        after = [event for event in (handed.arrived, layer.downloaded) if event is not None]
+        self._device.run_on_cpu(work, layer.host_bytes(begin), after)
         out, lse = (result.to(self._device.torch_device, non_blocking=True, copy=True) for result in results)
         return out, lse
 

@@ -207,7 +207,7 @@ def watch(store: CooperativeKVStore, device: PretendDevice) -> None:
     """Taking pages counts among the calls that may fail."""
 
     def watched(take: Callable[[int], list[int]]) -> Callable[[int], list[int]]:
-        return lambda count: device.faults.call(take, count)
+        return lambda count: device.faults.call(take, count, lose=False)
 
     for pool in (store._gpu, store._host):
         pool.take = watched(pool.take)  # type: ignore[method-assign, assignment]

@@ -47,8 +47,8 @@ class Device(abc.ABC):
         """Copies to host memory, after earlier downloads and the computation so far; returns the end of it."""
 
     @abc.abstractmethod
-    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Event) -> None:
-        """Runs `work`, which reads nbytes of host memory, in this thread once the device has reached `after`."""
+    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Sequence[Event]) -> None:
+        """Runs `work`, which reads nbytes of host memory, in this thread once the device has reached all of `after`."""
 
     @abc.abstractmethod
     def pin(self, memory: Tensor) -> None:
@@ -92,9 +92,10 @@ class CudaDevice(Device):
             source.record_stream(self._down)  # may be a temporary, whose memory must not be given away yet
         return event
 
-    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Event) -> None:
-        """Waits for the event alone: copies in both directions go on meanwhile."""
-        after.synchronize()
+    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Sequence[Event]) -> None:
+        """Waits for the events alone: copies in both directions go on meanwhile."""
+        for event in after:
+            event.synchronize()
         work()
 
     def pin(self, memory: Tensor) -> None:

@@ -41,8 +41,11 @@ class HandOver:
         memory.copy_(q, non_blocking=True)
         return Handed(memory, self._device.mark())
 
-    def finish(self, handed: Handed, nbytes: int, attend: Attend) -> tuple[Tensor, Tensor]:
-        """(out, lse) on the device of `attend`, which reads nbytes of CPU memory, for the queries that were sent."""
+    def finish(self, handed: Handed, nbytes: int, attend: Attend, ready: Event = None) -> tuple[Tensor, Tensor]:
+        """(out, lse) on the device of `attend`, which reads nbytes of CPU memory, for the queries that were sent.
+
+        ready: when that memory holds what is to be read: pages of a layer that has just moved may be on their way.
+        """
         results: list[Tensor] = []
 
         def work() -> None:
@@ -53,7 +56,7 @@ class HandOver:
                 memory.copy_(result)
                 results.append(memory)
 
-        self._device.run_on_cpu(work, nbytes, handed.arrived)
+        self._device.run_on_cpu(work, nbytes, [event for event in (handed.arrived, ready) if event is not None])
         out, lse = (result.to(self._device.torch_device, non_blocking=True, copy=True) for result in results)
         return out, lse
 

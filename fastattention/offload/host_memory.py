@@ -53,11 +53,20 @@ class HostMemory:
     def use(self, pages: int) -> None:
         """The first `pages` pages of all tensors will be used. Raises CacheFullError."""
         while self._used < pages:
-            for tensor in self._maps:
-                slab = tensor[self._used : self._used + self.slab_pages]
-                self._device.pin(slab)
-                self._pinned.append(slab)
+            self._pin([tensor[self._used : self._used + self.slab_pages] for tensor in self._maps])
             self._used += self.slab_pages
+
+    def _pin(self, slabs: list[Tensor]) -> None:
+        """All of them, or none."""
+        done: list[Tensor] = []
+        try:
+            for slab in slabs:
+                self._device.pin(slab)
+                done.append(slab)
+        except BaseException:
+            _unpin(self._device, done)
+            raise
+        self._pinned.extend(done)
 
 
 def _slab_pages(shape: PageShape) -> int:

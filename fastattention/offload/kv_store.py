@@ -12,7 +12,7 @@ from fastattention.errors import ArgumentError, CacheFullError
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.merge import merge_attn_states
 from fastattention.offload.device import Device
-from fastattention.offload.hand_over import HandOver
+from fastattention.offload.hand_over import Handed, HandOver
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
 from fastattention.offload.pages import PagePool, PageShape, ceil_div
@@ -85,6 +85,8 @@ class CooperativeKVStore:
         self._hand_over = HandOver(device)
         self._staging = self._make_staging()
         self._share = 0.0
+        self._length = 0
+        self._settled = True  # whether all layers hold that many tokens, and no pages for more
 
     @property
     def batch_size(self) -> int:
@@ -93,8 +95,8 @@ class CooperativeKVStore:
 
     @property
     def length(self) -> int:
-        """Tokens that every sequence holds in every layer."""
-        return min(layer.length for layer in self._layers)
+        """Tokens that every sequence held in every layer after the last step that was finished."""
+        return self._length
 
     def length_of(self, index: int) -> int:
         """Tokens that every sequence holds in one layer: those of `length`, and those of a step under way."""
@@ -122,6 +124,7 @@ class CooperativeKVStore:
         piece = self._staging_tokens if layer.on_cpu else max(k.shape[1], 1)
         for begin in range(0, k.shape[1], piece):
             layer.append(k[:, begin : begin + piece], v[:, begin : begin + piece])
+        self._end(index)
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """Appends k and v to a layer and attends to all it then holds: (batch_size, seqlen_q, nheads, headdim_v).
@@ -130,21 +133,22 @@ class CooperativeKVStore:
         """
         self._begin(index, k.shape[1], whole_at_once=True)
         layer = self._layers[index]
-        if not layer.host_tokens:
-            out: Tensor = layer.attend_on_device(q, k, v, options, return_lse=False)
+        if layer.host_tokens:
+            out = self._attend_to_parts(layer, q, k, v, options)
+        else:
+            out = layer.attend_on_device(q, k, v, options, return_lse=False)
             layer.finish(k.shape[1])
-            return out
+        self._end(index)
+        return out
+
+    def _attend_to_parts(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
+        """What the device holds, what is uploaded, and what the CPU attends to, merged."""
         visit = self._staging.begin(layer, whole=self._share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
         work = None if visit.end == layer.host_tokens else self._hand_over.send(q)
         parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
         if work is not None:
-            begin = visit.end
-            parts.append(
-                self._hand_over.finish(
-                    work, layer.host_bytes(begin), lambda given: layer.attend_on_cpu(given, begin, options)
-                )
-            )
+            parts.append(self._attend_on_cpu(work, layer, visit.end, options))
         layer.finish(k.shape[1])
         self._staging.finish(visit)
         outs, lses = zip(*parts, strict=True)
@@ -154,9 +158,8 @@ class CooperativeKVStore:
         """Forgets all but the first `length` tokens of every sequence. Raises ArgumentError for more than it holds."""
         if not 0 <= length <= self.length:
             raise ArgumentError(f"length={length} must be 0 to {self.length}, the tokens of every sequence")
-        self._quiet()
-        for layer in self._layers:
-            layer.truncate(length)
+        self._length, self._settled = length, False
+        self._settle()
 
     def select(self, rows: Sequence[int]) -> None:
         """Sequence i becomes what sequence rows[i] was: for beams, or for another batch size.
@@ -165,27 +168,44 @@ class CooperativeKVStore:
         """
         if not rows or not all(0 <= row < self.batch_size for row in rows):
             raise ArgumentError(f"rows={list(rows)} must be some of 0 to {self.batch_size - 1}")
-        self._undo_interrupted()
+        self._settle()
         self._quiet()
+        after = self._device.mark()  # the last that may fail: all layers change, or none
         old = self.batch_size
         for layer in self._layers:
-            layer.select(rows)
+            layer.select(rows, after)
         if len(rows) != old:
             self._staging_tokens = _staging_tokens(len(rows), self.shape, self._budget.gpu)
             self._staging = self._make_staging()
 
+    def _attend_on_cpu(self, handed: Handed, layer: Layer, begin: int, options: AttendOptions) -> tuple[Tensor, Tensor]:
+        nbytes = layer.host_bytes(begin)
+        return self._hand_over.finish(
+            handed, nbytes, lambda q: layer.attend_on_cpu(q, begin, options), layer.downloaded
+        )
+
     def _begin(self, index: int, tokens: int, whole_at_once: bool) -> None:
         """Before a layer of a step. whole_at_once: the device must hold all new tokens of a layer at once."""
         if index == 0:
-            self._undo_interrupted()
+            self._settle()
             self._make_room(tokens, whole_at_once)
+            self._settled = False
         elif self._layers[index].length != self._layers[index - 1].length - tokens:
             raise ArgumentError(f"layer {index} must follow layer {index - 1} in every step, with as many new tokens")
 
-    def _undo_interrupted(self) -> None:
-        length = self.length
-        if any(layer.length != length for layer in self._layers):
-            self.truncate(length)
+    def _end(self, index: int) -> None:
+        """After a layer of a step."""
+        if index == len(self._layers) - 1:
+            self._length, self._settled = self._layers[index].length, True
+
+    def _settle(self) -> None:
+        """Undoes a step that was not finished, or finishes to forget tokens."""
+        if self._settled:
+            return
+        self._quiet()
+        for layer in self._layers:
+            layer.truncate(self._length)
+        self._settled = True
 
     def _make_room(self, tokens: int, whole_at_once: bool) -> None:
         """Moves layers to CPU memory until a step of `tokens` fits. Checks everything before it changes anything."""

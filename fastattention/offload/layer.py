@@ -165,8 +165,8 @@ class Layer:
 
     def demote(self) -> None:
         """Sends whole pages to CPU memory, now and as they fill."""
-        self.on_cpu = True
         self._send_down()
+        self.on_cpu = True
 
     def truncate(self, length: int) -> None:
         """Forgets all but the first `length` tokens of every sequence; there must be pages for one of each."""
@@ -178,9 +178,8 @@ class Layer:
         self._gpu_table.change([pages[:keep] for pages in self._gpu_table.pages])
         self.length = length
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Sequence i becomes what sequence rows[i] was. Pages are shared; there must be pages for the last of each."""
-        after = self._device.mark()
+    def select(self, rows: Sequence[int], after: Event) -> None:
+        """Sequence i becomes what sequence rows[i] was. Pages are shared; those that nobody has are free `after`."""
         for pool, table in ((self._gpu, self._gpu_table), (self._host, self._host_table)):
             old = table.all()
             chosen = [table.pages[row] for row in rows]
@@ -240,8 +239,11 @@ class Layer:
             return
         leaving = [page for pages in self._gpu_table.pages for page in pages[:count]]
         targets = self._host.take(len(leaving))
-        copies = list(self._copies_down(leaving, targets))
-        self.downloaded = self._device.download(copies)
+        try:
+            self.downloaded = self._device.download(list(self._copies_down(leaving, targets)))
+        except BaseException:
+            self._host.release(targets, None)  # downloads into them, if any, are over before later ones begin
+            raise
         self._host_table.extend(targets)
         self._gpu_table.change([pages[count:] for pages in self._gpu_table.pages])
         self._gpu.release(leaving, self.downloaded)

@@ -133,9 +133,10 @@ class PagePool:
         """`count` pages, of arbitrary numbers. Raises CacheFullError."""
         self.check(count)
         while len(self._free) < count:
-            event, pages = self._returned.popleft()
+            event, pages = self._returned[0]
             if event is not None:
-                self._wait(event)
+                self._wait(event)  # may fail: nobody has the pages yet
+            self._returned.popleft()
             for page in pages:
                 heapq.heappush(self._free, page)
         taken = heapq.nsmallest(count, self._free)

@@ -120,9 +120,11 @@ class Staging:
             piece = visit.pieces[0]
             self._device.wait(piece.arrived)
             yield piece
+            free = self._device.mark()  # may fail: nothing has changed yet
             visit.pieces.popleft()
-            self._give_back(piece.buffer, self._device.mark())
+            self._give_back(piece.buffer, free)
             self._fill()
+        assert visit.issued == visit.end
 
     def finish(self, visit: Visit) -> None:
         """Ends a visit, whose layer's lengths are now those after it, and uploads for the next."""
@@ -157,7 +159,8 @@ class Staging:
                     return
                 self._visits.append(self._visit(following))
             else:
-                self._upload(visit, self._free.popleft())
+                self._upload(visit, self._free[0])  # may fail: the buffer is free until then
+                self._free.popleft()
 
     def _upload(self, visit: Visit, buffer: Buffer) -> None:
         begin, end = visit.issued, min(visit.issued + self._tokens, visit.end)

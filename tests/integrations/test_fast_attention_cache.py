@@ -172,7 +172,7 @@ def test_an_interrupted_forward_pass_leaves_no_trace(name: str, failing: int) ->
 
 
 def test_a_full_cache_says_what_to_change_and_stays_usable() -> None:
-    cache, tokens = make_cache("llama", cpu_memory=100_000), prompts(length=LENGTH)
+    cache, tokens = make_cache("llama", cpu_memory=130_000), prompts(length=LENGTH)
     all_tokens = tokens
     logits("llama", cache, all_tokens)
 

@@ -1,13 +1,20 @@
-"""A device that is not there: it computes on the CPU at once, and counts the time that a real one would take."""
+"""A device that is not there: it computes on the CPU at once, copies as late as can be, and counts time.
+
+It notices what would be a race on a real device: copies that touch the same memory with nothing that orders them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattention.errors import CacheFullError
 from fastattention.offload.device import Copy, Device
 
 
@@ -20,70 +27,203 @@ class Rates:
     hand_over: float = 0.0
 
 
+@dataclass(eq=False)
+class Transfer:
+    """Copies of one line that nobody has waited for yet; those before it in the line come first."""
+
+    line: deque[Transfer]
+    copies: Sequence[Copy]
+    after: Sequence[Point]
+    sources: list[Tensor] | None = None  # as they were when the copies were asked for, if they must still be so
+    abandoned: bool = False  # nobody knows of it, so nobody can rely on what it copies
+
+
+@dataclass(eq=False)
+class Point:
+    """An event: a time, and what has been carried out by then."""
+
+    time: float
+    transfer: Transfer | None = None
+
+
+class Faults:
+    """Raises an error in one of the calls to come: in number `at`, counted from 0; `late`: when it is done."""
+
+    def __init__(self) -> None:
+        self.fired = False
+        self._left: int | None = None
+
+    def arm(self, at: int, error: BaseException, late: bool = False) -> None:
+        self._left, self._error, self._late, self.fired = at, error, late, False
+
+    def disarm(self) -> None:
+        self._left = None
+
+    def call(self, method: Callable[..., Any], *args: Any, lose: bool = True) -> Any:
+        """lose: whether the call may fail with all done, so that its result is lost."""
+        fails = self._left == 0
+        self._left = None if self._left is None or fails else self._left - 1
+        self.fired |= fails
+        if fails and not (self._late and lose):
+            raise self._error
+        result = method(*args)
+        if fails:
+            raise self._error
+        return result
+
+
+def may_fail(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a device that Faults count."""
+
+    @functools.wraps(method)
+    def call(self: PretendDevice, *args: Any) -> Any:
+        known = {*self._up, *self._down}
+        try:
+            return self.faults.call(functools.partial(method, self), *args)
+        except BaseException:
+            for transfer in {*self._up, *self._down} - known:
+                transfer.abandoned = True
+            raise
+
+    return call
+
+
 @dataclass
 class PretendDevice(Device):
-    """Everything happens in the order in which it was asked for, which is one of those that a real device may choose.
+    """Computes in the order in which it was asked to, which is one of those that a real device may choose.
 
-    Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line; an
-    event is a time. Uploads are carried out when the computation waits for them, as late as can be, so that what
-    happens to their source in between is seen.
+    Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line.
+    Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
+    what is read of their target in between is seen.
     """
 
     rates: Rates = field(default_factory=Rates)
     torch_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    most_pinned: int | None = None  # bytes
 
     def __post_init__(self) -> None:
-        self.now = 0.0
-        self.uploaded_until = 0.0
-        self.downloaded_until = 0.0
+        self.now = self.uploaded_until = self.downloaded_until = 0.0
         self.uploaded_bytes = self.downloaded_bytes = self.cpu_bytes = 0
         self.pinned: list[Tensor] = []
-        self._waiting: list[tuple[float, Sequence[Copy]]] = []
+        self.faults = Faults()
+        self._up: deque[Transfer] = deque()
+        self._down: deque[Transfer] = deque()
+        self._reads: list[tuple[Tensor, float]] = []
 
-    def compute(self, seconds: float) -> None:
+    def compute(self, seconds: float, reads: Iterable[Tensor] = ()) -> None:
+        """The computation takes a while, in which it reads tensors."""
         self.now += seconds
+        self._reads += [(tensor, self.now) for tensor in reads]
 
-    def mark(self) -> float:
-        return self.now
+    def finish(self) -> None:
+        """Carries out all that was asked for."""
+        for line in (self._down, self._up):
+            if line:
+                self._carry_out(line[-1])
 
-    def wait(self, event: float) -> None:
-        self.now = max(self.now, event)
-        while self._waiting and self._waiting[0][0] <= event:
-            self._carry_out(self._waiting.pop(0)[1])
+    @may_fail
+    def mark(self) -> Point:
+        return Point(self.now)
 
-    def upload(self, copies: Sequence[Copy], after: Sequence[float]) -> float:
+    @may_fail
+    def wait(self, event: Point) -> None:
+        self._reach(event)
+        self.now = max(self.now, event.time)
+
+    @may_fail
+    def upload(self, copies: Sequence[Copy], after: Sequence[Point]) -> Point:
         nbytes = self._nbytes(copies)
+        begin = max([self.uploaded_until, *(event.time for event in after)])
+        self._check_upload(copies, after, begin)
         self.uploaded_bytes += nbytes
-        self.uploaded_until = max([self.uploaded_until, *after]) + nbytes / self.rates.link
-        self._waiting.append((self.uploaded_until, copies))
-        return self.uploaded_until
+        self.uploaded_until = begin + nbytes / self.rates.link
+        self._up.append(Transfer(self._up, copies, after))
+        return Point(self.uploaded_until, self._up[-1])
 
-    def download(self, copies: Sequence[Copy]) -> float:
+    @may_fail
+    def download(self, copies: Sequence[Copy]) -> Point:
         nbytes = self._nbytes(copies)
+        for upload in self._up:
+            assert upload.abandoned or not _overlap(_targets(copies), _sources(upload.copies)), (
+                "an upload still reads what is written"
+            )
         self.downloaded_bytes += nbytes
         self.downloaded_until = max(self.downloaded_until, self.now) + nbytes / self.rates.link
-        self._carry_out(copies)
-        return self.downloaded_until
+        sources = [copy.source.clone() for copy in copies]
+        self._down.append(Transfer(self._down, copies, [], sources))
+        return Point(self.downloaded_until, self._down[-1])
 
-    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: float) -> None:
+    @may_fail
+    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Sequence[Point]) -> None:
+        for event in after:
+            self._reach(event)
         self.cpu_bytes += nbytes
         work()
-        self.now = max(self.now, after + self.rates.hand_over + nbytes / self.rates.cpu)
+        begin = max(event.time for event in after)
+        self.now = max(self.now, begin + self.rates.hand_over + nbytes / self.rates.cpu)
 
     def pin(self, memory: Tensor) -> None:
         assert memory.is_contiguous()
+        assert not _overlap([memory], self.pinned), "memory is pinned twice"
+        if self.most_pinned is not None and sum(slab.nbytes for slab in self.pinned) + memory.nbytes > self.most_pinned:
+            raise CacheFullError("lower cpu_memory")
         self.pinned.append(memory)
 
     def unpin(self, memory: Tensor) -> None:
-        self.pinned.remove(memory)
+        self.pinned = [slab for slab in self.pinned if slab.data_ptr() != memory.data_ptr()]
+
+    def _check_upload(self, copies: Sequence[Copy], after: Sequence[Point], begin: float) -> None:
+        unordered = list(self._down)
+        for event in after:
+            if event.transfer in unordered:
+                unordered = unordered[unordered.index(event.transfer) + 1 :]
+        for download in unordered:
+            assert download.abandoned or not _overlap(_sources(copies), _targets(download.copies)), (
+                "what is read has not arrived"
+            )
+        for tensor, until in self._reads:
+            assert until <= begin or not _overlap(_targets(copies), [tensor]), "the computation reads what is written"
+
+    def _reach(self, event: Point) -> None:
+        if event.transfer is not None:
+            self._carry_out(event.transfer)
+
+    def _carry_out(self, transfer: Transfer) -> None:
+        """A transfer, and those before it in its line."""
+        while transfer in transfer.line:
+            first = transfer.line.popleft()
+            for event in first.after:
+                self._reach(event)
+            for index, (target, source) in enumerate(first.copies):
+                assert target.is_contiguous()
+                assert source.is_contiguous()
+                if first.sources is not None and not first.abandoned:
+                    assert _same(source, first.sources[index]), "a source has changed"
+                target.copy_(source)
 
     @staticmethod
     def _nbytes(copies: Sequence[Copy]) -> int:
         return sum(copy.source.nbytes for copy in copies)
 
-    @staticmethod
-    def _carry_out(copies: Sequence[Copy]) -> None:
-        for target, source in copies:
-            assert target.is_contiguous()
-            assert source.is_contiguous()
-            target.copy_(source)
+
+def _targets(copies: Sequence[Copy]) -> list[Tensor]:
+    return [copy.target for copy in copies]
+
+
+def _sources(copies: Sequence[Copy]) -> list[Tensor]:
+    return [copy.source for copy in copies]
+
+
+def _overlap(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether contiguous tensors share memory."""
+    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in others]
+    return any(
+        tensor.data_ptr() < end and begin < tensor.data_ptr() + tensor.nbytes
+        for tensor in some
+        for begin, end in ranges
+    )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit: NaN too."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

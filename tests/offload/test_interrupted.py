@@ -1,0 +1,208 @@
+"""Whatever ends a step early, wherever, the next one finds the store as if that step had never begun."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+
+from fastattention.errors import CacheFullError
+from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
+
+every_share = pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+# Before the call that fails has done anything, or when it has done all; by whatever is no error of ours at all.
+every_fault = pytest.mark.parametrize(
+    ("error", "late"), [(KeyboardInterrupt(), False), (RuntimeError("lost"), True)], ids=["before", "after"]
+)
+
+
+def full(share: float, batch_size: int = 2, tokens: int = 30, num_layers: int = 4) -> Twin:
+    """Of 4 layers, some are in CPU memory."""
+    pages = 25 * batch_size if num_layers > 1 else 8 * batch_size
+    shape = page_shape(torch.float32)
+    pair = Twin(num_layers, batch_size, shape, pages, share=lambda layers, tokens: share, padding=[3, 0][:batch_size])
+    pair.append(tokens)
+    pair.steps(3)
+    assert any(pair.store.layers_on_cpu)
+    return pair
+
+
+def interrupt_everywhere(
+    pair: Twin, error: BaseException, late: bool, do: Callable[[], None], then: Callable[[], None]
+) -> int:
+    """Does something again and again, each time with a fault one call later, until none happens; counts the faults."""
+    for at in itertools.count():
+        pair.device.faults.arm(at, error, late)
+        with suppress(type(error)):
+            do()
+        if not pair.device.faults.fired:
+            pair.device.faults.disarm()
+            return at
+        then()
+        if pair.length > 37:
+            pair.truncate(33)
+    raise AssertionError
+
+
+@every_fault
+@every_share
+def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: bool) -> None:
+    pair = full(share)
+
+    def retry() -> None:
+        assert pair.store.length == pair.length
+        pair.attend(1)
+
+    faults = interrupt_everywhere(pair, error, late, lambda: pair.attend(1), retry)
+    assert faults > 8
+
+
+@every_fault
+@every_share
+def test_a_step_of_several_tokens_is_undone_by_a_shorter_one(share: float, error: BaseException, late: bool) -> None:
+    pair = full(share)
+    faults = interrupt_everywhere(pair, error, late, lambda: pair.attend(9), lambda: pair.attend(1))
+    assert faults > 8
+
+
+@every_fault
+def test_a_prompt_is_undone_by_the_next(error: BaseException, late: bool) -> None:
+    pair = full(0.4)
+
+    def retry() -> None:
+        assert pair.store.length == pair.length
+        pair.append(1)
+        pair.attend(1)
+
+    assert interrupt_everywhere(pair, error, late, lambda: pair.append(41), retry) > 8
+
+
+@every_fault
+def test_the_only_layer_s_prompt_is_undone(error: BaseException, late: bool) -> None:
+    """It is appended in pieces; none of them stays."""
+    pair = full(0.4, num_layers=1, batch_size=1)
+
+    def retry() -> None:
+        assert pair.store.length == pair.length
+        pair.attend(1)
+
+    assert interrupt_everywhere(pair, error, late, lambda: pair.append(41), retry) > 8
+
+
+@every_fault
+@every_share
+def test_sequences_are_selected_in_all_layers_or_in_none(share: float, error: BaseException, late: bool) -> None:
+    pair = full(share)
+
+    def steps() -> None:
+        pair.padding = [3, 0]
+        pair.attend(1)
+        pair.select([1, 0])
+        pair.select([1, 0])
+
+    interrupt_everywhere(pair, error, late, lambda: pair.select([1, 0]), steps)
+
+
+@every_fault
+@every_share
+@pytest.mark.parametrize("length", [0, 6, 8, 33])
+@pytest.mark.parametrize("num_layers", [1, 4])
+def test_truncating_is_finished_by_the_next_step(
+    num_layers: int, length: int, share: float, error: BaseException, late: bool
+) -> None:
+    """What was forgotten of some layers is not there any more, so it is forgotten of all."""
+    pair = full(share, num_layers=num_layers)
+
+    def steps() -> None:
+        if pair.store.length != pair.length:
+            pair.k, pair.v = ([each[:, :length] for each in tensors] for tensors in (pair.k, pair.v))
+        pair.attend(3)
+        pair.append(max(40 - pair.length, 0))
+        pair.truncate(40)
+
+    interrupt_everywhere(pair, error, late, lambda: pair.truncate(length), steps)
+
+
+@every_fault
+def test_undoing_is_finished_by_the_next_step_when_it_is_interrupted(error: BaseException, late: bool) -> None:
+    pair = full(0.4)
+
+    def interrupted() -> None:
+        last = pair.store._layers[-1]
+        with pytest.MonkeyPatch.context() as patch, suppress(ZeroDivisionError):
+            patch.setattr(last, "attend_on_device", lambda *args, **options: 1 // 0)
+            pair.device.faults.disarm()
+            pair.attend(6)
+
+    def undo(at: int) -> None:
+        interrupted()
+        pair.device.faults.arm(at, error, late)
+        with suppress(type(error)):
+            pair.attend(1)
+
+    for at in itertools.count():
+        undo(at)
+        if not pair.device.faults.fired:
+            break
+        pair.device.faults.disarm()
+        pair.attend(1)
+        pair.truncate(33)
+    assert at > 8
+
+
+@every_share
+def test_beams_after_an_interrupted_step(share: float) -> None:
+    """Pages that an interrupted step took are not shared as if they held something."""
+    for at in range(12):
+        pair = full(share)
+        pair.device.faults.arm(at, KeyboardInterrupt())
+        with suppress(KeyboardInterrupt):
+            pair.attend(9)
+        pair.device.faults.disarm()
+        pair.select([1, 1])
+        pair.attend(1)
+        pair.attend(2)
+
+
+@every_fault
+def test_a_layer_that_could_not_leave_leaves_later(error: BaseException, late: bool) -> None:
+    for at in itertools.count():
+        pair = Twin(share=lambda layers, tokens: 0.5, gpu_pages=25)
+        pair.attend(17)
+        assert not any(pair.store.layers_on_cpu)
+        pair.device.faults.arm(at, error, late)
+        with suppress(type(error)):
+            pair.attend(30)
+        pair.device.faults.disarm()
+        pair.attend(30 if pair.length == 17 else 1)
+        assert any(pair.store.layers_on_cpu)
+        if not pair.device.faults.fired:
+            break
+    assert at > 8
+
+
+def test_host_memory_that_cannot_be_pinned_loses_nothing() -> None:
+    pair = Twin(gpu_pages=25, share=lambda layers, tokens: 0.5)
+    pair.attend(17)
+    pair.device.most_pinned = 0
+    for _ in range(2):
+        with pytest.raises(CacheFullError, match="cpu_memory"):
+            pair.attend(30)
+        pair.check()
+    pair.attend(1)
+    pair.device.most_pinned = None
+    pair.attend(30)
+    pair.steps(4)
+    assert any(pair.store.layers_on_cpu)
+
+
+def test_a_wrong_argument_in_a_later_layer_undoes_the_step() -> None:
+    pair = full(0.4)
+    k, v = torch.zeros(2, 1, NHEADS_K, HEADDIM), torch.zeros(2, 1, NHEADS_K, HEADDIM_V)
+    pair.store.append(0, k, v)
+    with pytest.raises(ValueError, match="k"):
+        pair.store.append(1, k[..., :-1], v)
+    pair.steps(3)

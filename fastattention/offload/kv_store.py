@@ -71,7 +71,7 @@ class CooperativeKVStore:
         self._staging_tokens = _staging_tokens(batch_size, shape, budget.gpu)
         staging_bytes = NUM_BUFFERS * batch_size * ceil_div(self._staging_tokens, shape.page_size) * shape.nbytes
         num_pages = max(budget.gpu - staging_bytes, 0) // on_device.nbytes
-        self._check_least(num_layers, batch_size, num_pages, on_device.nbytes, staging_bytes)
+        self._check_least(num_layers, batch_size, num_pages, on_device.nbytes)
         self._gpu = PagePool(
             on_device, num_pages, self._allocate, name="the device", remedy=budget.gpu_remedy, wait=device.wait
         )
@@ -271,13 +271,14 @@ class CooperativeKVStore:
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
 
-    def _check_least(self, num_layers: int, batch_size: int, num_pages: int, page_bytes: int, staging: int) -> None:
+    def _check_least(self, num_layers: int, batch_size: int, num_pages: int, page_bytes: int) -> None:
         """Every layer keeps its newest page on the device, and one layer needs two more."""
         least = (num_layers + 2) * batch_size
         if num_pages < least:
+            with_buffers = max(least + NUM_BUFFERS * batch_size, ceil_div(least * STAGING_SHARE, STAGING_SHARE - 1))
             raise CacheFullError(
                 f"{self._budget.gpu} bytes on the device are too few for {num_layers} layers and batch_size="
-                f"{batch_size}: at least {least * page_bytes + staging} are needed; {self._budget.gpu_remedy}"
+                f"{batch_size}: at least {with_buffers * page_bytes} are needed; {self._budget.gpu_remedy}"
             )
 
 

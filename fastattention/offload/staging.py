@@ -41,7 +41,7 @@ class Buffer:
 
     pages: Pages
     block_table: Tensor  # int32 (batch_size, pages a sequence)
-    free: Event = None
+    free: Event
 
 
 class Piece(NamedTuple):
@@ -172,7 +172,7 @@ class Staging:
                 for target, source in zip(buffer.pages.tensors(), self._host.pages.tensors(), strict=True):
                     to = row + position
                     copies.append(Copy(target[to : to + count], source[page : page + count]))
-        after = [event for event in (buffer.free, visit.layer.downloaded) if event is not None]
+        after = [buffer.free] if visit.layer.downloaded is None else [buffer.free, visit.layer.downloaded]
         visit.pieces.append(Piece(buffer, begin, end, self._device.upload(copies, after)))
         visit.issued = end
 
@@ -195,4 +195,5 @@ def _buffer(device: Device, shape: PageShape, batch_size: int, pages: int) -> Bu
         return torch.empty(size, dtype=dtype, device=device.torch_device)
 
     table = torch.arange(batch_size * pages, dtype=torch.int32, device=device.torch_device)
-    return Buffer(allocate_pages(shape, batch_size * pages, allocate), table.view(batch_size, pages))
+    # What used this memory before may still be under way.
+    return Buffer(allocate_pages(shape, batch_size * pages, allocate), table.view(batch_size, pages), device.mark())

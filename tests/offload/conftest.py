@@ -7,6 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fastattention.offload import kv_store
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of these tiny budgets would be buffers that hold a layer in one piece."""
+    monkeypatch.setattr(kv_store, "STAGING_SHARE", 8)
+
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Iterator[None]:

@@ -230,11 +230,14 @@ class CooperativeKVStore:
             moved.append(candidates.pop(0))
 
     def _growth(self, layer: Layer, tokens: int, on_cpu: bool) -> int:
-        """Pages that a layer will have taken on the device when the step is over; negative when it gives some back."""
-        end = layer.length + tokens
+        """Pages that a layer may have taken on the device when it is done; negative when it gives some back.
+
+        In CPU memory a layer keeps one for every sequence, whether it needs it now or not: other layers must not take
+        the room that it needs when tokens are forgotten again.
+        """
         if on_cpu:
-            return self.batch_size * bool(end % self.shape.page_size) - layer.num_gpu_pages
-        return layer.gpu_pages_for(tokens) - layer.num_gpu_pages + layer.shared_last_pages()
+            return self.batch_size - layer.num_gpu_pages_owned
+        return layer.gpu_pages_for(tokens) - layer.num_gpu_pages + layer.num_pages_to_copy
 
     def _passing_through(self, tokens: int, whole_at_once: bool) -> int:
         """Pages that a layer on its way to CPU memory takes for a while."""

@@ -16,7 +16,7 @@ from fastattention.offload.hand_over import Handed, HandOver
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
 from fastattention.offload.pages import PagePool, PageShape, ceil_div
-from fastattention.offload.staging import HostTokens, Piece, Staging
+from fastattention.offload.staging import Piece, Staging
 
 # More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
 MOST_QUERIES_ON_CPU = 32
@@ -68,8 +68,8 @@ class CooperativeKVStore:
     ) -> None:
         self.shape, self._device, self._budget, self._share_of = shape, device, budget, share
         on_device = PageShape(shape.page_size, shape.nheads_k, shape.headdim, shape.headdim_v, shape.dtype)
-        self._staging_tokens = _staging_tokens(batch_size, shape, budget.gpu)
-        staging_bytes = NUM_BUFFERS * batch_size * ceil_div(self._staging_tokens, shape.page_size) * shape.nbytes
+        staging_tokens = _staging_tokens(batch_size, shape, budget.gpu)
+        staging_bytes = NUM_BUFFERS * batch_size * ceil_div(staging_tokens, shape.page_size) * shape.nbytes
         num_pages = max(budget.gpu - staging_bytes, 0) // on_device.nbytes
         self._check_least(num_layers, batch_size, num_pages, on_device.nbytes)
         self._gpu = PagePool(
@@ -83,8 +83,10 @@ class CooperativeKVStore:
         self._layers = [Layer(batch_size, device, self._gpu, self._host) for _ in range(num_layers)]
         self._order = spread(num_layers)
         self._hand_over = HandOver(device)
-        self._staging = self._make_staging()
-        self._share = 0.0
+        self._staging = Staging(
+            device, self._host, self._layers, batch_size=batch_size, tokens=staging_tokens, count=NUM_BUFFERS,
+            remedy=budget.gpu_remedy,
+        )  # fmt: skip
         self._length = 0
         self._settled = True  # whether all layers hold that many tokens, and no pages for more
 
@@ -121,7 +123,7 @@ class CooperativeKVStore:
         """
         self._begin(index, k.shape[1], whole_at_once=False)
         layer = self._layers[index]
-        piece = self._staging_tokens if layer.on_cpu else max(k.shape[1], 1)
+        piece = self._staging.tokens if layer.on_cpu else max(k.shape[1], 1)
         for begin in range(0, k.shape[1], piece):
             layer.append(k[:, begin : begin + piece], v[:, begin : begin + piece])
         self._end(index)
@@ -143,7 +145,7 @@ class CooperativeKVStore:
 
     def _attend_to_parts(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """What the device holds, what is uploaded, and what the CPU attends to, merged."""
-        visit = self._staging.begin(layer, whole=self._share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
+        visit = self._staging.begin(layer, whole=self._staging.share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
         work = None if visit.end == layer.host_tokens else self._hand_over.send(q)
         parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
@@ -170,13 +172,11 @@ class CooperativeKVStore:
             raise ArgumentError(f"rows={list(rows)} must be some of 0 to {self.batch_size - 1}")
         self._settle()
         self._quiet()
-        after = self._device.mark()  # the last that may fail: all layers change, or none
-        old = self.batch_size
+        self._gpu.check(sum(len(rows) - layer.num_gpu_pages_owned for layer in self._layers if layer.on_cpu))
+        after = self._device.mark()
+        self._staging.divide(len(rows))  # the last that may fail: all layers change, or none
         for layer in self._layers:
             layer.select(rows, after)
-        if len(rows) != old:
-            self._staging_tokens = _staging_tokens(len(rows), self.shape, self._budget.gpu)
-            self._staging = self._make_staging()
 
     def _attend_on_cpu(self, handed: Handed, layer: Layer, begin: int, options: AttendOptions) -> tuple[Tensor, Tensor]:
         nbytes = layer.host_bytes(begin)
@@ -220,7 +220,7 @@ class CooperativeKVStore:
         for layer in moved:
             layer.demote()
         if going:
-            self._share = self._share_of(len(going), going[0].length)
+            self._staging.share = self._share_of(len(going), going[0].length)
 
     def _to_move(self, tokens: int, whole_at_once: bool) -> list[Layer]:
         moved: list[Layer] = []
@@ -240,33 +240,24 @@ class CooperativeKVStore:
             moved.append(candidates.pop(0))
 
     def _growth(self, layer: Layer, tokens: int, on_cpu: bool) -> int:
-        """Pages that a layer will have taken on the device when the step is over; negative when it gives some back."""
-        end = layer.length + tokens
+        """Pages that a layer may have taken on the device when it is done; negative when it gives some back.
+
+        In CPU memory a layer keeps one for every sequence, whether it needs it now or not: other layers must not take
+        the room that it needs when tokens are forgotten again.
+        """
         if on_cpu:
-            return self.batch_size * bool(end % self.shape.page_size) - layer.num_gpu_pages
-        return layer.gpu_pages_for(tokens) - layer.num_gpu_pages + layer.shared_last_pages()
+            return self.batch_size - layer.num_gpu_pages_owned
+        return layer.gpu_pages_for(tokens) - layer.num_gpu_pages + layer.num_pages_to_copy
 
     def _passing_through(self, tokens: int, whole_at_once: bool) -> int:
         """Pages that a layer on its way to CPU memory takes for a while."""
-        most = tokens if whole_at_once else min(tokens, self._staging_tokens)
+        most = tokens if whole_at_once else min(tokens, self._staging.tokens)
         return self.batch_size * (ceil_div(most, self.shape.page_size) + 1)
 
     def _quiet(self) -> None:
         """Before pages change hands: nothing that was read ahead counts, and no upload reads them any more."""
         for event in self._staging.flush():
             self._device.wait(event)
-
-    def _following(self, layer: HostTokens) -> HostTokens:
-        """The next layer with tokens in CPU memory, round and round."""
-        position = next(index for index, other in enumerate(self._layers) if other is layer)
-        later = self._layers[position + 1 :] + self._layers[: position + 1]
-        return next(other for other in later if other.host_tokens)
-
-    def _make_staging(self) -> Staging:
-        return Staging(
-            self._device, self._host, batch_size=self.batch_size, tokens=self._staging_tokens, count=NUM_BUFFERS,
-            following=self._following, share=lambda: self._share,
-        )  # fmt: skip
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device.torch_device)

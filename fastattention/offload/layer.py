@@ -109,6 +109,11 @@ class Layer:
         """Pages on the device, of all sequences."""
         return len(self._gpu_table) * self.batch_size
 
+    @property
+    def num_gpu_pages_owned(self) -> int:
+        """Pages on the device, each counted once that several sequences share."""
+        return len(set(self._gpu_table.all()))
+
     def gpu_pages_for(self, tokens: int) -> int:
         """Pages on the device, of all sequences, that hold what is there and `tokens` more of each sequence."""
         return self.batch_size * ceil_div(self.length - self.host_tokens + tokens, self._page_size)
@@ -195,9 +200,10 @@ class Layer:
             table.change([[] for _ in table.pages])
         self.length = 0
 
-    def shared_last_pages(self) -> int:
-        """Pages that must be copied before the next append: partly filled, and shared."""
-        return sum(1 for _ in self._to_copy())
+    @property
+    def num_pages_to_copy(self) -> int:
+        """Pages that the next append copies first."""
+        return len(self._to_copy())
 
     @property
     def _gpu_tokens(self) -> int:
@@ -211,26 +217,25 @@ class Layer:
         self._copy_shared()
         self._gpu_table.extend(self._gpu.take(self.gpu_pages_for(tokens) - self.num_gpu_pages))
 
-    def _to_copy(self) -> Iterator[int]:
-        """Sequences whose last page is partly filled and shared."""
-        if self._gpu_tokens % self._page_size:
-            for row, pages in enumerate(self._gpu_table.pages):
-                if self._gpu.is_shared(pages[-1]):
-                    yield row
+    def _to_copy(self) -> list[int]:
+        """Sequences whose last page is partly filled and also that of a later sequence, which keeps it."""
+        if not self._gpu_tokens % self._page_size:
+            return []
+        last = [pages[-1] for pages in self._gpu_table.pages]
+        return [row for row, page in enumerate(last) if page in last[row + 1 :]]
 
     def _copy_shared(self) -> None:
+        rows = self._to_copy()
+        if not rows:
+            return
         pages = [list(sequence) for sequence in self._gpu_table.pages]
-        for row in list(self._to_copy()):
-            old = pages[row][-1]
-            if not self._gpu.is_shared(old):  # the others have copies by now
-                continue
-            (new,) = self._gpu.take(1)
+        olds = [pages[row][-1] for row in rows]
+        for row, old, new in zip(rows, olds, self._gpu.take(len(rows)), strict=True):
             for tensor in self._gpu.pages.tensors():
                 tensor[new].copy_(tensor[old])
-            self._gpu.release([old], self._device.mark())
             pages[row][-1] = new
-        if pages != self._gpu_table.pages:
-            self._gpu_table.change(pages)
+        self._gpu_table.change(pages)
+        self._gpu.release(olds, None)  # none of them becomes free: others keep them
 
     def _send_down(self) -> None:
         """Moves the whole pages on the device to CPU memory."""

@@ -151,10 +151,6 @@ class PagePool:
         for page in pages:
             self._owners[page] += 1
 
-    def is_shared(self, page: int) -> bool:
-        """Whether a page has other owners, so that it must not be written."""
-        return self._owners[page] > 1
-
     def release(self, pages: Iterable[int], after: Event | None) -> None:
         """Gives pages back, which may be written again after an event, if any."""
         freed = []

@@ -8,13 +8,14 @@ last layer comes the first one of the next step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fastattention.errors import CacheFullError
 from fastattention.offload.device import Copy, Device, Event
 from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pages, ceil_div, runs
 
@@ -69,27 +70,29 @@ class Staging:
 
     tokens: of a sequence that a buffer has room for, whole pages; count: of buffers, at least 1
     host: those in CPU memory
-    following: the layer that is used after a given one, among those with tokens in CPU memory
-    share: how much of a layer is uploaded, 0 to 1
+    layers: all there are, in the order in which they are used, round and round
+    remedy: what to change when the buffers are too small, for errors
+
+    share, which the caller may change: how much of a layer is uploaded, 0 to 1
     """
 
     def __init__(
         self,
         device: Device,
         host: PagePool,
+        layers: Sequence[HostTokens],
         *,
         batch_size: int,
         tokens: int,
         count: int,
-        following: Callable[[HostTokens], HostTokens],
-        share: Callable[[], float],
+        remedy: str,
     ) -> None:
         self._device, self._host, self._page_size = device, host, host.shape.page_size
-        self._following, self._share = following, share
-        self._tokens = tokens
-        self._buffers = [
-            _buffer(device, host.shape, batch_size, ceil_div(tokens, host.shape.page_size)) for _ in range(count)
-        ]
+        self.share = 0.0
+        self._layers, self._remedy = layers, remedy
+        self._pages = batch_size * ceil_div(tokens, host.shape.page_size)  # of a buffer
+        self._buffers = [_buffer(device, host.shape, self._pages) for _ in range(count)]
+        self.divide(batch_size)
         self._free = deque(self._buffers)
         self._visits: deque[Visit] = deque()
         self._whole = False  # whether the last use was of all tokens: then so will be the next
@@ -98,6 +101,22 @@ class Staging:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(tensor.nbytes for buffer in self._buffers for tensor in buffer.pages.tensors())
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence that a buffer has room for: whole pages."""
+        return self._buffers[0].block_table.shape[1] * self._page_size
+
+    def divide(self, batch_size: int) -> None:
+        """The same memory for another number of sequences, when nothing is read ahead. Raises CacheFullError."""
+        if batch_size > self._pages:
+            raise CacheFullError(
+                f"buffers on the device hold {self._pages} pages, too few for {batch_size} sequences; {self._remedy}"
+            )
+        each = self._pages // batch_size
+        table = torch.arange(batch_size * each, dtype=torch.int32, device=self._device.torch_device)
+        for buffer in self._buffers:
+            buffer.block_table = table.view(batch_size, each)
 
     def begin(self, layer: HostTokens, whole: bool) -> Visit:
         """The use of a layer that comes now. whole: of all its tokens, not just the share that is uploaded."""
@@ -145,8 +164,14 @@ class Staging:
 
     def _visit(self, layer: HostTokens) -> Visit:
         tokens = layer.host_tokens
-        share = 1.0 if self._whole else self._share()
+        share = 1.0 if self._whole else self.share
         return Visit(layer, min(tokens, round(share * tokens / self._page_size) * self._page_size))
+
+    def _following(self, layer: HostTokens) -> HostTokens:
+        """The next layer with tokens in CPU memory, round and round."""
+        position = next(index for index, other in enumerate(self._layers) if other is layer)
+        later = [*self._layers[position + 1 :], *self._layers[: position + 1]]
+        return next(other for other in later if other.host_tokens)
 
     def _fill(self) -> None:
         """Uploads as much as there are free buffers for."""
@@ -163,7 +188,7 @@ class Staging:
                 self._free.popleft()
 
     def _upload(self, visit: Visit, buffer: Buffer) -> None:
-        begin, end = visit.issued, min(visit.issued + self._tokens, visit.end)
+        begin, end = visit.issued, min(visit.issued + self.tokens, visit.end)
         first, last = begin // self._page_size, end // self._page_size
         copies = []
         for sequence, pages in enumerate(visit.layer.host_pages):
@@ -190,10 +215,9 @@ class Staging:
         self._free.append(buffer)
 
 
-def _buffer(device: Device, shape: PageShape, batch_size: int, pages: int) -> Buffer:
+def _buffer(device: Device, shape: PageShape, pages: int) -> Buffer:
     def allocate(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device.torch_device)
 
-    table = torch.arange(batch_size * pages, dtype=torch.int32, device=device.torch_device)
-    # What used this memory before may still be under way.
-    return Buffer(allocate_pages(shape, batch_size * pages, allocate), table.view(batch_size, pages), device.mark())
+    # What used this memory before may still be under way. The table comes with the number of sequences.
+    return Buffer(allocate_pages(shape, pages, allocate), torch.empty(0, dtype=torch.int32), device.mark())

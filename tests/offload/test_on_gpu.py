@@ -1,0 +1,113 @@
+"""The cooperative store on a GPU, whose streams are made to run early and late; skipped where there is none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattention import fast_attn_with_kvcache
+from fastattention.backends.registry import get_backend
+from fastattention.offload.device import CudaDevice
+from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
+from fastattention.offload.layer import AttendOptions, Padding
+from fastattention.offload.pages import PageShape
+from fastattention.quantised import dequantise, quantise
+
+pytestmark = pytest.mark.skipif(get_backend("cuda").why_unavailable() is not None, reason="needs a GPU")
+
+NUM_LAYERS, BATCH_SIZE, NHEADS, NHEADS_K, HEADDIM = 6, 2, 8, 4, 128
+PAGE_SIZE, PROMPT, STEPS = 64, 3000, 150  # several pages fill during the steps
+CYCLES = 2_000_000  # about a millisecond: longer than any copy here
+PADDING = [0, 700]
+
+
+class Delayed(CudaDevice):
+    """Each stream stops now and then, so that the others run ahead of it as far as events allow."""
+
+    def mark(self) -> torch.cuda.Event:
+        streams = [torch.cuda.current_stream(), self._up, self._down]
+        if random.random() < 0.3:
+            with torch.cuda.stream(random.choice(streams)):
+                torch.cuda._sleep(random.randrange(CYCLES))
+        event = super().mark()
+        assert isinstance(event, torch.cuda.Event)
+        return event
+
+
+def make_store(share: float, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> CooperativeKVStore:
+    shape = PageShape(PAGE_SIZE, NHEADS_K, HEADDIM, HEADDIM, dtype, cache_dtype)
+    pages = BATCH_SIZE * -(-(PROMPT + STEPS) // PAGE_SIZE)
+    on_device = PageShape(PAGE_SIZE, NHEADS_K, HEADDIM, HEADDIM, dtype).nbytes
+    caps = MemoryCaps(8 * pages * on_device, NUM_LAYERS * pages * shape.nbytes)
+    device = Delayed(torch.device("cuda", torch.cuda.current_device()))
+    store = CooperativeKVStore(NUM_LAYERS, BATCH_SIZE, shape, device, caps, lambda layers, tokens: share)
+    for tensors in (store._gpu.pages, *(buffer.pages for buffer in store._staging._buffers)):
+        for tensor in tensors.tensors():
+            tensor.fill_(77 if tensor.dtype is torch.int8 else torch.nan)
+    return store
+
+
+def random_tokens(count: int, heads: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(BATCH_SIZE, count, heads, HEADDIM, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["as q", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_steps_are_right_however_streams_run(share: float, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    store = make_store(share, dtype, cache_dtype)
+    capacity = PROMPT + STEPS
+    held = [
+        [torch.empty(BATCH_SIZE, capacity, NHEADS_K, HEADDIM, device="cuda") for _ in "kv"] for _ in range(NUM_LAYERS)
+    ]
+    leftpad = torch.tensor(PADDING, dtype=torch.int32, device="cuda")
+    options = AttendOptions(padding=Padding(PADDING))
+    length, worst = 0, torch.zeros((), device="cuda")
+    for count in (PROMPT, *[1] * STEPS):
+        for index in range(NUM_LAYERS):
+            k, v = (random_tokens(count, NHEADS_K, dtype) for _ in "kv")
+            for all_tokens, new in zip(held[index], (k, v), strict=True):
+                all_tokens[:, length : length + count] = new.float()
+            if not length:
+                store.append(index, k, v)
+                continue
+            q = random_tokens(count, NHEADS, dtype)
+            out = store.attend(index, q, k, v, options)
+            keys, values = (as_stored(store, index, each, length, cache_dtype) for each in held[index])
+            expected = fast_attn_with_kvcache(
+                q.float(), keys, values, cache_seqlens=length + count, cache_leftpad=leftpad, causal=True
+            )
+            worst = torch.maximum(worst, (out.float() - expected).abs().max())
+        length += count
+    assert sum(store.layers_on_cpu) >= 1
+    assert not all(store.layers_on_cpu)
+    assert worst.item() < (2e-3 if dtype is torch.float16 else 1.5e-2)
+
+
+def as_stored(
+    store: CooperativeKVStore, index: int, tokens: Tensor, length: int, cache_dtype: torch.dtype | None
+) -> Tensor:
+    """float32 numbers that a layer held before this step: whole pages in CPU memory are quantised."""
+    if cache_dtype is None or not store.layers_on_cpu[index]:
+        return tokens
+    end = length // PAGE_SIZE * PAGE_SIZE
+    rounded = dequantise(*quantise(tokens[:, :end], cache_dtype))
+    return torch.cat([rounded, tokens[:, end:]], dim=1)
+
+
+def test_nothing_is_pinned_when_a_store_is_gone() -> None:
+    store = make_store(0.5, torch.float16, None)
+    for index in range(NUM_LAYERS):
+        store.append(index, *(random_tokens(PROMPT, NHEADS_K, torch.float16) for _ in "kv"))
+    pages = store._host.pages
+    del store
+    # Memory that is still registered cannot be registered again.
+    runtime = torch.cuda.cudart()
+    memory = next(pages.tensors())
+    assert int(runtime.cudaHostRegister(memory.data_ptr(), 4096, 0)) == 0
+    assert int(runtime.cudaHostUnregister(memory.data_ptr())) == 0

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastattention.errors import ArgumentError, CacheFullError
+from fastattention.offload import kv_store
 from fastattention.offload.kv_store import MOST_QUERIES_ON_CPU, CooperativeKVStore, MemoryCaps, spread
 from fastattention.offload.layer import AttendOptions
+from fastattention.offload.staging import Piece
 from offload.pretend import PretendDevice
 from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
 
@@ -186,6 +189,28 @@ def test_reading_ahead_uploads_nothing_twice() -> None:
         pair.attend(1)
     uploaded = pair.device.uploaded_bytes - before
     assert uploaded <= 1.05 * tokens * pair.shape.token_bytes
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_buffer_is_filled_again_only_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+    """The computation is slower here than the link; the device notices when an upload overtakes it."""
+    pair = twin(0.6, batch_size=batch_size)
+    attend_to_piece = kv_store._attend_to_piece
+
+    def slow(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:
+        result = attend_to_piece(q, piece, options)
+        pair.device.compute(1.0, piece.buffer.pages.tensors())
+        return result
+
+    monkeypatch.setattr(kv_store, "_attend_to_piece", slow)
+    pair.append(60)
+    pair.steps(4)
+    pair.select([0] * batch_size)
+    pair.attend(1)
+    pair.truncate(30)
+    pair.append(40)
+    pair.steps(2)
+    assert pair.device.now > 100.0
 
 
 def test_the_cpu_reads_only_what_is_not_uploaded() -> None:

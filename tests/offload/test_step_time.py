@@ -1,0 +1,104 @@
+"""On the pretended clock a step takes the time of the model: copies and the CPU overlap as they are meant to.
+
+With N layers of w seconds, L of them in CPU memory with S bytes each, b_P and b_C bytes a second of the link and of the
+CPU, tau seconds of handing over, and T0 = N w:
+
+    classical, all uploaded         max(T0, L S / b_P)
+    cooperative, nothing uploaded   T0 + L (S / b_C + tau)
+    hybrid, the link always busy    T0 + max(0, (L S - b_P T0) / (b_C + b_P)), which uploads b_P T / (L S) of each
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
+from fastattention.offload.layer import AttendOptions
+from fastattention.offload.pages import PageShape
+from offload.pretend import PretendDevice, Rates
+
+W = 1.0
+TOKENS = 512
+SHAPE = PageShape(page_size=4, nheads_k=1, headdim=16, headdim_v=16, dtype=torch.float32)
+S = TOKENS * SHAPE.token_bytes
+STEPS, STEADY = 8, 4  # all, and the last of them that count
+
+every_link = pytest.mark.parametrize("link", [S / 2, S / 8, S / 20], ids=["fast link", "link", "slow link"])
+every_ratio = pytest.mark.parametrize("ratio", [0.5, 3.0, 9.0])
+
+
+class Run(NamedTuple):
+    """What a store did in the steady state."""
+
+    step: float  # seconds
+    link: float  # part of the time in which it was busy with uploads
+    buffers: float  # bytes
+
+
+def run(num_layers: int, on_cpu: int, share: float, link: float, cpu: float, hand_over: float = 0.0) -> Run:
+    """Steps after a prompt of TOKENS, with room for all but `on_cpu` layers."""
+    device = PretendDevice(Rates(link, cpu, hand_over))
+    layer = TOKENS // SHAPE.page_size + 2
+    pages = (num_layers - on_cpu) * layer + on_cpu + layer  # the prompt of a layer passes through
+    gpu = pages * SHAPE.nbytes * 8 // 7  # buffers take an eighth
+    store = CooperativeKVStore(num_layers, 1, SHAPE, device, MemoryCaps(gpu, 1 << 24), lambda layers, tokens: share)
+    k = torch.zeros(1, TOKENS, 1, 16)
+    for index in range(num_layers):
+        store.append(index, k, k)
+    assert sum(store.layers_on_cpu) == on_cpu
+    begin, uploaded = 0.0, 0
+    for step in range(STEPS):
+        if step == STEPS - STEADY:
+            begin, uploaded = device.now, device.uploaded_bytes
+        for index in range(num_layers):
+            device.compute(W)
+            store.attend(index, k[:, :1], k[:, :1], k[:, :1], AttendOptions())
+    seconds = device.now - begin
+    busy = (device.uploaded_bytes - uploaded) / link / seconds
+    return Run(seconds / STEADY, busy, store.usage.gpu_bytes - store._gpu.used * SHAPE.nbytes)
+
+
+@every_link
+@pytest.mark.parametrize(("num_layers", "on_cpu"), [(16, 4), (15, 3), (16, 2)])
+def test_classical(num_layers: int, on_cpu: int, link: float) -> None:
+    model = max(num_layers * W, on_cpu * S / link)
+    found = run(num_layers, on_cpu, 1.0, link, cpu=1.0)
+    assert found.step == pytest.approx(model, rel=0.15)
+
+
+@every_link
+@every_ratio
+@pytest.mark.parametrize("hand_over", [0.0, 0.3])
+def test_cooperative(link: float, ratio: float, hand_over: float) -> None:
+    model = 16 * W + 4 * (S / (ratio * link) + hand_over)
+    found = run(16, 4, 0.0, link, ratio * link, hand_over)
+    assert found.step == pytest.approx(model, rel=0.15)
+    assert found.link == 0.0
+
+
+@every_link
+@every_ratio
+@pytest.mark.parametrize(("num_layers", "on_cpu"), [(16, 4), (15, 3)])
+def test_hybrid(num_layers: int, on_cpu: int, link: float, ratio: float) -> None:
+    """The link is busy from the beginning of the step to its end."""
+    t0, cpu = num_layers * W, ratio * link
+    model = t0 + max(0.0, (on_cpu * S - link * t0) / (cpu + link))
+    share = min(1.0, link * model / (on_cpu * S))
+    found = run(num_layers, on_cpu, share, link, cpu)
+    assert found.step == pytest.approx(model, rel=0.15)
+    if share < 1.0:
+        assert found.link > 0.85
+
+
+@pytest.mark.parametrize("link", [S / 1.5, S / 2, S / 3])
+def test_buffers_too_small_for_the_time_between_two_layers_leave_the_link_idle(link: float) -> None:
+    """No store does better: what does not fit the buffers is uploaded when its layer has come."""
+    found = run(8, 4, 1.0, link, cpu=1.0)
+    between = 2 * W
+    assert found.buffers < S
+    assert found.buffers / link < between or link == S / 3
+    waiting = (S - found.buffers) / link
+    assert found.step == pytest.approx(4 * (max(between, found.buffers / link) + waiting), rel=0.05)

@@ -15,14 +15,12 @@ from fastattention.offload.device import Device
 from fastattention.offload.hand_over import HandOver
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
+from fastattention.offload.memory import STAGING_BUFFERS, staging_pages
 from fastattention.offload.pages import PagePool, PageShape, ceil_div
 from fastattention.offload.staging import HostTokens, Piece, Staging
 
 # More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
 MOST_QUERIES_ON_CPU = 32
-NUM_BUFFERS = 2
-STAGING_TOKENS = 16384  # of a sequence in a buffer, at most
-STAGING_SHARE = 2  # and all buffers are at most this part of the device's budget: small pieces cost launches
 
 
 class MemoryCaps(NamedTuple):
@@ -69,7 +67,7 @@ class CooperativeKVStore:
         self.shape, self._device, self._budget, self._share_of = shape, device, budget, share
         on_device = PageShape(shape.page_size, shape.nheads_k, shape.headdim, shape.headdim_v, shape.dtype)
         self._staging_tokens = _staging_tokens(batch_size, shape, budget.gpu)
-        staging_bytes = NUM_BUFFERS * batch_size * ceil_div(self._staging_tokens, shape.page_size) * shape.nbytes
+        staging_bytes = STAGING_BUFFERS * batch_size * ceil_div(self._staging_tokens, shape.page_size) * shape.nbytes
         num_pages = max(budget.gpu - staging_bytes, 0) // on_device.nbytes
         self._check_least(num_layers, batch_size, num_pages, on_device.nbytes, staging_bytes)
         self._gpu = PagePool(
@@ -244,7 +242,7 @@ class CooperativeKVStore:
 
     def _make_staging(self) -> Staging:
         return Staging(
-            self._device, self._host, batch_size=self.batch_size, tokens=self._staging_tokens, count=NUM_BUFFERS,
+            self._device, self._host, batch_size=self.batch_size, tokens=self._staging_tokens, count=STAGING_BUFFERS,
             following=self._following, share=lambda: self._share,
         )  # fmt: skip
 
@@ -273,8 +271,7 @@ def _attend_to_piece(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[T
 
 def _staging_tokens(batch_size: int, shape: PageShape, gpu_bytes: int) -> int:
     """Tokens of a sequence in a buffer: whole pages, at least one."""
-    fitting = gpu_bytes // STAGING_SHARE // (NUM_BUFFERS * batch_size * shape.nbytes)
-    return max(min(STAGING_TOKENS // shape.page_size, fitting), 1) * shape.page_size
+    return staging_pages(batch_size, shape.page_size, shape.nbytes, gpu_bytes) * shape.page_size
 
 
 def spread(count: int) -> list[int]:

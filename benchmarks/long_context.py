@@ -31,23 +31,16 @@ from fastattention.cli.console import MESSAGES, OUTPUT
 from fastattention.cli.machine import describe_machine
 from fastattention.offload.device import CudaDevice, Device
 from fastattention.offload.hardware import Hardware
-from fastattention.offload.kv_store import (
-    NUM_BUFFERS,
-    STAGING_SHARE,
-    STAGING_TOKENS,
-    CooperativeKVStore,
-    MemoryCaps,
-)
+from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
 from fastattention.offload.measure import measure_hardware
-from fastattention.offload.memory import Workload
+from fastattention.offload.memory import PAGE_SIZE, STAGING_BUFFERS, STAGING_SHARE, STAGING_TOKENS, Workload
 from fastattention.offload.model_shape import PRESETS, ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy
 from fastattention.offload.prediction import seconds_per_token, upload_fraction
 
 RESULTS = Path(__file__).parent / "results"
-PAGE_SIZE = 512
 CHUNK = 16384  # tokens that fill a cache at once
 POLICIES = (Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID)
 READ_BYTES = 1 << 30
@@ -88,6 +81,14 @@ class Run:
         self.decoder = BareDecoder(shape, case.batch_size, device.torch_device, dtype)
         self._start = self.decoder.hidden.clone()
 
+    @property
+    def _workload(self) -> Workload:
+        return Workload(self.shape, self.case.batch_size, self.case.seqlen, self.case.quantised, PAGE_SIZE)
+
+    @property
+    def _staging_bytes(self) -> int:
+        return self._workload.staging_bytes(self._caps().gpu)
+
     def _caps(self) -> MemoryCaps:
         """Memory that keeps exactly the wanted layers on the CPU, with what a step needs on its way."""
         pages = -(-self.case.seqlen // PAGE_SIZE) + 1
@@ -96,7 +97,7 @@ class Run:
         plain = replace(self.page, cache_dtype=None).nbytes * self.case.batch_size
         least = (on_gpu * pages + self.case.num_layers_cpu + (passing if self.case.num_layers_cpu else 0)) * plain
         cpu = self.case.num_layers_cpu * pages * self.page.nbytes * self.case.batch_size
-        full = NUM_BUFFERS * STAGING_TOKENS * self.page.token_bytes * self.case.batch_size
+        full = STAGING_BUFFERS * max(STAGING_TOKENS, self.case.batch_size * PAGE_SIZE) * self.page.token_bytes
         return MemoryCaps(min(least + full, STAGING_SHARE * least), cpu + self.page.nbytes)
 
     def _fill(self, device: torch.device) -> None:
@@ -108,8 +109,13 @@ class Run:
 
     def use(self, policy: Policy) -> None:
         """From the next step on."""
-        workload = Workload(self.shape, self.case.batch_size, self.case.seqlen, self.case.quantised)
-        self.share = upload_fraction(policy, workload, self._hardware, self.case.num_layers_cpu)
+        layers = self.case.num_layers_cpu
+        self.share = upload_fraction(policy, self._workload, self._hardware, layers, self._staging_bytes)
+
+    def predicted(self, policy: Policy) -> float:
+        """Seconds of a step, by the model."""
+        layers = self.case.num_layers_cpu
+        return seconds_per_token(policy, self._workload, self._hardware, layers, self._staging_bytes)
 
     def step(self) -> Tensor:
         """One token."""
@@ -199,7 +205,7 @@ def calibrated(hardware: Hardware, case: Case, shape: ModelShape, resident_secon
     """`hardware` whose overhead of a layer is what a resident step of this decoder took beyond its bytes."""
     workload = Workload(shape, case.batch_size, case.seqlen)
     bare = replace(hardware, layer_overhead_seconds=0.0)
-    beyond = resident_seconds - seconds_per_token(Policy.RESIDENT, workload, bare, 0)
+    beyond = resident_seconds - seconds_per_token(Policy.RESIDENT, workload, bare, 0, 0)
     return replace(hardware, layer_overhead_seconds=max(beyond, 0.0) / shape.num_layers)
 
 
@@ -218,13 +224,12 @@ def answer(
     assert found == case.num_layers_cpu, f"{found} layers are in host memory"
     differences = errors(run, policies)
     times = measure(run, policies, rounds, steps)
-    workload = Workload(shape, case.batch_size, case.seqlen, case.quantised)
     usage = run.store.usage
     return {
         **asdict(case),
         "seconds": {name: median(each) for name, each in times.items()},
         "spread": {name: [min(each), max(each)] for name, each in times.items()},
-        "predicted": {p.value: seconds_per_token(p, workload, hardware, case.num_layers_cpu) for p in policies},
+        "predicted": {policy.value: run.predicted(policy) for policy in policies},
         "difference": differences,
         "kv_gpu_bytes": usage.gpu_bytes,
         "kv_cpu_bytes": usage.cpu_bytes,

@@ -16,13 +16,10 @@ from transformers import PreTrainedModel, TextStreamer
 
 from fastattention.cli.model_folder import LoadedModel
 from fastattention.errors import ArgumentError
+from fastattention.offload.memory import PREFILL_CHUNK
 
 if TYPE_CHECKING:
     from fastattention.integrations.transformers.cache import FastAttentionCache
-
-# Tokens of a prompt that pass through the model at once, with a cache of limited memory. Many enough that weights and
-# earlier tokens, which every chunk reads again, cost little beside what is computed with them.
-PREFILL_CHUNK = 8192
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,12 @@ from fastattention.offload.device import Device
 from fastattention.offload.hand_over import Handed, HandOver
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
+from fastattention.offload.memory import STAGING_BUFFERS, least_pages, staging_pages
 from fastattention.offload.pages import PagePool, PageShape, ceil_div
 from fastattention.offload.staging import Piece, Staging
 
 # More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
 MOST_QUERIES_ON_CPU = 32
-NUM_BUFFERS = 2
-STAGING_TOKENS = 16384  # of a sequence in a buffer, at most
-STAGING_SHARE = 2  # and all buffers are at most this part of the device's budget: small pieces cost launches
 
 
 class MemoryCaps(NamedTuple):
@@ -69,7 +67,7 @@ class CooperativeKVStore:
         self.shape, self._device, self._budget, self._share_of = shape, device, budget, share
         on_device = PageShape(shape.page_size, shape.nheads_k, shape.headdim, shape.headdim_v, shape.dtype)
         staging_tokens = _staging_tokens(batch_size, shape, budget.gpu)
-        staging_bytes = NUM_BUFFERS * batch_size * ceil_div(staging_tokens, shape.page_size) * shape.nbytes
+        staging_bytes = STAGING_BUFFERS * batch_size * ceil_div(staging_tokens, shape.page_size) * shape.nbytes
         num_pages = max(budget.gpu - staging_bytes, 0) // on_device.nbytes
         self._check_least(num_layers, batch_size, num_pages, on_device.nbytes)
         self._gpu = PagePool(
@@ -84,7 +82,7 @@ class CooperativeKVStore:
         self._order = spread(num_layers)
         self._hand_over = HandOver(device)
         self._staging = Staging(
-            device, self._host, self._layers, batch_size=batch_size, tokens=staging_tokens, count=NUM_BUFFERS,
+            device, self._host, self._layers, batch_size=batch_size, tokens=staging_tokens, count=STAGING_BUFFERS,
             remedy=budget.gpu_remedy,
         )  # fmt: skip
         self._length = 0
@@ -266,7 +264,7 @@ class CooperativeKVStore:
         """Every layer keeps its newest page on the device, and one layer needs two more."""
         least = (num_layers + 2) * batch_size
         if num_pages < least:
-            with_buffers = max(least + NUM_BUFFERS * batch_size, ceil_div(least * STAGING_SHARE, STAGING_SHARE - 1))
+            with_buffers = least_pages(least, batch_size)
             raise CacheFullError(
                 f"{self._budget.gpu} bytes on the device are too few for {num_layers} layers and batch_size="
                 f"{batch_size}: at least {with_buffers * page_bytes} are needed; {self._budget.gpu_remedy}"
@@ -285,8 +283,7 @@ def _attend_to_piece(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[T
 
 def _staging_tokens(batch_size: int, shape: PageShape, gpu_bytes: int) -> int:
     """Tokens of a sequence in a buffer: whole pages, at least one."""
-    fitting = gpu_bytes // STAGING_SHARE // (NUM_BUFFERS * batch_size * shape.nbytes)
-    return max(min(STAGING_TOKENS // shape.page_size, fitting), 1) * shape.page_size
+    return staging_pages(batch_size, shape.page_size, shape.nbytes, gpu_bytes) * shape.page_size
 
 
 def spread(count: int) -> list[int]:

@@ -8,11 +8,27 @@ from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.policy import Policy
 from fastattention.sizes import format_bytes
 
-STAGING_TOKENS = 16384  # of a layer, in one piece of an upload
+PAGE_SIZE = 512  # tokens of a sequence in a layer, stored and moved together
+# Tokens of a prompt that pass through the model at once, of all sequences together, with a cache of limited memory.
+# Many enough that weights and earlier tokens, which every chunk reads again, cost little beside what is computed.
+PREFILL_CHUNK = 8192
+STAGING_TOKENS = 16384  # of a layer in a buffer for uploads, of all sequences together, at most
 STAGING_BUFFERS = 2  # one is filled while the other is attended to
+STAGING_SHARE = 2  # and all buffers take at most 1 / STAGING_SHARE of what the cache may take on the GPU
 # Assumed: activations of a prompt taken in pieces, libraries, fragmentation.
 DEFAULT_WORKSPACE = 1 << 30
 ENDLESS = 1 << 62  # tokens: what fits this has no limit
+
+
+def staging_pages(batch_size: int, page_size: int, page_bytes: int, cache_bytes: int) -> int:
+    """Pages of each sequence that a buffer for uploads holds, when the cache may take `cache_bytes` on the GPU."""
+    fitting = cache_bytes // STAGING_SHARE // (STAGING_BUFFERS * batch_size * page_bytes)
+    return max(min(STAGING_TOKENS // (batch_size * page_size), fitting), 1)
+
+
+def least_pages(pages: int, batch_size: int) -> int:
+    """Pages of GPU memory of which `pages` are left beside buffers."""
+    return max(pages + STAGING_BUFFERS * batch_size, -(-pages * STAGING_SHARE // (STAGING_SHARE - 1)))
 
 
 @dataclass(frozen=True)
@@ -22,26 +38,57 @@ class Workload:
     model: ModelShape
     batch_size: int
     seqlen: int
-    quantised: bool = False  # an int8 or float8 cache
+    quantised: bool = False  # int8 or float8 in CPU memory and in buffers for uploads; the GPU's layers never are
+    page_size: int = PAGE_SIZE
 
     @property
-    def layer_kv_bytes(self) -> int:
-        """The cache of a layer that keeps every token: S of the model."""
-        return self._bytes_of(self.batch_size * self.seqlen)
+    def cpu_layer_bytes(self) -> int:
+        """Keys and values of a layer on the CPU: S of the model."""
+        return self.batch_size * self.seqlen * self._cpu_token_bytes
+
+    @property
+    def gpu_layer_bytes(self) -> int:
+        """Keys and values of a layer on the GPU that keeps every token: S_GPU of the model."""
+        return self.batch_size * self.seqlen * self._gpu_token_bytes
 
     @property
     def window_kv_bytes(self) -> int:
         """The caches of all layers with a window, which are always on the GPU."""
         kept = min(self.seqlen, self.model.window or 0)
-        return len(self.model.window_layers) * self._bytes_of(self.batch_size * kept)
+        return len(self.model.window_layers) * self.batch_size * kept * self._gpu_token_bytes
 
     @property
-    def staging_bytes(self) -> int:
-        """Room on the GPU for uploads. A layer is attended to piece by piece, so that this does not grow with it."""
-        return STAGING_BUFFERS * self._bytes_of(min(self.batch_size * self.seqlen, STAGING_TOKENS))
+    def cpu_page_bytes(self) -> int:
+        """A page of each sequence in CPU memory."""
+        return self.batch_size * self.page_size * self._cpu_token_bytes
 
-    def _bytes_of(self, tokens: int) -> int:
-        return tokens * self.model.kv_bytes_per_token(quantised=self.quantised)
+    @property
+    def gpu_page_bytes(self) -> int:
+        """A page of each sequence on the GPU."""
+        return self.batch_size * self.page_size * self._gpu_token_bytes
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages of each sequence that a chunk of a prompt fills."""
+        chunk = max(PREFILL_CHUNK // self.batch_size, 1)
+        return _ceil_div(min(chunk, self.seqlen), self.page_size)
+
+    def staging_bytes(self, cache_bytes: int) -> int:
+        """All buffers for uploads, which every cache has; `cache_bytes` is what it may take on the GPU.
+
+        A layer is attended to piece by piece, so that this does not grow with it.
+        """
+        page_bytes = self.page_size * self._cpu_token_bytes
+        pages = staging_pages(self.batch_size, self.page_size, page_bytes, cache_bytes)
+        return STAGING_BUFFERS * pages * self.cpu_page_bytes
+
+    @property
+    def _cpu_token_bytes(self) -> int:
+        return self.model.kv_bytes_per_token(quantised=self.quantised)
+
+    @property
+    def _gpu_token_bytes(self) -> int:
+        return self.model.kv_bytes_per_token()
 
 
 @dataclass(frozen=True)
@@ -56,31 +103,36 @@ class Budget:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are for. All are on the GPU but `cpu_kv`."""
+    """Bytes by what they are for. All are on the GPU but `cpu_kv`. Keys and values take whole pages."""
 
     weights: int
     workspace: int
     resident_kv: int  # of layers on the GPU that keep every token
     window_kv: int
+    newest_pages: int  # of layers on the CPU: those not yet full, and what a chunk of a prompt adds to one of them
     staging: int
     cpu_kv: int
 
     @property
     def gpu(self) -> int:
         """All of the GPU's."""
-        return self.weights + self.workspace + self.resident_kv + self.window_kv + self.staging
+        return self.weights + self.workspace + self.resident_kv + self.window_kv + self.newest_pages + self.staging
 
 
-def memory_of(workload: Workload, policy: Policy, num_layers_cpu: int, budget: Budget) -> Memory:
-    """What `num_layers_cpu` layers on the CPU take."""
+def memory_of(workload: Workload, num_layers_cpu: int, budget: Budget) -> Memory:
+    """What `num_layers_cpu` layers on the CPU take, and the others."""
     model = workload.model
+    on_gpu = len(model.full_layers) - num_layers_cpu
+    # One layer on its way to the CPU has all pages of a chunk on the GPU, which need not begin where a page does.
+    newest = num_layers_cpu + workload.chunk_pages + 1 if num_layers_cpu else 0
     return Memory(
         weights=model.weight_bytes,
         workspace=budget.workspace,
-        resident_kv=(len(model.full_layers) - num_layers_cpu) * workload.layer_kv_bytes,
+        resident_kv=on_gpu * _ceil_div(workload.seqlen, workload.page_size) * workload.gpu_page_bytes,
         window_kv=workload.window_kv_bytes,
-        staging=workload.staging_bytes if policy.uploads else 0,
-        cpu_kv=num_layers_cpu * workload.layer_kv_bytes,
+        newest_pages=newest * workload.gpu_page_bytes,
+        staging=workload.staging_bytes(budget.gpu_memory - model.weight_bytes - budget.workspace),
+        cpu_kv=num_layers_cpu * (workload.seqlen // workload.page_size) * workload.cpu_page_bytes,
     )
 
 
@@ -91,19 +143,27 @@ def divide(workload: Workload, policy: Policy, budget: Budget) -> int:
     if budget.num_layers_cpu is not None:
         return budget.num_layers_cpu
     full_layers = len(workload.model.full_layers)
-    room = budget.gpu_memory - memory_of(workload, policy, full_layers, budget).gpu
-    return full_layers - min(max(room // workload.layer_kv_bytes, 0), full_layers)
+    if full_layers == 0 or memory_of(workload, 0, budget).gpu <= budget.gpu_memory:
+        return 0
+    # Every layer that comes back to the GPU adds its pages, but one that was there.
+    added = (_ceil_div(workload.seqlen, workload.page_size) - 1) * workload.gpu_page_bytes
+    room = budget.gpu_memory - memory_of(workload, full_layers, budget).gpu
+    return full_layers - min(max(room // max(added, 1), 0), full_layers - 1)
 
 
 def why_not(workload: Workload, policy: Policy, budget: Budget) -> str | None:
     """Why the policy does not fit the budget, None if it does."""
     if policy is Policy.RESIDENT and budget.num_layers_cpu:
         return f"num_layers_cpu={budget.num_layers_cpu} leaves layers on the CPU"
-    memory = memory_of(workload, policy, divide(workload, policy, budget), budget)
+    num_layers_cpu = divide(workload, policy, budget)
+    memory = memory_of(workload, num_layers_cpu, budget)
     if memory.gpu > budget.gpu_memory:
-        return _gpu_too_small(workload, policy, memory, budget)
+        return _gpu_too_small(workload, policy, num_layers_cpu, budget)
     if budget.cpu_memory is not None and memory.cpu_kv > budget.cpu_memory:
-        return _cpu_too_small(workload, memory.cpu_kv, budget.cpu_memory)
+        return (
+            f"cpu_memory={budget.cpu_memory} ({format_bytes(budget.cpu_memory)}) is too small for {num_layers_cpu} "
+            f"layers of seqlen={workload.seqlen}: they need {memory.cpu_kv} ({format_bytes(memory.cpu_kv)})"
+        )
     return None
 
 
@@ -126,13 +186,15 @@ def longest_seqlen(workload: Workload, policy: Policy, budget: Budget) -> int | 
     return longest
 
 
-def _gpu_too_small(workload: Workload, policy: Policy, memory: Memory, budget: Budget) -> str:
+def _gpu_too_small(workload: Workload, policy: Policy, num_layers_cpu: int, budget: Budget) -> str:
+    memory = memory_of(workload, num_layers_cpu, budget)
     parts = {
         "weights": memory.weights,
         "workspace": memory.workspace,
         "layers with a window": memory.window_kv,
         "staging": memory.staging,
-        f"{memory.resident_kv // workload.layer_kv_bytes} layers on the GPU": memory.resident_kv,
+        "newest pages": memory.newest_pages,
+        f"{len(workload.model.full_layers) - num_layers_cpu} layers on the GPU": memory.resident_kv,
     }
     needs = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts.items() if size)
     said = (
@@ -145,8 +207,5 @@ def _gpu_too_small(workload: Workload, policy: Policy, memory: Memory, budget: B
     return f"{said}; num_layers_cpu={budget.num_layers_cpu}, use at least {divide(workload, policy, free)}"
 
 
-def _cpu_too_small(workload: Workload, cpu_kv: int, cpu_memory: int) -> str:
-    return (
-        f"cpu_memory={cpu_memory} ({format_bytes(cpu_memory)}) is too small for {cpu_kv // workload.layer_kv_bytes} "
-        f"layers of seqlen={workload.seqlen}: they need {cpu_kv} ({format_bytes(cpu_kv)})"
-    )
+def _ceil_div(tokens: int, size: int) -> int:
+    return -(-tokens // size)

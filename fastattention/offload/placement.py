@@ -41,7 +41,7 @@ class Placement:
     hardware: Hardware
     batch_size: int
     seqlen: int
-    quantised: bool
+    quantised: bool  # in host memory
     policy: Policy
     on_cpu: tuple[bool, ...]  # for every layer
     upload_fraction: float  # of the bytes of layers on the CPU, in every step
@@ -80,7 +80,7 @@ def place(
     policy: "auto" (the fastest that fits, of equals the simpler), or the name of a Policy. When every layer fits on the
         GPU, the policy is always resident
     num_layers_cpu: of those that keep every token; None: the fewest that leave the GPU room
-    quantised: the cache holds int8 or float8 with a scale a token and head
+    quantised: host memory holds int8 or float8 with a scale a token and head; layers on the GPU keep the model's dtype
 
     Of tensor-parallel GPUs, one: model.sharded(tp), hardware.shared(tp), and its share of cpu_memory. Raises
     ArgumentError when nothing fits, with what to change.
@@ -91,6 +91,7 @@ def place(
     _check(workload, budget, wanted)
     predictions = {one: _predict(one, workload, hardware, budget) for one in Policy}
     chosen, on_cpu = _choose(wanted, predictions)
+    memory = memory_of(workload, on_cpu, budget)
     return Placement(
         model=model,
         hardware=hardware,
@@ -99,9 +100,9 @@ def place(
         quantised=quantised,
         policy=chosen,
         on_cpu=spread(model, on_cpu),
-        upload_fraction=upload_fraction(chosen, workload, hardware, on_cpu),
-        memory=memory_of(workload, chosen, on_cpu, budget),
-        seconds=seconds_per_token(chosen, workload, hardware, on_cpu),
+        upload_fraction=upload_fraction(chosen, workload, hardware, on_cpu, memory.staging),
+        memory=memory,
+        seconds=seconds_per_token(chosen, workload, hardware, on_cpu, memory.staging),
         predictions=predictions,
     )
 
@@ -127,7 +128,8 @@ def _predict(policy: Policy, workload: Workload, hardware: Hardware, budget: Bud
     reason = why_not(workload, policy, budget)
     if reason is None and policy is not Policy.RESIDENT and num_layers_cpu == 0:
         reason = "not needed: every layer fits on the GPU"
-    seconds = None if reason else seconds_per_token(policy, workload, hardware, num_layers_cpu)
+    staging = memory_of(workload, num_layers_cpu, budget).staging
+    seconds = None if reason else seconds_per_token(policy, workload, hardware, num_layers_cpu, staging)
     return Prediction(policy, num_layers_cpu, seconds, reason, longest)
 
 
@@ -140,7 +142,7 @@ def _choose(wanted: Policy | None, predictions: Mapping[Policy, Prediction]) -> 
     if times:
         fastest = min(times, key=times.__getitem__)  # of equals the first, which is the simplest
         return fastest, predictions[fastest].num_layers_cpu
-    # Of all, cooperative needs the least memory: its reason tells what would help.
+    # All need the same memory once layers are on the CPU: any of these reasons tells what would help.
     refused = predictions[wanted or Policy.COOPERATIVE]
     raise ArgumentError(f"{refused.reason}; {_remedy(refused.longest_seqlen)}")
 

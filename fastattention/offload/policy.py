@@ -19,7 +19,7 @@ class Policy(str, Enum):
 
     @property
     def uploads(self) -> bool:
-        """Whether keys and values travel to the GPU, which needs room for them there."""
+        """Whether keys and values travel to the GPU for every token."""
         return self in (Policy.CLASSICAL, Policy.HYBRID)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastattention.offload import kv_store
+from fastattention.offload import memory
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of these tiny budgets would be buffers that hold a layer in one piece."""
-    monkeypatch.setattr(kv_store, "STAGING_SHARE", 8)
+    monkeypatch.setattr(memory, "STAGING_SHARE", 8)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from fastattention.offload.layer import AttendOptions
 from offload.pretend import PretendDevice
 from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
 
 def twin(gpu_pages: int, cpu_pages: int = 1000, num_layers: int = 4, batch_size: int = 1) -> Twin:
     return Twin(num_layers, batch_size, gpu_pages=gpu_pages, cpu_pages=cpu_pages, share=lambda layers, tokens: 0.4)

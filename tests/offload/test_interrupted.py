@@ -12,6 +12,8 @@ import torch
 from fastattention.errors import CacheFullError
 from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
 every_share = pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 # Before the call that fails has done anything, or when it has done all; by whatever is no error of ours at all.
 every_fault = pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from fastattention.offload.staging import Piece
 from offload.pretend import PretendDevice
 from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
 SHARES = (0.0, 0.3, 0.7, 1.0)
 every_share = pytest.mark.parametrize("share", SHARES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

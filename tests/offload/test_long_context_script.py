@@ -20,11 +20,6 @@ CASES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def small_buffers() -> None:
-    """Those of the store, which the script's budgets reckon with."""
-
-
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     monkeypatch.setitem(long_context.PRESETS, "tiny", TINY)

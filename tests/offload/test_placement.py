@@ -66,9 +66,27 @@ def test_a_step_is_what_the_formulas_say() -> None:
     assert placement.upload_fraction == pytest.approx(1e10 * expected[Policy.HYBRID] / (4 * layer_kv))
 
 
+def test_uploads_hide_only_as_far_as_buffers_hold_them() -> None:
+    # A step of other layers takes a second and more; a layer on the CPU is four times what both buffers hold.
+    hardware = Hardware("slow GPU", 1e10, 1e10, 4e10, 4.5e10, handover_seconds=1e-3, layer_overhead_seconds=0)
+    options = {"batch_size": 1, "seqlen": 128 * K, "gpu_memory": 64 * GIB, "num_layers_cpu": 4}
+    placement = place(LLAMA_8B, hardware, **options)
+    layer_kv, staging = 128 * K * 4096, 32 * K * 4096
+    base = (LLAMA_8B.weight_bytes - LLAMA_8B.logits_weight_bytes - 2 * 4096 + 28 * layer_kv) / 1e10
+    expected = {
+        Policy.CLASSICAL: base + 4 * (layer_kv - staging) / 1e10,
+        Policy.COOPERATIVE: base + 4 * (layer_kv / 4e10 + 1e-3),
+        Policy.HYBRID: base + 4 * ((layer_kv - staging) / 4.5e10 + 1e-3),
+    }
+    for policy, seconds in expected.items():
+        assert placement.predictions[policy].seconds == pytest.approx(seconds)
+    uploaded = 4 * staging + 1e10 * (expected[Policy.HYBRID] - base)
+    assert placement.upload_fraction == pytest.approx(uploaded / (4 * layer_kv))
+
+
 def test_classical_wins_where_uploads_hide_under_other_layers() -> None:
     slow_cpu = replace(MACHINES["h200"], cpu_bandwidth=10e9)
-    placement = place(LLAMA_8B, slow_cpu, batch_size=1, seqlen=64 * K, gpu_memory=80 * GIB, num_layers_cpu=1)
+    placement = place(LLAMA_8B, slow_cpu, batch_size=1, seqlen=32 * K, gpu_memory=80 * GIB, num_layers_cpu=1)
     assert placement.policy is Policy.CLASSICAL
     assert placement.upload_fraction == 1
     assert placement.seconds < min(placement.predictions[one].seconds or 0 for one in OFFLOADING[1:])
@@ -88,7 +106,7 @@ def test_where_all_fits_nothing_is_offloaded(policy: str) -> None:
     placement = plan(seqlen=16 * K, policy=policy)
     assert placement.policy is Policy.RESIDENT
     assert not any(placement.on_cpu)
-    assert placement.memory.cpu_kv == placement.memory.staging == 0
+    assert placement.memory.cpu_kv == placement.memory.newest_pages == 0
     assert all("every layer fits" in (placement.predictions[one].reason or "") for one in OFFLOADING)
 
 
@@ -111,19 +129,47 @@ def test_llama_7b_runs_256k_in_16_gib() -> None:
     assert placement.predictions[Policy.COOPERATIVE].longest_seqlen is None
 
 
-def test_staging_holds_two_pieces_and_never_more_than_two_layers() -> None:
-    piece = 16384 * LLAMA_7B.kv_bytes_per_token()
-    assert plan(policy="classical").memory.staging == plan(policy="hybrid").memory.staging == 2 * piece
-    assert plan(policy="cooperative").memory.staging == 0
-    short = plan(seqlen=K, num_layers_cpu=3, policy="hybrid")
-    assert short.memory.staging == 2 * K * LLAMA_7B.kv_bytes_per_token()
+@pytest.mark.parametrize("options", [{"policy": one.value} for one in OFFLOADING] + [{"seqlen": K}, {"batch_size": 3}])
+def test_every_policy_has_two_buffers_of_one_piece(options: dict[str, Any]) -> None:
+    batch_size = options.get("batch_size", 1)
+    piece = 16384 // (512 * batch_size) * 512 * batch_size * LLAMA_7B.kv_bytes_per_token()
+    assert plan(**options).memory.staging == 2 * piece
 
 
-def test_a_quantised_cache_takes_its_own_bytes() -> None:
-    options = {"seqlen": 256 * K, "num_layers_cpu": 32}
+def test_buffers_take_at_most_half_of_what_the_cache_may_take_but_a_page_each() -> None:
+    weights = LLAMA_7B.weight_bytes + GIB
+    page = 512 * LLAMA_7B.kv_bytes_per_token()
+    # 72 pages: 36 in buffers, 32 layers' newest, and a prompt of 512 tokens takes two more on its way.
+    assert plan(seqlen=K, gpu_memory=weights + 72 * page, num_layers_cpu=32).memory.staging == 36 * page
+    with pytest.raises(ArgumentError, match=r"staging 16\.00 MiB"):
+        plan(gpu_memory=weights)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "seqlen", "pages"),
+    [(1, 64 * K, 5 + 17), (1, 600, 5 + 3), (2, 64 * K, 2 * (5 + 9)), (3, 64 * K, 3 * (5 + 7))],
+)
+def test_layers_on_the_cpu_leave_their_newest_pages_on_the_gpu(batch_size: int, seqlen: int, pages: int) -> None:
+    placement = plan(batch_size=batch_size, seqlen=seqlen, num_layers_cpu=5, gpu_memory=200 * GIB, quantised=True)
+    assert placement.memory.newest_pages == pages * 512 * LLAMA_7B.kv_bytes_per_token()
+
+
+def test_caches_take_whole_pages() -> None:
+    memory = plan(seqlen=64 * K + 1, num_layers_cpu=4, gpu_memory=80 * GIB).memory
+    assert memory.resident_kv == 28 * (64 * K + 512) * LLAMA_7B.kv_bytes_per_token()
+    assert memory.cpu_kv == 4 * 64 * K * LLAMA_7B.kv_bytes_per_token()
+
+
+def test_a_cache_is_quantised_on_the_cpu_and_in_buffers_only() -> None:
+    options = {"seqlen": 128 * K, "num_layers_cpu": 8, "gpu_memory": 80 * GIB}
     full, quantised = plan(**options), plan(**options, quantised=True)
     assert quantised.memory.cpu_kv * 16384 == full.memory.cpu_kv * 8448
-    assert quantised.seconds < full.seconds
+    assert quantised.memory.staging * 16384 == full.memory.staging * 8448
+    assert quantised.memory.resident_kv == full.memory.resident_kv
+    saved = 8 * 128 * K * (16384 - 8448)
+    before, after = (one.predictions[Policy.COOPERATIVE].seconds for one in (full, quantised))
+    assert before is not None
+    assert after == pytest.approx(before - saved / MACHINES["v100"].cpu_bandwidth)
 
 
 def test_layers_with_a_window_stay_on_the_gpu_and_keep_only_it() -> None:
@@ -171,13 +217,13 @@ def test_layers_on_the_cpu_are_spread_evenly(count: int) -> None:
             r"gpu_memory=8589934592 \(8.00 GiB\) is too small .* it needs .*weights 12.55 GiB, .* tensor parallelism",
         ),
         ({"policy": "resident"}, r"too small for policy 'resident': .*; the longest seqlen that fits is \d+$"),
-        ({"num_layers_cpu": 2}, r"2\d+ \(.*30 layers on the GPU 30.00 GiB\); num_layers_cpu=2, use at least 14"),
+        ({"num_layers_cpu": 2}, r"2\d+ \(.*30 layers on the GPU 30.00 GiB\); num_layers_cpu=2, use at least 15"),
         (
             {"cpu_memory": 10 * GIB},
-            r"cpu_memory=10737418240 \(10.00 GiB\) is too small for 14 layers of seqlen=65536: "
-            r"they need 15032385536 \(14.00 GiB\); the longest seqlen that fits is \d+$",
+            r"cpu_memory=10737418240 \(10.00 GiB\) is too small for 15 layers of seqlen=65536: "
+            r"they need 16106127360 \(15.00 GiB\); the longest seqlen that fits is \d+$",
         ),
-        ({"gpu_memory": 14 * GIB, "policy": "hybrid"}, "too small for policy 'hybrid': .*staging 512.00 MiB"),
+        ({"gpu_memory": 14 * GIB, "policy": "hybrid"}, "too small for policy 'hybrid': .*newest pages 392.00 MiB"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_change(options: dict[str, Any], said: str) -> None:
@@ -255,9 +301,12 @@ def test_caps_are_never_exceeded_and_nothing_is_lost(
     memory = placement.memory
     assert memory.gpu <= options["gpu_memory"]
     assert options["cpu_memory"] is None or memory.cpu_kv <= options["cpu_memory"]
-    layer = Workload(model, options["batch_size"], options["seqlen"], options["quantised"]).layer_kv_bytes
-    assert memory.resident_kv + memory.cpu_kv == len(model.full_layers) * layer
-    assert memory.cpu_kv == placement.num_layers_cpu * layer
+    workload = Workload(model, options["batch_size"], options["seqlen"], options["quantised"])
+    on_gpu = len(model.full_layers) - placement.num_layers_cpu
+    assert memory.resident_kv >= on_gpu * workload.gpu_layer_bytes
+    newest = placement.num_layers_cpu * workload.cpu_page_bytes
+    assert memory.cpu_kv + newest >= placement.num_layers_cpu * workload.cpu_layer_bytes
+    assert memory.newest_pages >= placement.num_layers_cpu * workload.gpu_page_bytes
     assert not any(placement.on_cpu[one] for one in model.window_layers)
     assert 0 <= placement.upload_fraction <= 1
     assert placement.seconds == min(one.seconds for one in placement.predictions.values() if one.seconds is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -11,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fastattention.errors import CacheFullError
 from offload.twin import Twin, page_shape
+
+pytestmark = pytest.mark.usefixtures("small_buffers")
 
 MOST_TOKENS = 70
 DTYPES = st.sampled_from([None, None, torch.int8, torch.float8_e4m3fn])

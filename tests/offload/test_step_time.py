@@ -20,6 +20,8 @@ from fastattention.offload.layer import AttendOptions
 from fastattention.offload.pages import PageShape
 from offload.pretend import PretendDevice, Rates
 
+pytestmark = pytest.mark.usefixtures("small_buffers")
+
 W = 1.0
 TOKENS = 512
 SHAPE = PageShape(page_size=4, nheads_k=1, headdim=16, headdim_v=16, dtype=torch.float32)

@@ -95,7 +95,7 @@ def _summary(placement: Placement, options: Options) -> Table:
         "host memory": hardware.dram_bandwidth,
     }
     gpus = f", one of {options.tp} GPUs" if options.tp > 1 else ""
-    cache = ", quantised cache" if placement.quantised else ""
+    cache = ", quantised on the CPU" if placement.quantised else ""
     rows = {
         "model": f"{placement.model.name}{gpus}, {placement.batch_size} x {placement.seqlen} tokens{cache}",
         "assumed GB/s": ", ".join(f"{name} {rate / 1e9:.4g}" for name, rate in rates.items()),
@@ -135,6 +135,7 @@ def _memory(placement: Placement) -> Table:
         "keys and values": memory.resident_kv,
         "keys and values of windows": memory.window_kv,
         "staging of uploads": memory.staging,
+        "newest pages of layers on the CPU": memory.newest_pages,
         "all": memory.gpu,
     }
     for part, size in parts.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from fastattention.offload.device import CudaDevice, Device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps, Usage
 from fastattention.offload.measure import measure_hardware
-from fastattention.offload.memory import Workload
+from fastattention.offload.memory import PAGE_SIZE, Workload
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy, read_policy
@@ -31,7 +33,6 @@ from fastattention.quantised import LARGEST_STORED
 from fastattention.sizes import read_bytes
 
 FULL_ATTENTION = "full_attention"
-PAGE_SIZE = 512  # tokens
 HOST_SHARE = 0.8  # of the memory that is free on the host, by default
 
 
@@ -199,17 +200,20 @@ class FastAttentionCache(Cache):
         caps = MemoryCaps(gpu, self._cpu_memory, "raise gpu_memory" if self._kv_budget is None else "raise kv_budget")
         count = sum(isinstance(layer, StoredLayer) for layer in self.layers)
         with torch.inference_mode(False):  # memory that later calls write, in whatever mode
-            return CooperativeKVStore(count, batch_size, shape, device, caps, self._share)
+            return CooperativeKVStore(count, batch_size, shape, device, caps, partial(self._share, caps.gpu))
 
-    def _share(self, num_layers_cpu: int, tokens: int) -> float:
-        """How much of the layers on the CPU is uploaded in every step."""
+    def _share(self, gpu_bytes: int, num_layers_cpu: int, tokens: int) -> float:
+        """How much of the layers on the CPU is uploaded in every step, when the store may take gpu_bytes of the GPU."""
         assert self._hardware is not None
         assert self._store is not None
-        workload = Workload(self._model, self._store.batch_size, tokens, self._cpu_cache_dtype is not None)
+        quantised = self._cpu_cache_dtype is not None
+        model = replace(self._model, dtype_bytes=self._store.shape.dtype.itemsize)
+        workload = Workload(model, self._store.batch_size, tokens, quantised, self._page_size)
+        staging = workload.staging_bytes(gpu_bytes)
         policies = [self._policy] if self._policy else [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID]
         hardware = self._hardware
-        self.policy = min(policies, key=lambda one: seconds_per_token(one, workload, hardware, num_layers_cpu))
-        return upload_fraction(self.policy, workload, hardware, num_layers_cpu)
+        self.policy = min(policies, key=lambda one: seconds_per_token(one, workload, hardware, num_layers_cpu, staging))
+        return upload_fraction(self.policy, workload, hardware, num_layers_cpu, staging)
 
 
 def model_shape(config: PretrainedConfig) -> ModelShape:

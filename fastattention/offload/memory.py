@@ -143,12 +143,12 @@ def divide(workload: Workload, policy: Policy, budget: Budget) -> int:
     if budget.num_layers_cpu is not None:
         return budget.num_layers_cpu
     full_layers = len(workload.model.full_layers)
-    if full_layers == 0 or memory_of(workload, 0, budget).gpu <= budget.gpu_memory:
+    if memory_of(workload, 0, budget).gpu <= budget.gpu_memory:
         return 0
-    # Every layer that comes back to the GPU adds its pages, but one that was there.
+    # Every layer that comes back to the GPU adds its pages, but one that was there. Not all can: they did not fit.
     added = (_ceil_div(workload.seqlen, workload.page_size) - 1) * workload.gpu_page_bytes
     room = budget.gpu_memory - memory_of(workload, full_layers, budget).gpu
-    return full_layers - min(max(room // max(added, 1), 0), full_layers - 1)
+    return full_layers - max(room // max(added, 1), 0)
 
 
 def why_not(workload: Workload, policy: Policy, budget: Budget) -> str | None:

@@ -18,7 +18,7 @@ COLORS = {
     Policy.COOPERATIVE: "#4c72b0",
     Policy.HYBRID: "#55a868",
 }
-SHORTEST = 4096
+SHORTEST = 2048
 POINTS = 96
 BEYOND = 4  # times the length of the plan is drawn when nothing limits it
 

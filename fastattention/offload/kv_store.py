@@ -16,6 +16,7 @@ from fastattention.offload.hand_over import Handed, HandOver
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
 from fastattention.offload.memory import STAGING_BUFFERS, least_pages, staging_pages
+from fastattention.offload.order import leaving_order
 from fastattention.offload.pages import PagePool, PageShape, ceil_div
 from fastattention.offload.staging import Piece, Staging
 
@@ -79,7 +80,7 @@ class CooperativeKVStore:
             wait=device.wait, use=memory.use, slab_pages=memory.slab_pages,
         )  # fmt: skip
         self._layers = [Layer(batch_size, device, self._gpu, self._host) for _ in range(num_layers)]
-        self._order = spread(num_layers)
+        self._order = leaving_order(num_layers)
         self._hand_over = HandOver(device)
         self._staging = Staging(
             device, self._host, self._layers, batch_size=batch_size, tokens=staging_tokens, count=STAGING_BUFFERS,
@@ -284,19 +285,3 @@ def _attend_to_piece(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[T
 def _staging_tokens(batch_size: int, shape: PageShape, gpu_bytes: int) -> int:
     """Tokens of a sequence in a buffer: whole pages, at least one."""
     return staging_pages(batch_size, shape.page_size, shape.nbytes, gpu_bytes) * shape.page_size
-
-
-def spread(count: int) -> list[int]:
-    """0 to count - 1 in an order whose every beginning is spread evenly: the last first, then the middle, and so on.
-
-    The last layer goes first: uploads for it have the whole step.
-    """
-    order: list[int] = []
-    denominator = 1
-    while len(order) < count:
-        for numerator in range(1, denominator + 1, 1 if denominator == 1 else 2):
-            index = max(-(-count * numerator // denominator) - 1, 0)
-            if index not in order:
-                order.append(index)
-        denominator *= 2
-    return order

@@ -18,6 +18,7 @@ from fastattention.offload.memory import (
     why_not,
 )
 from fastattention.offload.model_shape import ModelShape
+from fastattention.offload.order import leaving_order
 from fastattention.offload.policy import AUTO, Policy, read_policy
 from fastattention.offload.prediction import seconds_per_token, upload_fraction
 
@@ -108,17 +109,9 @@ def place(
 
 
 def spread(model: ModelShape, num_layers_cpu: int) -> tuple[bool, ...]:
-    """For every layer whether it is on the CPU: evenly over the depth, never one with a window.
-
-    The upload of a layer then has the time of those since the one before.
-    """
+    """For every layer whether it is on the CPU: the first to leave the GPU, never one with a window."""
     full_layers = model.full_layers
-    count = len(full_layers)
-    on_cpu = {
-        layer
-        for index, layer in enumerate(full_layers)
-        if (index + 1) * num_layers_cpu // count > index * num_layers_cpu // count
-    }
+    on_cpu = {full_layers[index] for index in leaving_order(len(full_layers))[:num_layers_cpu]}
     return tuple(layer in on_cpu for layer in range(model.num_layers))
 
 

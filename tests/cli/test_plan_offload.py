@@ -38,7 +38,7 @@ def test_plan_says_where_every_layer_is_and_what_it_predicts(run_command: RunCom
 def test_layers_on_both_sides_are_shown(run_command: RunCommand) -> None:
     exit_code, output = run_command(*SMALL, "--layers-cpu", 20, "--policy", "cooperative", "--cpu-memory", "11GB")
     assert exit_code == 0
-    assert "layers " + 4 * "GCGCCGCC" in output
+    assert "layers " + 4 * "GCGCGCCC" in output
     assert "policy cooperative" in output
     assert "uploaded a token" not in output
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fastattention.errors import ArgumentError, CacheFullError
 from fastattention.offload import kv_store
-from fastattention.offload.kv_store import MOST_QUERIES_ON_CPU, CooperativeKVStore, MemoryCaps, spread
+from fastattention.offload.kv_store import MOST_QUERIES_ON_CPU, CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
+from fastattention.offload.order import leaving_order
 from fastattention.offload.staging import Piece
 from offload.pretend import PretendDevice
 from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
@@ -226,7 +227,7 @@ def test_the_cpu_reads_only_what_is_not_uploaded() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 32])
 def test_layers_leave_spread_over_the_depth_the_last_first(count: int) -> None:
-    order = spread(count)
+    order = leaving_order(count)
     assert sorted(order) == list(range(count))
     assert order[0] == count - 1
     if count == 32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -192,15 +193,21 @@ class FastAttentionCache(Cache):
         shape = PageShape(self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype)
         if self._hardware is None:
             self._hardware = measure_hardware(device.torch_device, shape)
-        gpu = self._kv_budget
-        if gpu is None:
-            assert self._gpu_memory is not None
-            taken = torch.cuda.memory_allocated(k.device) if k.is_cuda else 0
-            gpu = max(self._gpu_memory - taken - self._workspace, 0)
-        caps = MemoryCaps(gpu, self._cpu_memory, "raise gpu_memory" if self._kv_budget is None else "raise kv_budget")
+        remedy = "raise gpu_memory" if self._kv_budget is None else "raise kv_budget"
+        caps = MemoryCaps(self._gpu_bytes(k), self._cpu_memory, remedy)
         count = sum(isinstance(layer, StoredLayer) for layer in self.layers)
         with torch.inference_mode(False):  # memory that later calls write, in whatever mode
             return CooperativeKVStore(count, batch_size, shape, device, caps, partial(self._share, caps.gpu))
+
+    def _gpu_bytes(self, k: Tensor) -> int:
+        """What the store may take of the GPU: what is left by all else, layers with a window included."""
+        model = replace(self._model, dtype_bytes=k.dtype.itemsize)
+        windows = Workload(model, k.shape[0], sys.maxsize).window_kv_bytes
+        if self._kv_budget is not None:
+            return max(self._kv_budget - windows, 0)
+        assert self._gpu_memory is not None
+        taken = torch.cuda.memory_allocated(k.device) if k.is_cuda else 0
+        return max(self._gpu_memory - taken - self._workspace - windows, 0)
 
     def _share(self, gpu_bytes: int, num_layers_cpu: int, tokens: int) -> float:
         """How much of the layers on the CPU is uploaded in every step, when the store may take gpu_bytes of the GPU."""

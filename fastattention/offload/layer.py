@@ -14,17 +14,23 @@ from fastattention.offload.pages import PagePool, Pages, ceil_div, runs
 from fastattention.quantised import quantise
 
 
-class Padding(NamedTuple):
+class Padding:
     """Tokens at the start of each sequence that nobody sees."""
 
-    counts: list[int]
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        self._longest = max(counts, default=0)
+        self._made: dict[tuple[int, int, torch.device], Tensor] = {}  # layers and steps ask for the same ones
 
     def within(self, begin: int, end: int, device: torch.device) -> Tensor | None:
         """cache_leftpad of tokens begin ... end - 1 on their own: int32 (batch_size,), or None when all are seen."""
-        if max(self.counts, default=0) <= begin:
+        if self._longest <= begin:
             return None
-        hidden = [min(max(count - begin, 0), end - begin) for count in self.counts]
-        return torch.tensor(hidden, dtype=torch.int32).to(device, non_blocking=True)
+        key = (begin, min(end, self._longest), device)
+        if key not in self._made:
+            hidden = [min(max(count - begin, 0), end - begin) for count in self.counts]
+            self._made[key] = torch.tensor(hidden, dtype=torch.int32).to(device)
+        return self._made[key]
 
 
 class AttendOptions(NamedTuple):

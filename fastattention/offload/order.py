@@ -16,7 +16,7 @@ def leaving_order(count: int) -> list[int]:
 
 
 def _index(step: int, count: int) -> int:
-    """Which of `count` layers lies at the fraction of the depth, from its end, that the bits of `step` say backwards."""
+    """Which of `count` layers is at the fraction of the depth, from its end, that the bits of `step` say backwards."""
     whole = 1 << step.bit_length()
     backwards = int(f"{step:b}"[::-1], 2)
     return -(-count * (whole - backwards) // whole) - 1

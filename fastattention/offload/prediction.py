@@ -5,9 +5,15 @@ In their words: T0 is the step without the layers on the CPU, S the cache of a l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.memory import Workload
 from fastattention.offload.policy import Policy
+
+# Seconds of a step with so many layers on the CPU.
+Predict = Callable[[Policy, Workload, Hardware, int], float]
 
 
 def seconds_per_token(policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int) -> float:
@@ -21,19 +27,64 @@ def seconds_per_token(policy: Policy, workload: Workload, hardware: Hardware, nu
         return base + handovers + cpu_bytes / hardware.cpu_bandwidth
     if policy is Policy.HYBRID:
         # Uploads run under T0; what they leave is shared by them and the CPU, as fast as host memory lets both read.
-        together = min(hardware.cpu_bandwidth + hardware.link_bandwidth, hardware.dram_bandwidth)
-        return base + handovers + max(0.0, cpu_bytes - hardware.link_bandwidth * base) / together
+        return base + handovers + max(0.0, cpu_bytes - hardware.link_bandwidth * base) / _shared_bandwidth(hardware)
     return base
 
 
-def upload_fraction(policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int) -> float:
-    """The share of the caches on the CPU that a step uploads: of a hybrid, as much as the link carries in the step."""
+def seconds_per_token_in_halves(policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int) -> float:
+    """One step of the batch in two halves at once: the GPU computes layers of one while the CPU attends for the other.
+
+    G is T0 of both halves, with all weights read twice; C what the CPU does for both, one after the other; between two
+    layers on the CPU each half has G / (2 L_CPU) for the GPU, and then C / (2 L_CPU) for the CPU. At best
+
+        max(G, C) + min(G, C) / (2 L_CPU)
+
+    since at the start the CPU has nothing to attend to yet, or at the end the GPU nothing else to compute. Uploads run
+    under all of it. A batch of one sequence is not divided.
+    """
+    if workload.batch_size < 2:
+        return seconds_per_token(policy, workload, hardware, num_layers_cpu)
+    fewer = workload.batch_size // 2
+    halves = [replace(workload, batch_size=size) for size in (workload.batch_size - fewer, fewer)]
+    gpu = sum(_base_seconds(half, hardware, num_layers_cpu) for half in halves)
+    cpu_bytes = num_layers_cpu * workload.layer_kv_bytes
+    if policy is Policy.CLASSICAL:
+        return max(gpu, cpu_bytes / hardware.link_bandwidth)
+    if policy is Policy.RESIDENT or num_layers_cpu == 0:
+        return gpu
+    rate = hardware.cpu_bandwidth if policy is Policy.COOPERATIVE else _shared_bandwidth(hardware)
+    cpu = 2 * num_layers_cpu * hardware.handover_seconds + cpu_bytes / rate
+    return max(gpu, cpu) + min(gpu, cpu) / (2 * num_layers_cpu)
+
+
+def halves_pay(policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int) -> bool:
+    """Whether a step in two halves is predicted to be faster: when the CPU takes longer than reading weights again."""
+    given = policy, workload, hardware, num_layers_cpu
+    return seconds_per_token_in_halves(*given) < seconds_per_token(*given)
+
+
+def upload_fraction(
+    policy: Policy,
+    workload: Workload,
+    hardware: Hardware,
+    num_layers_cpu: int,
+    predict: Predict = seconds_per_token,
+) -> float:
+    """The share of the caches on the CPU that a step uploads: of a hybrid, as much as the link carries in the step.
+
+    predict: the time of the step
+    """
     cpu_bytes = num_layers_cpu * workload.layer_kv_bytes
     if policy is Policy.CLASSICAL:
         return 1.0
     if policy is not Policy.HYBRID or cpu_bytes == 0:
         return 0.0
-    return min(1.0, hardware.link_bandwidth * seconds_per_token(policy, workload, hardware, num_layers_cpu) / cpu_bytes)
+    return min(1.0, hardware.link_bandwidth * predict(policy, workload, hardware, num_layers_cpu) / cpu_bytes)
+
+
+def _shared_bandwidth(hardware: Hardware) -> float:
+    """Of host memory, while uploads and the CPU both read it."""
+    return min(hardware.cpu_bandwidth + hardware.link_bandwidth, hardware.dram_bandwidth)
 
 
 def _base_seconds(workload: Workload, hardware: Hardware, num_layers_cpu: int) -> float:

@@ -44,6 +44,7 @@ class PretendDevice(Device):
         self._line = Line()
         self._lock = threading.RLock()  # of copies: threads ask for them at once
         self.branches: list[int] = []
+        self.adopted: list[Tensor] = []
         self.uploaded_until = 0.0
         self.downloaded_until = 0.0
         self.uploaded_bytes = self.downloaded_bytes = self.cpu_bytes = 0
@@ -68,7 +69,7 @@ class PretendDevice(Device):
             self.now = before
 
     def adopt(self, tensor: Tensor) -> None:
-        pass
+        self.adopted.append(tensor)
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
@@ -109,7 +110,8 @@ class PretendDevice(Device):
         self.pinned.append(memory)
 
     def unpin(self, memory: Tensor) -> None:
-        self.pinned.remove(memory)
+        (position,) = (index for index, each in enumerate(self.pinned) if each is memory)
+        self.pinned.pop(position)
 
     @staticmethod
     def _nbytes(copies: Sequence[Copy]) -> int:

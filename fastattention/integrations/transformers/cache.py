@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers.cache_layers import StoredLayer, WindowLayer
 from fastattention.integrations.transformers.stored import NewTokens, PaddingOf, StoredTokens
-from fastattention.offload.device import CudaDevice, Device
+from fastattention.offload.device import Device, cuda_device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps, Usage
 from fastattention.offload.measure import measure_hardware
@@ -26,13 +26,25 @@ from fastattention.offload.memory import Workload
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy, read_policy
-from fastattention.offload.prediction import seconds_per_token, upload_fraction
+from fastattention.offload.prediction import (
+    Predict,
+    seconds_per_token,
+    seconds_per_token_in_halves,
+    upload_fraction,
+)
 from fastattention.quantised import LARGEST_STORED
 from fastattention.sizes import read_bytes
 
 FULL_ATTENTION = "full_attention"
 PAGE_SIZE = 512  # tokens
 HOST_SHARE = 0.8  # of the memory that is free on the host, by default
+
+
+class Half(NamedTuple):
+    """What a cache that holds one half of a batch has of what the whole batch has."""
+
+    caps: MemoryCaps
+    batch_size: int  # of the whole
 
 
 class FastAttentionCache(Cache):
@@ -87,6 +99,7 @@ class FastAttentionCache(Cache):
         self.policy = Policy.RESIDENT  # what is done now
         self._store: CooperativeKVStore | None = None
         self._padding_of = PaddingOf()
+        self._half: Half | None = None
         config = config.get_text_config(decoder=True)
         self._model = model_shape(config)
         types, arguments = get_layer_types_and_kwargs(config)
@@ -114,6 +127,20 @@ class FastAttentionCache(Cache):
         """Where the cache lives, layers with a window not counted."""
         return Usage(0, 0, 0, 0) if self._store is None else self._store.usage
 
+    def caps(self, device: torch.device) -> MemoryCaps:
+        """What keys and values may take, by the budgets given and by what else is on the device now."""
+        remedy = "raise gpu_memory" if self._kv_budget is None else "raise kv_budget"
+        gpu = self._kv_budget
+        if gpu is None:
+            assert self._gpu_memory is not None
+            taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            gpu = max(self._gpu_memory - taken - self._workspace, 0)
+        return MemoryCaps(gpu, self._cpu_memory, remedy)
+
+    def hold(self, half: Half | None) -> None:
+        """From the next first tokens on, this is the cache of one half of a batch, or of all of it (None)."""
+        self._half = half
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """`length`, of any layer."""
         return self.length
@@ -127,6 +154,14 @@ class FastAttentionCache(Cache):
             layer.crop(tokens_to_remove)
         if self._store is not None:
             self._store.truncate(length)
+
+    def undo_last_pass(self, length: int) -> None:
+        """Makes the last forward pass one that was interrupted. length: tokens of every sequence before it."""
+        if self._store is not None and self._store.length > length:
+            self._store.truncate(length)
+        for layer in self.layers:
+            if isinstance(layer, WindowLayer):
+                layer.undo_interrupted()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i goes on with what sequence beam_idx[i] was. Waits for the device."""
@@ -187,16 +222,11 @@ class FastAttentionCache(Cache):
 
     def _make_store(self, k: Tensor, v: Tensor) -> CooperativeKVStore:
         batch_size, _, nheads_k, headdim = k.shape
-        device = self._device or CudaDevice(k.device)
+        device = self._device or cuda_device(k.device)
         shape = PageShape(self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype)
         if self._hardware is None:
             self._hardware = measure_hardware(device, shape)
-        gpu = self._kv_budget
-        if gpu is None:
-            assert self._gpu_memory is not None
-            taken = torch.cuda.memory_allocated(k.device) if k.is_cuda else 0
-            gpu = max(self._gpu_memory - taken - self._workspace, 0)
-        caps = MemoryCaps(gpu, self._cpu_memory, "raise gpu_memory" if self._kv_budget is None else "raise kv_budget")
+        caps = self.caps(k.device) if self._half is None else self._half.caps
         count = sum(isinstance(layer, StoredLayer) for layer in self.layers)
         with torch.inference_mode(False):  # memory that later calls write, in whatever mode
             return CooperativeKVStore(count, batch_size, shape, device, caps, self._share)
@@ -205,11 +235,13 @@ class FastAttentionCache(Cache):
         """How much of the layers on the CPU is uploaded in every step."""
         assert self._hardware is not None
         assert self._store is not None
-        workload = Workload(self._model, self._store.batch_size, tokens, self._cpu_cache_dtype is not None)
+        batch_size = self._store.batch_size if self._half is None else self._half.batch_size
+        predict: Predict = seconds_per_token if self._half is None else seconds_per_token_in_halves
+        workload = Workload(self._model, batch_size, tokens, self._cpu_cache_dtype is not None)
         policies = [self._policy] if self._policy else [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID]
         hardware = self._hardware
-        self.policy = min(policies, key=lambda one: seconds_per_token(one, workload, hardware, num_layers_cpu))
-        return upload_fraction(self.policy, workload, hardware, num_layers_cpu)
+        self.policy = min(policies, key=lambda one: predict(one, workload, hardware, num_layers_cpu))
+        return upload_fraction(self.policy, workload, hardware, num_layers_cpu, predict)
 
 
 def model_shape(config: PretrainedConfig) -> ModelShape:

@@ -1,11 +1,13 @@
 """A KV cache shared between a device and the CPU, for sequences that the device's memory cannot hold.
 
-kv_store.py   CooperativeKVStore: all layers, their budgets, a step
-layer.py      one layer: its pages on both sides, and attention to them
-pages.py      pages and the pools that hand them out; host_memory.py has those of the CPU
-staging.py    uploads ahead of their use
-hand_over.py  queries down to the CPU, results up
-device.py     what is asked of a device
-placement.py  which layers go where, and what that costs; docs/long_context.md has the model
-measure.py    the bandwidths of this machine
+kv_store.py       CooperativeKVStore: all layers, their budgets, a step
+layer.py          one layer: its pages on both sides, and attention to them
+pages.py          pages and the pools that hand them out; host_memory.py has those of the CPU
+staging.py        uploads ahead of their use
+hand_over.py      queries down to the CPU, results up
+micro_batches.py  parts of a batch at once, each in a thread and a line of computation of its own
+device.py         what is asked of a device
+placement.py      which layers go where, and what that costs; docs/long_context.md has the model
+prediction.py     the time of a step
+measure.py        the bandwidths of this machine
 """

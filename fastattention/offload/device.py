@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +53,17 @@ class Device(abc.ABC):
         """Runs `work`, which reads nbytes of host memory, in this thread once the device has reached all of `after`."""
 
     @abc.abstractmethod
+    def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
+        """In it, the computation of the thread that enters is in a line of its own: the same for the same number.
+
+        Lines run side by side and order nothing among each other: `mark` in one and `wait` in the other do.
+        """
+
+    @abc.abstractmethod
+    def adopt(self, tensor: Tensor) -> None:
+        """The computation uses a tensor of another branch, whose memory must not be given away before it has."""
+
+    @abc.abstractmethod
     def pin(self, memory: Tensor) -> None:
         """Makes host memory fit for copies that the device does on its own. Raises CacheFullError when it cannot be."""
 
@@ -71,6 +84,7 @@ class CudaDevice(Device):
             raise ArgumentError(f"device={device}: layers can be kept in CPU memory beside a CUDA device only")
         self.torch_device = device
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._branches: list[torch.cuda.Stream] = []
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def mark(self) -> Event:
@@ -98,6 +112,18 @@ class CudaDevice(Device):
             event.synchronize()
         work()
 
+    def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
+        """A stream, kept: torch keeps memory for every stream that it has seen."""
+        while len(self._branches) <= number:
+            self._branches.append(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+        stream: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._branches[number])
+        return stream
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Recorded with the current stream."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
     def pin(self, memory: Tensor) -> None:
         """Registers memory that torch did not allocate."""
         status = self._runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
@@ -124,3 +150,9 @@ class CudaDevice(Device):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
         return stream.record_event()
+
+
+@functools.cache
+def cuda_device(device: torch.device) -> CudaDevice:
+    """The one CudaDevice of a GPU, whose streams and measured bandwidths all caches of the process share."""
+    return CudaDevice(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +13,10 @@ from fastattention.offload.device import Device, Event
 from fastattention.threads import get_num_threads, limited_threads
 
 FEW_THREADS = 4
+
+# Held while the CPU attends: a second call at the same time would find the threads of the cpu backend taken and run on
+# one core, and the number of these threads is one for the whole process.
+_cpu = threading.Lock()
 
 # (out, lse) from queries, all in CPU memory.
 Attend = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -49,7 +54,7 @@ class HandOver:
         results: list[Tensor] = []
 
         def work() -> None:
-            with limited_threads(_threads()):
+            with _cpu, limited_threads(_threads()):
                 attended = attend(handed.q)
             for name, result in zip(("out", "lse"), attended, strict=True):
                 memory = self._pinned(name, result)

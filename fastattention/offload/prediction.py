@@ -6,9 +6,15 @@ In their words: T0 is the step without the layers on the CPU, S the cache of one
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.memory import Workload
 from fastattention.offload.policy import Policy
+
+# Seconds of a step with so many layers on the CPU and so many bytes of buffers.
+Predict = Callable[[Policy, Workload, Hardware, int, int], float]
 
 
 def seconds_per_token(
@@ -25,15 +31,58 @@ def seconds_per_token(
         return base + handovers + cpu_bytes / hardware.cpu_bandwidth
     if policy is Policy.HYBRID:
         # What uploads leave that hide under T0 is shared by them and the CPU, as fast as host memory lets both read.
-        together = min(hardware.cpu_bandwidth + hardware.link_bandwidth, hardware.dram_bandwidth)
-        return base + handovers + max(0.0, cpu_bytes - hardware.link_bandwidth * hidden) / together
+        left = max(0.0, cpu_bytes - hardware.link_bandwidth * hidden)
+        return base + handovers + left / _shared_bandwidth(hardware)
     return base
 
 
-def upload_fraction(
+def seconds_per_token_in_halves(
     policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int, staging_bytes: int
 ) -> float:
-    """The share of the caches on the CPU that a step uploads: of a hybrid, as much as the link carries in the step."""
+    """One step of the batch in two halves at once: the GPU computes layers of one while the CPU attends for the other.
+
+    G is T0 of both halves, with all weights read twice; C what the CPU does for both, one after the other; between two
+    layers on the CPU each half has G / (2 L_CPU) for the GPU, and then C / (2 L_CPU) for the CPU. At best
+
+        max(G, C) + min(G, C) / (2 L_CPU)
+
+    since at the start the CPU has nothing to attend to yet, or at the end the GPU nothing else to compute. Uploads run
+    under all of it. A batch of one sequence is not divided.
+    """
+    if workload.batch_size < 2:
+        return seconds_per_token(policy, workload, hardware, num_layers_cpu, staging_bytes)
+    fewer = workload.batch_size // 2
+    halves = [replace(workload, batch_size=size) for size in (workload.batch_size - fewer, fewer)]
+    gpu = sum(_base_seconds(half, hardware, num_layers_cpu) for half in halves)
+    cpu_bytes = num_layers_cpu * workload.cpu_layer_bytes
+    if policy is Policy.CLASSICAL:
+        hidden = _hidden_seconds(gpu, hardware, num_layers_cpu, staging_bytes)
+        return gpu + max(0.0, cpu_bytes / hardware.link_bandwidth - hidden)
+    if policy is Policy.RESIDENT or num_layers_cpu == 0:
+        return gpu
+    rate = hardware.cpu_bandwidth if policy is Policy.COOPERATIVE else _shared_bandwidth(hardware)
+    cpu = 2 * num_layers_cpu * hardware.handover_seconds + cpu_bytes / rate
+    return max(gpu, cpu) + min(gpu, cpu) / (2 * num_layers_cpu)
+
+
+def halves_pay(policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int, staging_bytes: int) -> bool:
+    """Whether a step in two halves is predicted to be faster: when the CPU takes longer than reading weights again."""
+    given = policy, workload, hardware, num_layers_cpu, staging_bytes
+    return seconds_per_token_in_halves(*given) < seconds_per_token(*given)
+
+
+def upload_fraction(
+    policy: Policy,
+    workload: Workload,
+    hardware: Hardware,
+    num_layers_cpu: int,
+    staging_bytes: int,
+    predict: Predict = seconds_per_token,
+) -> float:
+    """The share of the caches on the CPU that a step uploads: of a hybrid, as much as the link carries in the step.
+
+    predict: the time of the step
+    """
     cpu_bytes = num_layers_cpu * workload.cpu_layer_bytes
     if policy is Policy.CLASSICAL:
         return 1.0
@@ -41,8 +90,13 @@ def upload_fraction(
         return 0.0
     base = _base_seconds(workload, hardware, num_layers_cpu)
     idle = base - _hidden_seconds(base, hardware, num_layers_cpu, staging_bytes)  # the link's, with all buffers full
-    busy = seconds_per_token(policy, workload, hardware, num_layers_cpu, staging_bytes) - idle
+    busy = predict(policy, workload, hardware, num_layers_cpu, staging_bytes) - idle
     return min(1.0, hardware.link_bandwidth * busy / cpu_bytes)
+
+
+def _shared_bandwidth(hardware: Hardware) -> float:
+    """Of host memory, while uploads and the CPU both read it."""
+    return min(hardware.cpu_bandwidth + hardware.link_bandwidth, hardware.dram_bandwidth)
 
 
 def _base_seconds(workload: Workload, hardware: Hardware, num_layers_cpu: int) -> float:

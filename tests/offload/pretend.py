@@ -5,9 +5,11 @@ It notices what would be a race on a real device: copies that touch the same mem
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +90,30 @@ def may_fail(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a device that one thread at a time may be in."""
+
+    @functools.wraps(method)
+    def call(self: PretendDevice, *args: Any) -> Any:
+        with self._lock:
+            return method(self, *args)
+
+    return call
+
+
+class Line(threading.local):
+    """The time that the computation of a thread has reached."""
+
+    now = 0.0
+
+
 @dataclass
 class PretendDevice(Device):
     """Computes in the order in which it was asked to, which is one of those that a real device may choose.
 
     Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line.
     Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
-    what is read of their target in between is seen.
+    what is read of their target in between is seen. Every thread has a line of computation of its own.
     """
 
     rates: Rates = field(default_factory=Rates)
@@ -102,13 +121,37 @@ class PretendDevice(Device):
     most_pinned: int | None = None  # bytes
 
     def __post_init__(self) -> None:
-        self.now = self.uploaded_until = self.downloaded_until = 0.0
+        self._line = Line()
+        self._lock = threading.RLock()  # of copies: threads ask for them at once
+        self.branches: list[int] = []
+        self.adopted: list[Tensor] = []
+        self.uploaded_until = self.downloaded_until = 0.0
         self.uploaded_bytes = self.downloaded_bytes = self.cpu_bytes = 0
         self.pinned: list[Tensor] = []
         self.faults = Faults()
         self._up: deque[Transfer] = deque()
         self._down: deque[Transfer] = deque()
         self._reads: list[tuple[Tensor, float]] = []
+
+    @property
+    def now(self) -> float:
+        return self._line.now
+
+    @now.setter
+    def now(self, time: float) -> None:
+        self._line.now = time
+
+    @contextlib.contextmanager
+    def branch(self, number: int) -> Iterator[None]:
+        self.branches.append(number)
+        before, self.now = self.now, 0.0
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def adopt(self, tensor: Tensor) -> None:
+        self.adopted.append(tensor)
 
     def compute(self, seconds: float, reads: Iterable[Tensor] = ()) -> None:
         """The computation takes a while, in which it reads tensors."""
@@ -126,11 +169,13 @@ class PretendDevice(Device):
         return Point(self.now)
 
     @may_fail
+    @alone
     def wait(self, event: Point) -> None:
         self._reach(event)
         self.now = max(self.now, event.time)
 
     @may_fail
+    @alone
     def upload(self, copies: Sequence[Copy], after: Sequence[Point]) -> Point:
         nbytes = self._nbytes(copies)
         begin = max([self.uploaded_until, *(event.time for event in after)])
@@ -141,6 +186,7 @@ class PretendDevice(Device):
         return Point(self.uploaded_until, self._up[-1])
 
     @may_fail
+    @alone
     def download(self, copies: Sequence[Copy]) -> Point:
         nbytes = self._nbytes(copies)
         for upload in self._up:
@@ -155,9 +201,10 @@ class PretendDevice(Device):
 
     @may_fail
     def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Sequence[Point]) -> None:
-        for event in after:
-            self._reach(event)
-        self.cpu_bytes += nbytes
+        with self._lock:
+            for event in after:
+                self._reach(event)
+            self.cpu_bytes += nbytes
         work()
         begin = max(event.time for event in after)
         self.now = max(self.now, begin + self.rates.hand_over + nbytes / self.rates.cpu)

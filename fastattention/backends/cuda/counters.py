@@ -7,6 +7,7 @@ stream has counters of its own, and so has every call that is captured.
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -23,19 +24,24 @@ class Counters:
         self._memory: Tensor | None = None
         self._used = 0
         self._of_stream: dict[int, Tensor] = {}
+        self._lock = threading.Lock()  # of all that `_cut` gives away: streams may have threads of their own
 
     def take(self, count: int, stream: int) -> Tensor:
         """`count` counters for a kernel on a stream, the current one of the device."""
         if torch.cuda.is_current_stream_capturing():
-            return self._cut(count)
+            with self._lock:
+                return self._cut(count)
         known = self._of_stream.get(stream)
-        if known is None or len(known) < count:
+        return self._take_new(count, stream) if known is None or len(known) < count else known
+
+    def _take_new(self, count: int, stream: int) -> Tensor:
+        with self._lock:
             if self._memory is None:
                 self._memory = torch.zeros(_TOTAL, dtype=torch.int32, device=self._device)
                 # Once: other streams will use it too.
                 torch.cuda.current_stream(self._device).synchronize()
             known = self._of_stream[stream] = self._cut(max(count, _OF_STREAM))
-        return known
+            return known
 
     def _cut(self, count: int) -> Tensor:
         """Counters that nobody else has; where none are left, or none can be had yet, zeros that this call pays for."""

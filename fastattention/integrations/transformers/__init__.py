@@ -6,7 +6,8 @@
 Two functions are registered under that name. The mask function (mask_function.py) runs once a forward pass for each
 kind of layer: it knows offsets, cache sizes and padding, and returns a mask of masks.py, or a bool tensor for patterns
 that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
-cache.py has FastAttentionCache, whose layers the attention function reads through stored.py.
+cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
+of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once.
 docs/transformers.md tells users what is covered and what costs what.
 """
 
@@ -22,8 +23,17 @@ except ImportError as error:
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.cache import FastAttentionCache
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
+from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
 
-__all__ = ["NAME", "FastAttentionCache", "fast_attention_forward", "fast_attention_mask", "register"]
+__all__ = [
+    "NAME",
+    "FastAttentionCache",
+    "MicroBatchedCache",
+    "fast_attention_forward",
+    "fast_attention_mask",
+    "overlapped",
+    "register",
+]
 
 NAME = "fast_attention"  # without "flash" in it: Transformers takes any name that has it for one of flash-attn's
 

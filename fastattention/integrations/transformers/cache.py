@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers.cache_layers import StoredLayer, WindowLayer
 from fastattention.integrations.transformers.stored import NewTokens, PaddingOf, StoredTokens
-from fastattention.offload.device import CudaDevice, Device
+from fastattention.offload.device import Device, cuda_device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps, Usage
 from fastattention.offload.measure import measure_hardware
@@ -29,12 +29,24 @@ from fastattention.offload.memory import PAGE_SIZE, Workload
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy, read_policy
-from fastattention.offload.prediction import seconds_per_token, upload_fraction
+from fastattention.offload.prediction import (
+    Predict,
+    seconds_per_token,
+    seconds_per_token_in_halves,
+    upload_fraction,
+)
 from fastattention.quantised import LARGEST_STORED
 from fastattention.sizes import read_bytes
 
 FULL_ATTENTION = "full_attention"
 HOST_SHARE = 0.8  # of the memory that is free on the host, by default
+
+
+class Half(NamedTuple):
+    """What a cache that holds one half of a batch has of what the whole batch has."""
+
+    caps: MemoryCaps
+    batch_size: int  # of the whole
 
 
 class FastAttentionCache(Cache):
@@ -89,6 +101,7 @@ class FastAttentionCache(Cache):
         self.policy = Policy.RESIDENT  # what is done now
         self._store: CooperativeKVStore | None = None
         self._padding_of = PaddingOf()
+        self._half: Half | None = None
         config = config.get_text_config(decoder=True)
         self._model = model_shape(config)
         types, arguments = get_layer_types_and_kwargs(config)
@@ -116,6 +129,20 @@ class FastAttentionCache(Cache):
         """Where the cache lives, layers with a window not counted."""
         return Usage(0, 0, 0, 0) if self._store is None else self._store.usage
 
+    def caps(self, device: torch.device) -> MemoryCaps:
+        """What keys and values may take, by the budgets given and by what else is on the device now."""
+        remedy = "raise gpu_memory" if self._kv_budget is None else "raise kv_budget"
+        gpu = self._kv_budget
+        if gpu is None:
+            assert self._gpu_memory is not None
+            taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+            gpu = max(self._gpu_memory - taken - self._workspace, 0)
+        return MemoryCaps(gpu, self._cpu_memory, remedy)
+
+    def hold(self, half: Half | None) -> None:
+        """From the next first tokens on, this is the cache of one half of a batch, or of all of it (None)."""
+        self._half = half
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """`length`, of any layer."""
         return self.length
@@ -129,6 +156,14 @@ class FastAttentionCache(Cache):
             layer.crop(tokens_to_remove)
         if self._store is not None:
             self._store.truncate(length)
+
+    def undo_last_pass(self, length: int) -> None:
+        """Makes the last forward pass one that was interrupted. length: tokens of every sequence before it."""
+        if self._store is not None and self._store.length > length:
+            self._store.truncate(length)
+        for layer in self.layers:
+            if isinstance(layer, WindowLayer):
+                layer.undo_interrupted()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i goes on with what sequence beam_idx[i] was. Waits for the device."""
@@ -189,38 +224,34 @@ class FastAttentionCache(Cache):
 
     def _make_store(self, k: Tensor, v: Tensor) -> CooperativeKVStore:
         batch_size, _, nheads_k, headdim = k.shape
-        device = self._device or CudaDevice(k.device)
+        device = self._device or cuda_device(k.device)
         shape = PageShape(self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype)
         if self._hardware is None:
             self._hardware = measure_hardware(device.torch_device, shape)
-        remedy = "raise gpu_memory" if self._kv_budget is None else "raise kv_budget"
-        caps = MemoryCaps(self._gpu_bytes(k), self._cpu_memory, remedy)
+        caps = self.caps(k.device) if self._half is None else self._half.caps
+        caps = caps._replace(gpu=max(caps.gpu - self._window_bytes(batch_size, k.dtype), 0))
         count = sum(isinstance(layer, StoredLayer) for layer in self.layers)
         with torch.inference_mode(False):  # memory that later calls write, in whatever mode
             return CooperativeKVStore(count, batch_size, shape, device, caps, partial(self._share, caps.gpu))
 
-    def _gpu_bytes(self, k: Tensor) -> int:
-        """What the store may take of the GPU: what is left by all else, layers with a window included."""
-        model = replace(self._model, dtype_bytes=k.dtype.itemsize)
-        windows = Workload(model, k.shape[0], sys.maxsize).window_kv_bytes
-        if self._kv_budget is not None:
-            return max(self._kv_budget - windows, 0)
-        assert self._gpu_memory is not None
-        taken = torch.cuda.memory_allocated(k.device) if k.is_cuda else 0
-        return max(self._gpu_memory - taken - self._workspace - windows, 0)
+    def _window_bytes(self, batch_size: int, dtype: torch.dtype) -> int:
+        """What layers with a window may take of the GPU."""
+        model = replace(self._model, dtype_bytes=dtype.itemsize)
+        return Workload(model, batch_size, sys.maxsize).window_kv_bytes
 
     def _share(self, gpu_bytes: int, num_layers_cpu: int, tokens: int) -> float:
         """How much of the layers on the CPU is uploaded in every step, when the store may take gpu_bytes of the GPU."""
         assert self._hardware is not None
         assert self._store is not None
-        quantised = self._cpu_cache_dtype is not None
+        batch_size = self._store.batch_size if self._half is None else self._half.batch_size
+        predict: Predict = seconds_per_token if self._half is None else seconds_per_token_in_halves
         model = replace(self._model, dtype_bytes=self._store.shape.dtype.itemsize)
-        workload = Workload(model, self._store.batch_size, tokens, quantised, self._page_size)
+        workload = Workload(model, batch_size, tokens, self._cpu_cache_dtype is not None, self._page_size)
         staging = workload.staging_bytes(gpu_bytes)
         policies = [self._policy] if self._policy else [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID]
         hardware = self._hardware
-        self.policy = min(policies, key=lambda one: seconds_per_token(one, workload, hardware, num_layers_cpu, staging))
-        return upload_fraction(self.policy, workload, hardware, num_layers_cpu, staging)
+        self.policy = min(policies, key=lambda one: predict(one, workload, hardware, num_layers_cpu, staging))
+        return upload_fraction(self.policy, workload, hardware, num_layers_cpu, staging, predict)
 
 
 def model_shape(config: PretrainedConfig) -> ModelShape:

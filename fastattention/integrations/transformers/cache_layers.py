@@ -85,7 +85,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As of the class above."""
-        self._undo_interrupted()
+        self.undo_interrupted()
         if self.keys is not None and self.values is not None:
             self._held = _Held(self.keys, self.values, self.cumulative_length)
         result: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
@@ -93,11 +93,12 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys with the new ones, tokens that were forgotten)."""
-        self._undo_interrupted()
+        self.undo_interrupted()
         sizes: tuple[int, int] = super().get_mask_sizes(query_length)
         return sizes
 
-    def _undo_interrupted(self) -> None:
+    def undo_interrupted(self) -> None:
+        """Forgets tokens beyond those of the cache, which the last update added."""
         held = self._cache.length
         if self.cumulative_length <= held:
             return

@@ -1,0 +1,197 @@
+"""MicroBatchedCache: the GPU computes layers of one half of a batch while the CPU attends for the other."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.integrations.transformers.batch_parts import join, split, tokens_of
+from fastattention.integrations.transformers.cache import FastAttentionCache, Half
+from fastattention.offload.device import Device, cuda_device
+from fastattention.offload.kv_store import MOST_QUERIES_ON_CPU
+from fastattention.offload.micro_batches import run_together
+
+
+class MicroBatchedCache(Cache):
+    """A FastAttentionCache for each half of a batch, whose decode steps are computed at once under `overlapped`.
+
+        cache = MicroBatchedCache(model.config, gpu_memory="16GiB")
+        with overlapped(model, cache):
+            model.generate(**inputs, past_key_values=cache)
+
+    While the CPU attends for one half, the GPU computes layers of the other; it reads the weights twice for that, which
+    pays when the CPU's attention takes longer (`halves_pay` of offload/prediction.py predicts it).
+
+    Arguments are those of FastAttentionCache; each half gets its share of the budgets, by its number of sequences. The
+    first half has one sequence more when their number is odd. A single sequence is not divided.
+
+    Prompts, passes of more than 32 tokens and the first one pass through the model one half after the other. A forward
+    pass that fails in either half leaves no trace in both. Sequences stay where they are: beam search is refused.
+    """
+
+    def __init__(self, config: PretrainedConfig, gpu_memory: int | str | None = None, **given: Any) -> None:
+        self.halves = tuple(FastAttentionCache(config, gpu_memory, **given) for _ in range(2))
+        self._device: Device | None = given.get("device")
+        self._rows: list[int] = []  # sequences of each half that is in use
+        self._before: int | None = None  # tokens before a forward pass that has not come to its end
+        super().__init__(layers=self.halves[0].layers)
+
+    @property
+    def length(self) -> int:
+        """Tokens of every sequence: not those of a forward pass under way, or interrupted."""
+        lengths = [half.length for half in self._used()]
+        return min(lengths if self._before is None else [self._before, *lengths], default=0)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """`length`, of any layer."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys with the new ones, tokens that were forgotten) of a layer."""
+        self._undo_interrupted()
+        sizes: tuple[int, int] = self.halves[0].get_mask_sizes(query_length, layer_idx)
+        return sizes
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove tokens of every sequence."""
+        self._undo_interrupted()
+        for half in self._used():
+            half.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets all tokens, and the batch size; memory is given back."""
+        self._rows, self._before = [], None
+        for half in self.halves:
+            half.reset()
+
+    def activate_past_recording(self) -> None:
+        """Of both halves."""
+        for half in self.halves:
+            half.activate_past_recording()  # type: ignore[no-untyped-call]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the halves are what a model updates."""
+        raise UnsupportedError("a MicroBatchedCache needs `with overlapped(model, cache):` around calls of the model")
+
+    def _refuse_selection(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused."""
+        raise UnsupportedError(
+            "sequences of a MicroBatchedCache cannot change places, which beam search needs; use a FastAttentionCache"
+        )
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_selection
+
+    def run(self, forward: Callable[..., ModelOutput], given: dict[str, Any]) -> ModelOutput:
+        """A forward pass of the whole batch, by one for each half. given: arguments by name, but past_key_values.
+
+        Raises ArgumentError for another number of sequences than before, UnsupportedError for arguments that cannot
+        be divided, and whatever either pass raises; the cache is then as it was.
+        """
+        tokens = tokens_of(given)
+        self._undo_interrupted()
+        rows = self._rows or _rows(tokens.shape[0])
+        if sum(rows) != tokens.shape[0]:
+            raise ArgumentError(f"the batch has {tokens.shape[0]} sequences and the cache {sum(rows)}; reset it")
+        parts = split(given, rows)
+        if not self._rows:
+            self._divide(rows, tokens.device)
+        self._before = self.length
+        passes = [
+            functools.partial(forward, past_key_values=half, **part)
+            for half, part in zip(self._used(), parts, strict=True)
+        ]
+        if len(passes) > 1 and self._before and tokens.shape[1] <= MOST_QUERIES_ON_CPU:
+            outputs = run_together(self._device or cuda_device(tokens.device), passes)
+        else:
+            outputs = [each() for each in passes]
+        joined = join(outputs, self)
+        self._before = None
+        return joined
+
+    def _used(self) -> tuple[FastAttentionCache, ...]:
+        return self.halves[: len(self._rows)]
+
+    def _divide(self, rows: list[int], device: torch.device) -> None:
+        """The budgets, for a new batch."""
+        caps, batch_size = self.halves[0].caps(device), sum(rows)
+        for half, count in zip(self.halves, rows, strict=False):
+            share = caps._replace(gpu=caps.gpu * count // batch_size, cpu=caps.cpu * count // batch_size)
+            half.hold(Half(share, batch_size) if len(rows) > 1 else None)
+        self._rows = rows
+
+    def _undo_interrupted(self) -> None:
+        """A pass that came to its end in one half alone never was."""
+        length = self.length
+        if self._before is None and all(half.length == length for half in self._used()):
+            return
+        if not length:
+            self.reset()  # another batch may follow
+        for half in self._used():
+            half.undo_last_pass(length)
+        self._before = None
+
+
+@contextlib.contextmanager
+def overlapped(model: PreTrainedModel, cache: MicroBatchedCache) -> Iterator[None]:
+    """Meanwhile `model.generate` and `model(...)` with past_key_values=cache compute the halves of a batch at once.
+
+    Calls with other caches are as ever. Raises UnsupportedError for models that change while they compute.
+    """
+    _refuse_changing(model)
+    forward, patched = model.forward, "forward" in vars(model)
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def in_halves(*args: Any, **kwargs: Any) -> Any:
+        given = _by_name(signature, args, kwargs)
+        if given.get("past_key_values") is not cache:
+            return forward(*args, **kwargs)
+        del given["past_key_values"]
+        return_dict = given.pop("return_dict", None)
+        outputs = cache.run(functools.partial(forward, return_dict=True), given)
+        as_dict = getattr(model.config, "return_dict", True) if return_dict is None else return_dict
+        return outputs if as_dict else outputs.to_tuple()
+
+    model.forward = in_halves
+    try:
+        yield
+    finally:
+        if patched:
+            model.forward = forward
+        else:
+            del model.forward
+
+
+def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
+def _rows(batch_size: int) -> list[int]:
+    """Sequences of each half."""
+    return [batch_size] if batch_size < 2 else [batch_size - batch_size // 2, batch_size // 2]
+
+
+def _refuse_changing(model: nn.Module) -> None:
+    """Rotary embeddings that follow the length of the sequences: both halves would change them at once."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise UnsupportedError(
+                    f"rope_type={kind!r} changes the model with the length of the sequences, which two halves cannot "
+                    "do at once; use a FastAttentionCache"
+                )

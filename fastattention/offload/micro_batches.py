@@ -1,0 +1,118 @@
+"""Parts of a batch at once: each in a thread of its own, and on the device in a line of computation of its own.
+
+While the CPU attends for one part, the device computes layers of another. The weights are read once for every part;
+prediction.py says when that pays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fastattention.offload.device import Device, Event
+
+T = TypeVar("T")
+
+
+def run_together(device: Device, works: Sequence[Callable[[], T]]) -> list[T]:
+    """What each of `works` returns, in their order, all run at once.
+
+    On the device each begins after what the calling thread has asked of it so far, in its branch 0, 1, ..., and the
+    calling thread goes on after all of them. Gradients, inference mode, autocast, the default device and context
+    variables are as in the calling thread; other modes of torch that belong to a thread are not.
+
+    Memory of the caller's that the works use may be freed by them: the caller allocates nothing meanwhile, and goes on
+    after their end. Tensors that they return, alone or in tuples, lists and mappings, are safe to use in the caller.
+
+    An exception, of the first in order if there are several, is raised once all have ended; so is an interruption of
+    the caller, who waits for them first.
+    """
+    if not works:
+        return []
+    modes, begun, ends = _Modes.current(device), device.mark(), list[Event]()
+
+    def run(work: Callable[[], T], branch: contextlib.AbstractContextManager[object]) -> T:
+        with modes.entered(), branch:
+            device.wait(begun)
+            try:
+                return work()
+            finally:
+                ends.append(device.mark())
+
+    try:
+        with futures.ThreadPoolExecutor(len(works)) as threads:
+            running = [
+                threads.submit(contextvars.copy_context().run, run, work, device.branch(number))
+                for number, work in enumerate(works)
+            ]
+            _wait_for(running)
+    finally:
+        for end in ends:
+            device.wait(end)
+    results = [each.result() for each in running]
+    for tensor in _tensors(results):
+        device.adopt(tensor)
+    return results
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """Those modes of torch that belong to a thread, and that a forward pass may depend on."""
+
+    inference: bool
+    gradients: bool
+    autocast: dict[str, torch.dtype]  # by type of device, where it is on
+    default_device: torch.device
+
+    @classmethod
+    def current(cls, device: Device) -> _Modes:
+        """Of the calling thread."""
+        kinds = {"cpu", device.torch_device.type}
+        return cls(
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)},
+            torch.get_default_device(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """In another thread."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            for kind, dtype in self.autocast.items():
+                # Weights that one branch has cast are not there yet for another: no cache, which all threads share.
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            yield
+
+
+def _wait_for(running: Sequence[futures.Future[T]]) -> None:
+    """Until all have ended. An interruption of this thread is raised only then."""
+    interruption: KeyboardInterrupt | None = None
+    while any(not each.done() for each in running):
+        try:
+            futures.wait(running)
+        except KeyboardInterrupt as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
+
+
+def _tensors(results: object) -> Iterator[Tensor]:
+    if isinstance(results, Tensor):
+        yield results
+    elif isinstance(results, Mapping):
+        yield from _tensors(list(results.values()))
+    elif isinstance(results, list | tuple):
+        for each in results:
+            yield from _tensors(each)

@@ -1,0 +1,307 @@
+"""Works that run at once: their results, exceptions and modes, one CPU attention at a time, and the predicted step."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastattention.offload.hand_over import HandOver
+from fastattention.offload.hardware import PRESETS as MACHINES
+from fastattention.offload.hardware import Hardware
+from fastattention.offload.memory import Workload
+from fastattention.offload.micro_batches import run_together
+from fastattention.offload.model_shape import PRESETS
+from fastattention.offload.policy import Policy
+from fastattention.offload.prediction import (
+    halves_pay,
+    seconds_per_token,
+    seconds_per_token_in_halves,
+    upload_fraction,
+)
+from fastattention.threads import get_num_threads, set_num_threads
+
+from .pretend import PretendDevice
+
+LONG = 30.0  # seconds after which what should happen at once is taken not to happen
+SHORT = 0.1  # seconds in which what must not happen would have happened
+
+
+def test_results_are_in_the_order_of_the_works() -> None:
+    second_done = threading.Event()
+
+    def first() -> str:
+        assert second_done.wait(LONG)
+        return "first"
+
+    def second() -> str:
+        second_done.set()
+        return "second"
+
+    assert run_together(PretendDevice(), [first, second]) == ["first", "second"]
+    assert run_together(PretendDevice(), []) == []
+
+
+def test_works_run_at_once_in_threads_and_branches_of_their_own() -> None:
+    device, both = PretendDevice(), threading.Barrier(3)
+
+    def work() -> int:
+        both.wait(LONG)  # passes only while all of them run
+        return threading.get_ident()
+
+    threads = run_together(device, [work] * 3)
+    assert len({*threads, threading.get_ident()}) == 4
+    assert sorted(device.branches) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_works_begin_after_the_caller_and_the_caller_goes_on_after_them(fails: bool) -> None:
+    device = PretendDevice()
+    device.compute(5.0)
+
+    def work(seconds: float) -> float:
+        begun = device.now
+        device.compute(seconds)
+        if fails:
+            raise ValueError("of a work")
+        return begun
+
+    with pytest.raises(ValueError, match="of a work") if fails else contextlib.nullcontext():
+        assert run_together(device, [lambda: work(1.0), lambda: work(3.0)]) == [5.0, 5.0]
+    assert device.now == 8.0
+
+
+def test_tensors_that_are_returned_are_adopted_by_the_caller() -> None:
+    device, tensors = PretendDevice(), [torch.zeros(1) for _ in range(4)]
+    run_together(device, [lambda: tensors[0], lambda: {"out": (tensors[1], [tensors[2]]), "other": 3}])
+    assert [id(tensor) for tensor in device.adopted] == [id(tensor) for tensor in tensors[:3]]
+
+
+class Slow:
+    """A work that ends late: it looks whether the caller came back before it ended."""
+
+    def __init__(self, begin: threading.Event) -> None:
+        self._begin = begin
+        self.returned = threading.Event()
+        self.abandoned: bool | None = None
+
+    def __call__(self) -> None:
+        assert self._begin.wait(LONG)
+        self.abandoned = self.returned.wait(SHORT)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("position", [0, 1])
+def test_an_exception_is_raised_once_all_have_ended(error: type[BaseException], position: int) -> None:
+    failing = threading.Event()
+    slow = Slow(failing)
+
+    def fail() -> None:
+        failing.set()
+        raise error("of a work")
+
+    works: list[Callable[[], None]] = [slow, fail] if position else [fail, slow]
+    with pytest.raises(error, match="of a work"):
+        run_together(PretendDevice(), works)
+    slow.returned.set()
+    assert slow.abandoned is False
+
+
+def test_of_several_exceptions_the_first_in_order_is_raised() -> None:
+    second_failed = threading.Event()
+
+    def first() -> None:
+        assert second_failed.wait(LONG)
+        raise ValueError("first")
+
+    def second() -> None:
+        second_failed.set()
+        raise ValueError("second")
+
+    with pytest.raises(ValueError, match="first"):
+        run_together(PretendDevice(), [first, second])
+
+
+def test_an_interrupted_caller_waits_for_all() -> None:
+    interrupted = threading.Event()
+    slow = Slow(interrupted)
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        interrupted.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_together(PretendDevice(), [slow, interrupt])
+    slow.returned.set()
+    assert slow.abandoned is False
+
+
+setting = contextvars.ContextVar("setting", default="none")
+
+
+def modes() -> tuple[object, ...]:
+    """All that a forward pass may depend on, as a thread sees it."""
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast if autocast[0] else None,
+        torch.ones(1).device,
+        setting.get(),
+    )
+
+
+@contextlib.contextmanager
+def other_setting() -> Iterator[None]:
+    token = setting.set("other")
+    yield
+    setting.reset(token)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        contextlib.nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: torch.device("meta"),
+        other_setting,
+    ],
+    ids=["none", "no_grad", "inference_mode", "autocast", "device", "context variable"],
+)
+def test_modes_are_those_of_the_caller(mode: Callable[[], Any]) -> None:
+    with mode():
+        assert run_together(PretendDevice(), [modes, modes]) == [modes()] * 2
+
+
+def test_gradients_may_be_off_outside_and_on_inside() -> None:
+    with torch.no_grad(), torch.enable_grad():
+        assert run_together(PretendDevice(), [modes]) == [modes()]
+
+
+QUERIES = torch.zeros(1, 1, 2, 4)
+
+
+def result() -> tuple[Tensor, Tensor]:
+    return QUERIES, torch.zeros(1, 2, 1)
+
+
+def test_the_cpu_attends_for_one_at_a_time_with_all_threads() -> None:
+    device, both, counts = PretendDevice(), threading.Barrier(2), []
+
+    def attend(_: Tensor) -> tuple[Tensor, Tensor]:
+        counts.append(get_num_threads())
+        with pytest.raises(threading.BrokenBarrierError):
+            both.wait(SHORT)  # would pass if the other came while this one is here
+        both.reset()
+        return result()
+
+    def work() -> None:
+        hand_over = HandOver(device)
+        hand_over.finish(hand_over.send(QUERIES), 0, attend)
+
+    set_num_threads(8)
+    try:
+        run_together(device, [work, work])
+        assert (counts, get_num_threads()) == ([7, 7], 8)
+    finally:
+        set_num_threads(None)
+
+
+def test_waiting_for_the_device_keeps_nobody_from_the_cpu() -> None:
+    waiting, attended = threading.Event(), threading.Event()
+
+    class LateDevice(PretendDevice):
+        def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: float) -> None:
+            waiting.set()
+            assert attended.wait(LONG)
+            super().run_on_cpu(work, nbytes, after)
+
+    def attend(_: Tensor) -> tuple[Tensor, Tensor]:
+        attended.set()
+        return result()
+
+    def work(device: PretendDevice) -> None:
+        hand_over = HandOver(device)
+        hand_over.finish(hand_over.send(QUERIES), 0, attend)
+
+    def second() -> None:
+        assert waiting.wait(LONG)
+        work(PretendDevice())
+
+    run_together(PretendDevice(), [lambda: work(LateDevice()), second])
+
+
+K = 1024
+LLAMA = Workload(PRESETS["llama-3-8b"], batch_size=8, seqlen=32 * K)
+H200 = MACHINES["h200"]
+
+
+def pipeline(segments: int, gpu: float, cpu: float) -> float:
+    """When two halves end that take turns: each computes on the GPU, then the CPU attends, so many times."""
+    free = {"gpu": 0.0, "cpu": 0.0}
+    ready = [0.0, 0.0]
+    for _ in range(segments):
+        for where, seconds in (("gpu", gpu), ("cpu", cpu)):
+            for half in range(2):
+                free[where] = ready[half] = max(free[where], ready[half]) + seconds
+    return max(ready)
+
+
+@pytest.mark.parametrize("num_layers_cpu", [1, 2, 8, 32])
+@pytest.mark.parametrize("cpu_bandwidth", [20e9, 150e9, 199e9, 2e13])
+def test_a_cooperative_step_in_halves_is_that_of_a_pipeline(num_layers_cpu: int, cpu_bandwidth: float) -> None:
+    hardware = replace(H200, cpu_bandwidth=cpu_bandwidth, dram_bandwidth=max(200e9, cpu_bandwidth))
+    half = replace(LLAMA, batch_size=4)
+    whole = seconds_per_token(Policy.COOPERATIVE, half, hardware, num_layers_cpu)
+    cpu = hardware.handover_seconds + half.layer_kv_bytes / cpu_bandwidth
+    gpu = whole / num_layers_cpu - cpu
+    seconds = seconds_per_token_in_halves(Policy.COOPERATIVE, LLAMA, hardware, num_layers_cpu)
+    assert seconds == pytest.approx(pipeline(num_layers_cpu, gpu, cpu))
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("batch_size", [2, 7])
+def test_no_part_of_the_machine_does_more_than_it_can(policy: Policy, batch_size: int) -> None:
+    work = replace(LLAMA, batch_size=batch_size)
+    seconds = seconds_per_token_in_halves(policy, work, H200, 8)
+    weights = work.model.num_layers * work.model.layer_weight_bytes
+    assert seconds > 2 * weights / H200.gpu_bandwidth
+    uploaded = upload_fraction(policy, work, H200, 8, seconds_per_token_in_halves)
+    if policy is not Policy.RESIDENT:
+        cpu_bytes = 8 * work.layer_kv_bytes
+        assert seconds >= uploaded * cpu_bytes / H200.link_bandwidth * (1 - 1e-9)
+        assert seconds >= (1 - uploaded) * cpu_bytes / H200.cpu_bandwidth
+
+
+def test_halves_pay_where_the_cpu_takes_longer_than_reading_weights_again() -> None:
+    assert halves_pay(Policy.COOPERATIVE, LLAMA, H200, 8)
+    assert halves_pay(Policy.HYBRID, LLAMA, H200, 8)
+    short = replace(LLAMA, seqlen=K, batch_size=2)
+    assert not halves_pay(Policy.COOPERATIVE, short, H200, 1)
+    for policy in (Policy.RESIDENT, Policy.CLASSICAL):  # nothing to overlap with
+        assert not halves_pay(policy, short, H200, 1)
+
+
+def test_a_single_sequence_has_no_halves() -> None:
+    single = replace(LLAMA, batch_size=1)
+    expected = seconds_per_token(Policy.COOPERATIVE, single, H200, 8)
+    assert seconds_per_token_in_halves(Policy.COOPERATIVE, single, H200, 8) == expected
+    assert not halves_pay(Policy.COOPERATIVE, single, H200, 8)
+
+
+def test_where_the_cpu_takes_longest_the_time_of_the_gpu_is_hidden() -> None:
+    even = Hardware("even", 1e12, 1e10, 4e10, 4.5e10, handover_seconds=0.0, layer_overhead_seconds=0.0)
+    plain = seconds_per_token(Policy.COOPERATIVE, LLAMA, even, 32)
+    cpu = 32 * LLAMA.layer_kv_bytes / 4e10
+    halves = seconds_per_token_in_halves(Policy.COOPERATIVE, LLAMA, even, 32)
+    assert cpu < halves < cpu + (plain - cpu) / 8

@@ -46,13 +46,14 @@ def run_together(device: Device, works: Sequence[Callable[[], T]]) -> list[T]:
             finally:
                 ends.append(device.mark())
 
+    running: list[futures.Future[T]] = []
     try:
         with futures.ThreadPoolExecutor(len(works)) as threads:
-            running = [
-                threads.submit(contextvars.copy_context().run, run, work, device.branch(number))
-                for number, work in enumerate(works)
-            ]
-            _wait_for(running)
+            try:
+                for number, work in enumerate(works):
+                    running.append(threads.submit(contextvars.copy_context().run, run, work, device.branch(number)))
+            finally:
+                _wait_for(running)
     finally:
         for end in ends:
             device.wait(end)
@@ -97,7 +98,7 @@ class _Modes:
 
 
 def _wait_for(running: Sequence[futures.Future[T]]) -> None:
-    """Until all have ended. An interruption of this thread is raised only then."""
+    """Until all have ended. Interruptions of this thread are raised only then, which joining threads would not do."""
     interruption: KeyboardInterrupt | None = None
     while any(not each.done() for each in running):
         try:

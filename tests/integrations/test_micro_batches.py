@@ -134,16 +134,9 @@ def test_embeddings_and_positions_are_divided_too() -> None:
 
 def test_a_single_sequence_has_all_of_the_budget_and_no_threads() -> None:
     device = PretendDevice()
-    cache, alone = (
-        make_cache("llama", device),
-        FastAttentionCache(
-            deep("llama", NUM_LAYERS).config,
-            kv_budget=SMALL,
-            page_size=PAGE_SIZE,
-            hardware=SLOW,
-            device=PretendDevice(),
-        ),
-    )
+    cache, model = make_cache("llama", device), deep("llama", NUM_LAYERS)
+    given = {"kv_budget": SMALL, "cpu_memory": LARGE, "page_size": PAGE_SIZE, "hardware": SLOW}
+    alone = FastAttentionCache(model.config, **given, device=PretendDevice())
     one = {"inputs": prompts(1, LENGTH), "attention_mask": None, "max_new_tokens": 60}
     assert torch.equal(generate("llama", cache, **one), generate("llama", alone, **one))
     assert cache.halves[0].usage == alone.usage

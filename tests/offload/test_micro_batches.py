@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import replace
 from typing import Any
 
@@ -130,16 +133,40 @@ def test_of_several_exceptions_the_first_in_order_is_raised() -> None:
         run_together(PretendDevice(), [first, second])
 
 
-def test_an_interrupted_caller_waits_for_all() -> None:
-    interrupted = threading.Event()
-    slow = Slow(interrupted)
+def wait_until_main_thread_waits() -> None:
+    main = threading.main_thread().ident or 0
+    for _ in range(1_000_000):
+        frame = sys._current_frames()[main]
+        if any(frame.f_code is futures.wait.__code__ for frame, _ in traceback.walk_stack(frame)):
+            return
+    raise AssertionError("the main thread waits for no work")
+
+
+def test_a_caller_who_is_interrupted_twice_waits_for_all() -> None:
+    told, both_told = threading.Semaphore(0), threading.Event()
+    slow = Slow(both_told)
+
+    def tell(*_: object) -> None:
+        told.release()
+        raise KeyboardInterrupt
 
     def interrupt() -> None:
+        wait_until_main_thread_waits()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        interrupted.set()
 
-    with pytest.raises(KeyboardInterrupt):
-        run_together(PretendDevice(), [slow, interrupt])
+    def interrupt_twice() -> None:
+        for _ in range(2):
+            interrupt()
+            while not told.acquire(timeout=SHORT):  # Python does not see one that comes just before a thread blocks
+                interrupt()
+        both_told.set()
+
+    before = signal.signal(signal.SIGINT, tell)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_together(PretendDevice(), [slow, interrupt_twice])
+    finally:
+        signal.signal(signal.SIGINT, before)
     slow.returned.set()
     assert slow.abandoned is False
 

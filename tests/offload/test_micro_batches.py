@@ -271,6 +271,7 @@ def test_waiting_for_the_device_keeps_nobody_from_the_cpu() -> None:
 K = 1024
 LLAMA = Workload(PRESETS["llama-3-8b"], batch_size=8, seqlen=32 * K)
 H200 = MACHINES["h200"]
+AMPLE = 1 << 40  # bytes of buffers: uploads never wait for room
 
 
 def pipeline(segments: int, gpu: float, cpu: float) -> float:
@@ -289,10 +290,10 @@ def pipeline(segments: int, gpu: float, cpu: float) -> float:
 def test_a_cooperative_step_in_halves_is_that_of_a_pipeline(num_layers_cpu: int, cpu_bandwidth: float) -> None:
     hardware = replace(H200, cpu_bandwidth=cpu_bandwidth, dram_bandwidth=max(200e9, cpu_bandwidth))
     half = replace(LLAMA, batch_size=4)
-    whole = seconds_per_token(Policy.COOPERATIVE, half, hardware, num_layers_cpu)
-    cpu = hardware.handover_seconds + half.layer_kv_bytes / cpu_bandwidth
+    whole = seconds_per_token(Policy.COOPERATIVE, half, hardware, num_layers_cpu, AMPLE)
+    cpu = hardware.handover_seconds + half.cpu_layer_bytes / cpu_bandwidth
     gpu = whole / num_layers_cpu - cpu
-    seconds = seconds_per_token_in_halves(Policy.COOPERATIVE, LLAMA, hardware, num_layers_cpu)
+    seconds = seconds_per_token_in_halves(Policy.COOPERATIVE, LLAMA, hardware, num_layers_cpu, AMPLE)
     assert seconds == pytest.approx(pipeline(num_layers_cpu, gpu, cpu))
 
 
@@ -300,35 +301,35 @@ def test_a_cooperative_step_in_halves_is_that_of_a_pipeline(num_layers_cpu: int,
 @pytest.mark.parametrize("batch_size", [2, 7])
 def test_no_part_of_the_machine_does_more_than_it_can(policy: Policy, batch_size: int) -> None:
     work = replace(LLAMA, batch_size=batch_size)
-    seconds = seconds_per_token_in_halves(policy, work, H200, 8)
+    seconds = seconds_per_token_in_halves(policy, work, H200, 8, AMPLE)
     weights = work.model.num_layers * work.model.layer_weight_bytes
     assert seconds > 2 * weights / H200.gpu_bandwidth
-    uploaded = upload_fraction(policy, work, H200, 8, seconds_per_token_in_halves)
+    uploaded = upload_fraction(policy, work, H200, 8, AMPLE, seconds_per_token_in_halves)
     if policy is not Policy.RESIDENT:
-        cpu_bytes = 8 * work.layer_kv_bytes
+        cpu_bytes = 8 * work.cpu_layer_bytes
         assert seconds >= uploaded * cpu_bytes / H200.link_bandwidth * (1 - 1e-9)
         assert seconds >= (1 - uploaded) * cpu_bytes / H200.cpu_bandwidth
 
 
 def test_halves_pay_where_the_cpu_takes_longer_than_reading_weights_again() -> None:
-    assert halves_pay(Policy.COOPERATIVE, LLAMA, H200, 8)
-    assert halves_pay(Policy.HYBRID, LLAMA, H200, 8)
+    assert halves_pay(Policy.COOPERATIVE, LLAMA, H200, 8, AMPLE)
+    assert halves_pay(Policy.HYBRID, LLAMA, H200, 8, AMPLE)
     short = replace(LLAMA, seqlen=K, batch_size=2)
-    assert not halves_pay(Policy.COOPERATIVE, short, H200, 1)
+    assert not halves_pay(Policy.COOPERATIVE, short, H200, 1, AMPLE)
     for policy in (Policy.RESIDENT, Policy.CLASSICAL):  # nothing to overlap with
-        assert not halves_pay(policy, short, H200, 1)
+        assert not halves_pay(policy, short, H200, 1, AMPLE)
 
 
 def test_a_single_sequence_has_no_halves() -> None:
     single = replace(LLAMA, batch_size=1)
-    expected = seconds_per_token(Policy.COOPERATIVE, single, H200, 8)
-    assert seconds_per_token_in_halves(Policy.COOPERATIVE, single, H200, 8) == expected
-    assert not halves_pay(Policy.COOPERATIVE, single, H200, 8)
+    expected = seconds_per_token(Policy.COOPERATIVE, single, H200, 8, AMPLE)
+    assert seconds_per_token_in_halves(Policy.COOPERATIVE, single, H200, 8, AMPLE) == expected
+    assert not halves_pay(Policy.COOPERATIVE, single, H200, 8, AMPLE)
 
 
 def test_where_the_cpu_takes_longest_the_time_of_the_gpu_is_hidden() -> None:
     even = Hardware("even", 1e12, 1e10, 4e10, 4.5e10, handover_seconds=0.0, layer_overhead_seconds=0.0)
-    plain = seconds_per_token(Policy.COOPERATIVE, LLAMA, even, 32)
-    cpu = 32 * LLAMA.layer_kv_bytes / 4e10
-    halves = seconds_per_token_in_halves(Policy.COOPERATIVE, LLAMA, even, 32)
+    plain = seconds_per_token(Policy.COOPERATIVE, LLAMA, even, 32, AMPLE)
+    cpu = 32 * LLAMA.cpu_layer_bytes / 4e10
+    halves = seconds_per_token_in_halves(Policy.COOPERATIVE, LLAMA, even, 32, AMPLE)
     assert cpu < halves < cpu + (plain - cpu) / 8

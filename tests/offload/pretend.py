@@ -92,7 +92,8 @@ def may_fail(method: Callable[..., Any]) -> Callable[..., Any]:
 class PretendDevice(Device):
     """Computes in the order in which it was asked to, which is one of those that a real device may choose.
 
-    Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line.
+    Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line, and
+    for the thread that asks for all that (`host`): it is ahead of the computation, but for its own work on the CPU.
     Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
     what is read of their target in between is seen.
     """
@@ -102,7 +103,7 @@ class PretendDevice(Device):
     most_pinned: int | None = None  # bytes
 
     def __post_init__(self) -> None:
-        self.now = self.uploaded_until = self.downloaded_until = 0.0
+        self.now = self.host = self.uploaded_until = self.downloaded_until = 0.0
         self.uploaded_bytes = self.downloaded_bytes = self.cpu_bytes = 0
         self.pinned: list[Tensor] = []
         self.faults = Faults()
@@ -133,7 +134,7 @@ class PretendDevice(Device):
     @may_fail
     def upload(self, copies: Sequence[Copy], after: Sequence[Point]) -> Point:
         nbytes = self._nbytes(copies)
-        begin = max([self.uploaded_until, *(event.time for event in after)])
+        begin = max([self.host, self.uploaded_until, *(event.time for event in after)])
         self._check_upload(copies, after, begin)
         self.uploaded_bytes += nbytes
         self.uploaded_until = begin + nbytes / self.rates.link
@@ -159,8 +160,9 @@ class PretendDevice(Device):
             self._reach(event)
         self.cpu_bytes += nbytes
         work()
-        begin = max(event.time for event in after)
-        self.now = max(self.now, begin + self.rates.hand_over + nbytes / self.rates.cpu)
+        begin = max([self.host, *(event.time for event in after)])
+        self.host = begin + self.rates.hand_over + nbytes / self.rates.cpu
+        self.now = max(self.now, self.host)
 
     def pin(self, memory: Tensor) -> None:
         assert memory.is_contiguous()

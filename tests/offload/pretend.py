@@ -102,16 +102,18 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Line(threading.local):
-    """The time that the computation of a thread has reached."""
+    """The times that the computation of a thread, and the thread itself, have reached."""
 
     now = 0.0
+    host = 0.0
 
 
 @dataclass
 class PretendDevice(Device):
     """Computes in the order in which it was asked to, which is one of those that a real device may choose.
 
-    Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line.
+    Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line, and
+    for the thread that asks for all that (`host`): it is ahead of the computation, but for its own work on the CPU.
     Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
     what is read of their target in between is seen. Every thread has a line of computation of its own.
     """
@@ -140,6 +142,14 @@ class PretendDevice(Device):
     @now.setter
     def now(self, time: float) -> None:
         self._line.now = time
+
+    @property
+    def host(self) -> float:
+        return self._line.host
+
+    @host.setter
+    def host(self, time: float) -> None:
+        self._line.host = time
 
     @contextlib.contextmanager
     def branch(self, number: int) -> Iterator[None]:
@@ -178,7 +188,7 @@ class PretendDevice(Device):
     @alone
     def upload(self, copies: Sequence[Copy], after: Sequence[Point]) -> Point:
         nbytes = self._nbytes(copies)
-        begin = max([self.uploaded_until, *(event.time for event in after)])
+        begin = max([self.host, self.uploaded_until, *(event.time for event in after)])
         self._check_upload(copies, after, begin)
         self.uploaded_bytes += nbytes
         self.uploaded_until = begin + nbytes / self.rates.link
@@ -206,8 +216,9 @@ class PretendDevice(Device):
                 self._reach(event)
             self.cpu_bytes += nbytes
         work()
-        begin = max(event.time for event in after)
-        self.now = max(self.now, begin + self.rates.hand_over + nbytes / self.rates.cpu)
+        begin = max([self.host, *(event.time for event in after)])
+        self.host = begin + self.rates.hand_over + nbytes / self.rates.cpu
+        self.now = max(self.now, self.host)
 
     def pin(self, memory: Tensor) -> None:
         assert memory.is_contiguous()

@@ -79,7 +79,7 @@ def test_a_prompt_is_undone_by_the_next(error: BaseException, late: bool) -> Non
         pair.append(1)
         pair.attend(1)
 
-    assert interrupt_everywhere(pair, error, late, lambda: pair.append(41), retry) > 8
+    assert interrupt_everywhere(pair, error, late, lambda: pair.append(21), retry) > 8
 
 
 @every_fault
@@ -91,7 +91,7 @@ def test_the_only_layer_s_prompt_is_undone(error: BaseException, late: bool) -> 
         assert pair.store.length == pair.length
         pair.attend(1)
 
-    assert interrupt_everywhere(pair, error, late, lambda: pair.append(41), retry) > 8
+    assert interrupt_everywhere(pair, error, late, lambda: pair.append(21), retry) > 8
 
 
 @every_fault
@@ -109,14 +109,13 @@ def test_sequences_are_selected_in_all_layers_or_in_none(share: float, error: Ba
 
 
 @every_fault
-@every_share
-@pytest.mark.parametrize("length", [0, 6, 8, 33])
+@pytest.mark.parametrize("length", [0, 6, 33])
 @pytest.mark.parametrize("num_layers", [1, 4])
 def test_truncating_is_finished_by_the_next_step(
-    num_layers: int, length: int, share: float, error: BaseException, late: bool
+    num_layers: int, length: int, error: BaseException, late: bool
 ) -> None:
     """What was forgotten of some layers is not there any more, so it is forgotten of all."""
-    pair = full(share, num_layers=num_layers)
+    pair = full(0.4, num_layers=num_layers)
 
     def steps() -> None:
         if pair.store.length != pair.length:

@@ -19,7 +19,7 @@ from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
-SHARES = (0.0, 0.3, 0.7, 1.0)
+SHARES = (0.0, 0.4, 1.0)
 every_share = pytest.mark.parametrize("share", SHARES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
@@ -223,6 +223,16 @@ def test_the_cpu_reads_only_what_is_not_uploaded() -> None:
     before = pair.device.cpu_bytes
     pair.attend(1)
     assert pair.device.cpu_bytes - before == pair.num_layers * 80 * pair.shape.token_bytes
+
+
+@every_share
+def test_a_prompt_is_attended_to_by_the_device_alone(share: float) -> None:
+    pair = twin(share)
+    pair.append(60)
+    pair.steps(2)
+    before = pair.device.cpu_bytes
+    pair.attend(MOST_QUERIES_ON_CPU + 1)
+    assert pair.device.cpu_bytes == before
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 32])

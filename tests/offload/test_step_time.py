@@ -68,7 +68,7 @@ def run(num_layers: int, on_cpu: int, share: float, link: float, cpu: float, han
 def test_classical(num_layers: int, on_cpu: int, link: float) -> None:
     model = max(num_layers * W, on_cpu * S / link)
     found = run(num_layers, on_cpu, 1.0, link, cpu=1.0)
-    assert found.step == pytest.approx(model, rel=0.15)
+    assert found.step == pytest.approx(model, rel=0.04)
 
 
 @every_link
@@ -77,22 +77,22 @@ def test_classical(num_layers: int, on_cpu: int, link: float) -> None:
 def test_cooperative(link: float, ratio: float, hand_over: float) -> None:
     model = 16 * W + 4 * (S / (ratio * link) + hand_over)
     found = run(16, 4, 0.0, link, ratio * link, hand_over)
-    assert found.step == pytest.approx(model, rel=0.15)
+    assert found.step == pytest.approx(model, rel=0.04)
     assert found.link == 0.0
 
 
 @every_link
 @every_ratio
-@pytest.mark.parametrize(("num_layers", "on_cpu"), [(16, 4), (15, 3)])
+@pytest.mark.parametrize(("num_layers", "on_cpu"), [(16, 4), (15, 3), (16, 5)])
 def test_hybrid(num_layers: int, on_cpu: int, link: float, ratio: float) -> None:
     """The link is busy from the beginning of the step to its end."""
     t0, cpu = num_layers * W, ratio * link
     model = t0 + max(0.0, (on_cpu * S - link * t0) / (cpu + link))
     share = min(1.0, link * model / (on_cpu * S))
     found = run(num_layers, on_cpu, share, link, cpu)
-    assert found.step == pytest.approx(model, rel=0.15)
+    assert found.step == pytest.approx(model, rel=0.04)
     if share < 1.0:
-        assert found.link > 0.85
+        assert found.link > 0.95
 
 
 @pytest.mark.parametrize("link", [S / 1.5, S / 2, S / 3])

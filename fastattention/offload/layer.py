@@ -199,13 +199,6 @@ class Layer:
             pool.release(old, after)
             table.change(chosen)
 
-    def release(self, after: Event) -> None:
-        """Gives all pages back."""
-        for pool, table in ((self._gpu, self._gpu_table), (self._host, self._host_table)):
-            pool.release(table.all(), after)
-            table.change([[] for _ in table.pages])
-        self.length = 0
-
     @property
     def num_pages_to_copy(self) -> int:
         """Pages that the next append copies first."""

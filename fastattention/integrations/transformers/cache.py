@@ -139,8 +139,8 @@ class FastAttentionCache(Cache):
             gpu = max(self._gpu_memory - taken - self._workspace, 0)
         return MemoryCaps(gpu, self._cpu_memory, remedy)
 
-    def hold(self, half: Half | None) -> None:
-        """From the next first tokens on, this is the cache of one half of a batch, or of all of it (None)."""
+    def hold(self, half: Half) -> None:
+        """From the next first tokens on, this is the cache of one half of a batch, or of its only sequence."""
         self._half = half
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -125,7 +125,7 @@ class MicroBatchedCache(Cache):
         caps, batch_size = self.halves[0].caps(device), sum(rows)
         for half, count in zip(self.halves, rows, strict=False):
             share = caps._replace(gpu=caps.gpu * count // batch_size, cpu=caps.cpu * count // batch_size)
-            half.hold(Half(share, batch_size) if len(rows) > 1 else None)
+            half.hold(Half(share, batch_size))
         self._rows = rows
 
     def _undo_interrupted(self) -> None:

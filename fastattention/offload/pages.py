@@ -139,10 +139,14 @@ class PagePool:
             self._returned.popleft()
             for page in pages:
                 heapq.heappush(self._free, page)
-        taken = heapq.nsmallest(count, self._free)
-        self._use(max(taken, default=-1) + 1)  # may fail: nothing is taken yet
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        try:
+            self._use(max(taken, default=-1) + 1)
+        except BaseException:
+            for page in taken:
+                heapq.heappush(self._free, page)
+            raise
         for page in taken:
-            heapq.heappop(self._free)
             self._owners[page] = 1
         return taken
 

@@ -20,7 +20,7 @@ from fastattention.offload.memory import (
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.order import leaving_order
 from fastattention.offload.policy import AUTO, Policy, read_policy
-from fastattention.offload.prediction import seconds_per_token, upload_fraction
+from fastattention.offload.prediction import seconds_per_token, seconds_per_token_in_halves, upload_fraction
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Placement:
     upload_fraction: float  # of the bytes of layers on the CPU, in every step
     memory: Memory
     seconds: float  # a step: one token for every sequence
+    seconds_in_halves: float  # the same in two halves of the batch at once
     predictions: Mapping[Policy, Prediction]
 
     @property
@@ -104,6 +105,7 @@ def place(
         upload_fraction=upload_fraction(chosen, workload, hardware, on_cpu, memory.staging),
         memory=memory,
         seconds=seconds_per_token(chosen, workload, hardware, on_cpu, memory.staging),
+        seconds_in_halves=seconds_per_token_in_halves(chosen, workload, hardware, on_cpu, memory.staging),
         predictions=predictions,
     )
 

@@ -65,12 +65,6 @@ def seconds_per_token_in_halves(
     return max(gpu, cpu) + min(gpu, cpu) / (2 * num_layers_cpu)
 
 
-def halves_pay(policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int, staging_bytes: int) -> bool:
-    """Whether a step in two halves is predicted to be faster: when the CPU takes longer than reading weights again."""
-    given = policy, workload, hardware, num_layers_cpu, staging_bytes
-    return seconds_per_token_in_halves(*given) < seconds_per_token(*given)
-
-
 def upload_fraction(
     policy: Policy,
     workload: Workload,

@@ -50,6 +50,7 @@ def test_layers_on_both_sides_are_shown(run_command: RunCommand) -> None:
         ("--policy classical", "100% of the layers on the CPU"),
         ("--cache int8", "131072 tokens, quantised on the CPU"),
         ("--batch 2", "2 x 131072 tokens"),
+        ("--batch 2", "(MicroBatchedCache)"),
         ("--tp 2 --cpu-memory 32GiB", "llama-3-8b, one of 2 GPUs"),
         ("--tp 2 --hardware desktop", "CPU attention 30, host memory 35"),
         ("--gpu-bandwidth 1TB/s --link-bandwidth 30GB/s", "GPU memory 1000, link 30"),

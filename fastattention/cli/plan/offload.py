@@ -105,6 +105,8 @@ def _summary(placement: Placement, options: Options) -> Table:
     if placement.policy.uploads:
         rows["uploaded a token"] = f"{placement.upload_fraction:.0%} of the layers on the CPU"
     rows["predicted time a token"] = in_words(placement.seconds)
+    if placement.batch_size > 1 and placement.num_layers_cpu:
+        rows["in two halves at once"] = f"{in_words(placement.seconds_in_halves)} (MicroBatchedCache)"
     rows["longest sequence"] = _tokens(placement.predictions[placement.policy])
     for name, value in rows.items():
         table.add_row(name, value)

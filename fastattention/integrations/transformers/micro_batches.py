@@ -29,7 +29,7 @@ class MicroBatchedCache(Cache):
             model.generate(**inputs, past_key_values=cache)
 
     While the CPU attends for one half, the GPU computes layers of the other; it reads the weights twice for that, which
-    pays when the CPU's attention takes longer (`halves_pay` of offload/prediction.py predicts it).
+    pays when the CPU's attention takes longer (`fastattention plan offload --batch` predicts it).
 
     Arguments are those of FastAttentionCache; each half gets its share of the budgets, by its number of sequences. The
     first half has one sequence more when their number is odd. A single sequence is not divided.

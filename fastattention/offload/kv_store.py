@@ -54,6 +54,7 @@ class CooperativeKVStore:
 
     A step uses the layers in order, each once. Before its first layer there is room for all of them, or CacheFullError
     is raised and the store is as it was. A step that ended early, by whatever exception, is undone by the next.
+    Tokens that come back from quantised pages, then or when others are forgotten, stay rounded.
     """
 
     def __init__(

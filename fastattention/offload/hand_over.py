@@ -54,7 +54,7 @@ class HandOver:
         results: list[Tensor] = []
 
         def work() -> None:
-            with _cpu, limited_threads(_threads()):
+            with _cpu, limited_threads(attention_threads()):
                 attended = attend(handed.q)
             for name, result in zip(("out", "lse"), attended, strict=True):
                 memory = self._pinned(name, result)
@@ -72,7 +72,7 @@ class HandOver:
         return self._memory[key]
 
 
-def _threads() -> int:
-    """Of the CPU's attention: where there are many, one core is left to the driver and other programs."""
+def attention_threads() -> int:
+    """Of the CPU's attention beside a device: where there are many, one core is left to the driver and other programs."""
     available = get_num_threads()
     return available - 1 if available > FEW_THREADS else available

@@ -13,9 +13,10 @@ from torch import Tensor
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.kv_store.memory import allocate
 from fastattention.offload.device import Copy, CudaDevice, Device
-from fastattention.offload.hand_over import HandOver
+from fastattention.offload.hand_over import HandOver, attention_threads
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.pages import PageShape, allocate_pages
+from fastattention.threads import limited_threads
 
 BYTES = 512 << 20  # of keys and values: beyond the caches of processors
 UPLOAD_BYTES = 256 << 20
@@ -58,7 +59,7 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
 
 
 class _CpuAttention:
-    """A decode over pages in host memory, with one thread less than there are, as in use."""
+    """A decode over pages in host memory, with as many threads as in use."""
 
     def __init__(self, shape: PageShape) -> None:
         count = max(BYTES // shape.nbytes, 1)
@@ -70,9 +71,10 @@ class _CpuAttention:
 
     def attend(self) -> None:
         k, v, k_scale, v_scale = self._pages
-        fast_attn_with_kvcache(
-            self._q, k, v, cache_seqlens=self._seqlens, block_table=self._table, k_scale=k_scale, v_scale=v_scale
-        )
+        with limited_threads(attention_threads()):
+            fast_attn_with_kvcache(
+                self._q, k, v, cache_seqlens=self._seqlens, block_table=self._table, k_scale=k_scale, v_scale=v_scale
+            )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -73,6 +73,6 @@ class HandOver:
 
 
 def attention_threads() -> int:
-    """Of the CPU's attention beside a device: where there are many, one core is left to the driver and other programs."""
+    """Of the attention beside a device: where there are many, one core is left to the driver and other programs."""
     available = get_num_threads()
     return available - 1 if available > FEW_THREADS else available

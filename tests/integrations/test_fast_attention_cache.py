@@ -12,47 +12,21 @@ from transformers import DynamicCache
 
 from fastattention.errors import ArgumentError, CacheFullError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache
-from fastattention.offload.hardware import Hardware
 
+from .budgets import LARGE, LENGTH, NUM_LAYERS, POLICIES, SLOW, cache_arguments, generate_arguments
 from .models import deep, padding_mask, prompts
 
-NUM_LAYERS = 6
-PAGE_SIZE = 4
-LENGTH = 24
-POLICIES = ("classical", "cooperative", "hybrid", "auto")
-SMALL, LARGE = 90_000, 10_000_000  # bytes: few layers of three sequences stay on the device, or all
+SMALL = 90_000  # bytes: few layers of three sequences stay on the device
 MODELS = ("llama", "qwen3", "gemma2", "gpt_oss")
-# So slow beside the GPU that even these tiny layers are worth dividing: a third of them is uploaded.
-SLOW = Hardware(
-    "slow",
-    gpu_bandwidth=1e15,
-    link_bandwidth=1e6,
-    cpu_bandwidth=2e6,
-    dram_bandwidth=3e6,
-    handover_seconds=0.0,
-    layer_overhead_seconds=0.0,
-)
 
 
 def make_cache(name: str, device: PretendDevice | None = None, **changed: Any) -> FastAttentionCache:
-    given: dict[str, Any] = {
-        "kv_budget": SMALL,
-        "cpu_memory": LARGE,
-        "hardware": SLOW,
-        "page_size": PAGE_SIZE,
-        "device": device or PretendDevice(),
-    }
-    return FastAttentionCache(deep(name, NUM_LAYERS).config, **(given | changed))
+    return FastAttentionCache(deep(name, NUM_LAYERS).config, **cache_arguments(SMALL, device, changed))
 
 
 def generate(name: str, cache: FastAttentionCache | None, **changed: Any) -> Tensor:
-    given: dict[str, Any] = {
-        "inputs": prompts(length=LENGTH),
-        "attention_mask": padding_mask("left", length=LENGTH),
-        "max_new_tokens": 20,
-        "do_sample": False,
-    }
-    tokens = deep(name, NUM_LAYERS).generate(past_key_values=cache, **(given | changed))
+    given = generate_arguments(20, changed)
+    tokens = deep(name, NUM_LAYERS).generate(past_key_values=cache, **given)
     assert isinstance(tokens, Tensor)
     return tokens
 

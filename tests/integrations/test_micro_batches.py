@@ -13,53 +13,27 @@ from transformers import Cache, DynamicCache
 
 from fastattention.errors import ArgumentError, CacheFullError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache, MicroBatchedCache, overlapped
-from fastattention.offload.hardware import Hardware
 
-from .models import deep, padding_mask, prompts
+from .budgets import LARGE, LENGTH, NUM_LAYERS, PAGE_SIZE, POLICIES, SLOW, cache_arguments, generate_arguments
+from .models import deep, prompts
 
-NUM_LAYERS = 6
-PAGE_SIZE = 4
-LENGTH = 24
-POLICIES = ("classical", "cooperative", "hybrid", "auto")
-SMALL, LARGE = 140_000, 10_000_000  # bytes: few layers of three sequences stay on the device, or all
+SMALL = 140_000  # bytes: few layers of three sequences stay on the device
 MODELS = ("llama", "qwen3", "gemma2")
-# So slow beside the GPU that even these tiny layers are worth dividing.
-SLOW = Hardware(
-    "slow",
-    gpu_bandwidth=1e15,
-    link_bandwidth=1e6,
-    cpu_bandwidth=2e6,
-    dram_bandwidth=3e6,
-    handover_seconds=0.0,
-    layer_overhead_seconds=0.0,
-)
 
 
 def make_cache(name: str, device: PretendDevice | None = None, **changed: Any) -> MicroBatchedCache:
-    given: dict[str, Any] = {
-        "kv_budget": SMALL,
-        "cpu_memory": LARGE,
-        "hardware": SLOW,
-        "page_size": PAGE_SIZE,
-        "device": device or PretendDevice(),
-    }
-    return MicroBatchedCache(deep(name, NUM_LAYERS).config, **(given | changed))
+    return MicroBatchedCache(deep(name, NUM_LAYERS).config, **cache_arguments(SMALL, device, changed))
 
 
 def generate(name: str, cache: Cache | None, **changed: Any) -> Tensor:
     """Of three sequences with padding on the left: an odd batch."""
-    given: dict[str, Any] = {
-        "inputs": prompts(length=LENGTH),
-        "attention_mask": padding_mask("left", length=LENGTH),
-        "max_new_tokens": 12,
-        "do_sample": False,
-    }
+    given = generate_arguments(12, changed)
     model = deep(name, NUM_LAYERS)
     if isinstance(cache, MicroBatchedCache):
         with overlapped(model, cache):
-            tokens = model.generate(past_key_values=cache, **(given | changed))
+            tokens = model.generate(past_key_values=cache, **given)
     else:
-        tokens = model.generate(past_key_values=cache, **(given | changed))
+        tokens = model.generate(past_key_values=cache, **given)
     assert isinstance(tokens, Tensor)
     return tokens
 

@@ -23,7 +23,14 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, nbytes + OFFSET, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # advice: failing changes nothing but speed
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = map_huge_pages(nbytes + OFFSET)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=OFFSET).view(shape)
+
+
+def map_huge_pages(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone, in huge pages where the system gives them on request. Raises OSError."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # advice: failing changes nothing but speed
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

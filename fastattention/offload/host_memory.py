@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import weakref
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattention.errors import CacheFullError
+from fastattention.kv_store.memory import map_huge_pages
 from fastattention.offload.device import Device
 from fastattention.offload.pages import PageShape
 
@@ -38,14 +38,11 @@ class HostMemory:
         count = math.prod(shape)
         nbytes = max(count * dtype.itemsize, 1)
         try:
-            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = map_huge_pages(nbytes)
         except OSError as error:
             raise CacheFullError(
                 f"the system gives no {nbytes} bytes of address space ({error}); lower cpu_memory"
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # advice: failing changes nothing but speed
-                memory.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)[: count * dtype.itemsize].view(dtype).view(shape)
         self._maps.append(tensor)
         return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from fastattention.offload.device import Device
 from fastattention.offload.hand_over import Handed, HandOver
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
-from fastattention.offload.memory import STAGING_BUFFERS, least_pages, staging_pages
+from fastattention.offload.memory import STAGING_BUFFERS, ceil_div, least_pages, staging_pages
 from fastattention.offload.order import leaving_order
-from fastattention.offload.pages import PagePool, PageShape, ceil_div
+from fastattention.offload.pages import PagePool, PageShape
 from fastattention.offload.staging import Piece, Staging
 
 # More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
@@ -67,7 +68,7 @@ class CooperativeKVStore:
         share: Callable[[int, int], float],
     ) -> None:
         self.shape, self._device, self._budget, self._share_of = shape, device, budget, share
-        on_device = PageShape(shape.page_size, shape.nheads_k, shape.headdim, shape.headdim_v, shape.dtype)
+        on_device = replace(shape, cache_dtype=None)
         staging_tokens = _staging_tokens(batch_size, shape, budget.gpu)
         staging_bytes = STAGING_BUFFERS * batch_size * ceil_div(staging_tokens, shape.page_size) * shape.nbytes
         num_pages = max(budget.gpu - staging_bytes, 0) // on_device.nbytes

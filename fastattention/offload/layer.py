@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.offload.device import Copy, Device, Event
-from fastattention.offload.pages import PagePool, Pages, ceil_div, runs
+from fastattention.offload.memory import ceil_div
+from fastattention.offload.pages import PagePool, Pages, runs
 from fastattention.quantised import quantise
 
 

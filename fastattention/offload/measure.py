@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.kv_store.memory import allocate
-from fastattention.offload.device import Copy, CudaDevice, Device
+from fastattention.offload.device import Copy, Device, cuda_device
 from fastattention.offload.hand_over import HandOver, attention_threads
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.pages import PageShape, allocate_pages
@@ -32,7 +32,7 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
 
     Measured once. Raises ArgumentError for a device that is no GPU.
     """
-    device = CudaDevice(gpu)
+    device = cuda_device(gpu)
     uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(uploaded, device=gpu)
     cpu = _CpuAttention(shape)

@@ -71,7 +71,7 @@ class Workload:
     def chunk_pages(self) -> int:
         """Pages of each sequence that a chunk of a prompt fills."""
         chunk = max(PREFILL_CHUNK // self.batch_size, 1)
-        return _ceil_div(min(chunk, self.seqlen), self.page_size)
+        return ceil_div(min(chunk, self.seqlen), self.page_size)
 
     def staging_bytes(self, cache_bytes: int) -> int:
         """All buffers for uploads, which every cache has; `cache_bytes` is what it may take on the GPU.
@@ -128,7 +128,7 @@ def memory_of(workload: Workload, num_layers_cpu: int, budget: Budget) -> Memory
     return Memory(
         weights=model.weight_bytes,
         workspace=budget.workspace,
-        resident_kv=on_gpu * _ceil_div(workload.seqlen, workload.page_size) * workload.gpu_page_bytes,
+        resident_kv=on_gpu * ceil_div(workload.seqlen, workload.page_size) * workload.gpu_page_bytes,
         window_kv=workload.window_kv_bytes,
         newest_pages=newest * workload.gpu_page_bytes,
         staging=workload.staging_bytes(budget.gpu_memory - model.weight_bytes - budget.workspace),
@@ -146,7 +146,7 @@ def divide(workload: Workload, policy: Policy, budget: Budget) -> int:
     if memory_of(workload, 0, budget).gpu <= budget.gpu_memory:
         return 0
     # Every layer that comes back to the GPU adds its pages, but one that was there. Not all can: they did not fit.
-    added = (_ceil_div(workload.seqlen, workload.page_size) - 1) * workload.gpu_page_bytes
+    added = (ceil_div(workload.seqlen, workload.page_size) - 1) * workload.gpu_page_bytes
     room = budget.gpu_memory - memory_of(workload, full_layers, budget).gpu
     return full_layers - max(room // max(added, 1), 0)
 
@@ -207,5 +207,6 @@ def _gpu_too_small(workload: Workload, policy: Policy, num_layers_cpu: int, budg
     return f"{said}; num_layers_cpu={budget.num_layers_cpu}, use at least {divide(workload, policy, free)}"
 
 
-def _ceil_div(tokens: int, size: int) -> int:
+def ceil_div(tokens: int, size: int) -> int:
+    """Pieces of `size` that hold `tokens`."""
     return -(-tokens // size)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fastattention.errors import CacheFullError
 from fastattention.offload.device import Event
-
-SCALE_BYTES = 4  # a float32 for each token and head of a quantised page
+from fastattention.offload.model_shape import SCALE_BYTES
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,3 @@ def runs(pages: Sequence[int], slab_pages: int) -> Iterator[tuple[int, int, int]
         if end or pages[position] != pages[position - 1] + 1 or pages[position] % slab_pages == 0:
             yield begin, pages[begin], position - begin
             begin = position
-
-
-def ceil_div(tokens: int, size: int) -> int:
-    """Pieces of `size` that hold `tokens`."""
-    return -(-tokens // size)

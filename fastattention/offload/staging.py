@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fastattention.errors import CacheFullError
 from fastattention.offload.device import Copy, Device, Event
-from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pages, ceil_div, runs
+from fastattention.offload.memory import ceil_div
+from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pages, runs
 
 
 class HostTokens(Protocol):

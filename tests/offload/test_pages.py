@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention.errors import CacheFullError
-from fastattention.offload.pages import PagePool, PageShape, allocate_pages, ceil_div, runs
+from fastattention.offload.memory import ceil_div
+from fastattention.offload.pages import PagePool, PageShape, allocate_pages, runs
 from fastattention.quantised import quantise
 
 SHAPE = PageShape(page_size=8, nheads_k=3, headdim=16, headdim_v=5, dtype=torch.bfloat16)

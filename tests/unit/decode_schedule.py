@@ -7,10 +7,30 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from fastattention.backends.common.tile_range import TileRange
 from fastattention.backends.cuda.decode_heuristics import Split
 from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.problem import Layout, Problem
+
+# One query of each head against a long cache.
+DECODE = Problem(
+    layout=Layout.KVCACHE,
+    device=torch.device("cuda", 0),
+    dtype=torch.float16,
+    batch_size=1,
+    seqlen_q=1,
+    seqlen_k=4096,
+    total_q=1,
+    nheads=8,
+    nheads_k=2,
+    headdim=128,
+    headdim_v=128,
+    softmax_scale=0.125,
+    window_left=-1,
+    window_right=-1,
+)
 
 
 class Piece(NamedTuple):

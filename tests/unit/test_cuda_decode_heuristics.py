@@ -21,7 +21,9 @@ from fastattention.backends.cuda.jit.variants import (
 )
 from fastattention.backends.cuda.kernel_config import ARCH_FACTS, CACHE_FORMATS, KernelConfig, why_not_fitting
 from fastattention.errors import CompileError
-from fastattention.problem import Layout, Problem
+from fastattention.problem import Layout
+
+from .decode_schedule import DECODE
 
 MANY_KEYS = 10**6  # for each multiprocessor
 SCORES_AND_PAGES = list(itertools.product((False, True), repeat=2))
@@ -212,22 +214,7 @@ def test_choices_are_the_known_ones(chip: str, headdim: int, rows: int, keys: in
 
 # --- which calls are decodes ---
 
-CALL = Problem(
-    layout=Layout.KVCACHE,
-    device=torch.device("cuda", 0),
-    dtype=torch.float16,
-    batch_size=1,
-    seqlen_q=1,
-    seqlen_k=4096,
-    total_q=1,
-    nheads=32,
-    nheads_k=8,
-    headdim=128,
-    headdim_v=128,
-    softmax_scale=0.125,
-    window_left=-1,
-    window_right=0,
-)
+CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
 
 
 @pytest.mark.parametrize(

@@ -6,33 +6,15 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.decode_heuristics import Split, choose_decode, choose_split, num_rows
 from fastattention.backends.cuda.kernel_config import KernelConfig
-from fastattention.problem import Layout, Problem
+from fastattention.problem import Problem
 
-from .decode_schedule import Line, Piece, tiles_of
-
-DECODE = Problem(
-    layout=Layout.KVCACHE,
-    device=torch.device("cuda", 0),
-    dtype=torch.float16,
-    batch_size=1,
-    seqlen_q=1,
-    seqlen_k=4096,
-    total_q=1,
-    nheads=8,
-    nheads_k=2,
-    headdim=128,
-    headdim_v=128,
-    softmax_scale=0.125,
-    window_left=-1,
-    window_right=-1,
-)
+from .decode_schedule import DECODE, Line, Piece, tiles_of
 
 
 @st.composite

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from fastattention.errors import ArgumentError
@@ -26,15 +23,3 @@ def set_num_threads(num_threads: int | None) -> None:
     if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
         raise ArgumentError(f"num_threads={num_threads!r} must be an integer of at least 1, or None to follow torch")
     _override = num_threads
-
-
-@contextlib.contextmanager
-def limited_threads(num_threads: int) -> Iterator[None]:
-    """At most `num_threads` threads of the cpu backend meanwhile."""
-    global _override
-    before = _override
-    _override = min(num_threads, get_num_threads())
-    try:
-        yield
-    finally:
-        _override = before

@@ -1,16 +1,19 @@
-"""What a cooperative cache asks of an accelerator: copies beside its computation, and work for the CPU in between."""
+"""What a cooperative cache asks of an accelerator: copies, and work for the CPU, beside its computation."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fastattention.backends.cuda.jit.module import launch_host_function
 from fastattention.errors import ArgumentError, CacheFullError
 
 # A point in the work of a device. What it is, is the device's own business.
@@ -24,10 +27,31 @@ class Copy(NamedTuple):
     source: Tensor
 
 
+class CpuWork(Protocol):
+    """What the CPU does when the C function at address `function` is called with `argument`."""
+
+    function: int
+    argument: int
+
+    def run(self) -> None:
+        """Does it in this thread. Raises the error that `check` would."""
+
+    def check(self) -> None:
+        """Once it is done: raises an error if it could not be."""
+
+
+class CpuJob(NamedTuple):
+    """Copies down, work, copies up: one after another."""
+
+    down: Sequence[Copy]
+    work: CpuWork
+    up: Sequence[Copy]
+
+
 class Device(abc.ABC):
     """An accelerator that computes in order, copies in both directions beside that, and waits for events on its own.
 
-    Nothing here waits on the host, except `run_on_cpu` for the tensors that it needs.
+    Nothing here waits on the host.
     """
 
     torch_device: torch.device
@@ -49,8 +73,11 @@ class Device(abc.ABC):
         """Copies to host memory, after earlier downloads and the computation so far; returns the end of it."""
 
     @abc.abstractmethod
-    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Sequence[Event]) -> None:
-        """Runs `work`, which reads nbytes of host memory, in this thread once the device has reached all of `after`."""
+    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Event:
+        """A job whose work reads nbytes of host memory, after earlier ones and the given events; returns its end.
+
+        Its copies are few and small. Work that could not be done raises in a later call, with NaN as its results.
+        """
 
     @abc.abstractmethod
     def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
@@ -85,6 +112,8 @@ class CudaDevice(Device):
         self.torch_device = device
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._branches: list[torch.cuda.Stream] = []
+        self._cpu: dict[int, torch.cuda.Stream] = {}  # for every stream that computes
+        self._running = Running()
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def mark(self) -> Event:
@@ -106,11 +135,15 @@ class CudaDevice(Device):
             source.record_stream(self._down)  # may be a temporary, whose memory must not be given away yet
         return event
 
-    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Sequence[Event]) -> None:
-        """Waits for the events alone: copies in both directions go on meanwhile."""
-        for event in after:
-            event.synchronize()
-        work()
+    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Event:
+        """On a stream of its own: this thread goes on, and the driver calls the function when its turn comes."""
+        self._running.check()
+        stream = self._cpu_stream()
+        self._copy(stream, job.down, after)
+        launch_host_function(job.work.function, job.work.argument, stream.cuda_stream)
+        end = self._copy(stream, job.up, ())
+        self._running.add(job, end)
+        return end
 
     def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
         """A stream, kept: torch keeps memory for every stream that it has seen."""
@@ -142,6 +175,13 @@ class CudaDevice(Device):
         """From torch's own pinned memory."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
+    def _cpu_stream(self) -> torch.cuda.Stream:
+        """Of the current stream: jobs of branches do not wait for each other."""
+        key = torch.cuda.current_stream(self.torch_device).cuda_stream
+        if key not in self._cpu:
+            self._cpu[key] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        return self._cpu[key]
+
     @staticmethod
     def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
         for event in after:
@@ -150,6 +190,24 @@ class CudaDevice(Device):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
         return stream.record_event()
+
+
+class Running:
+    """Jobs that have not ended yet, whose memory must stay."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[tuple[CpuJob, torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, job: CpuJob, end: torch.cuda.Event) -> None:
+        """A job that is over at `end`."""
+        self._jobs.append((job, end))
+
+    def check(self) -> None:
+        """Forgets jobs that have ended. Raises the error of one that failed."""
+        with self._lock:
+            while self._jobs and self._jobs[0][1].query():
+                self._jobs.popleft()[0].work.check()
 
 
 @functools.cache

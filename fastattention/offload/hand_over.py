@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattention.offload.device import Device, Event
-from fastattention.threads import get_num_threads, limited_threads
+from fastattention.offload.device import Copy, CpuJob, CpuWork, Device, Event
+from fastattention.threads import get_num_threads
 
 FEW_THREADS = 4
 
-# Held while the CPU attends: a second call at the same time would find the threads of the cpu backend taken and run on
-# one core, and the number of these threads is one for the whole process.
-_cpu = threading.Lock()
 
-# (out, lse) from queries, all in CPU memory.
-Attend = Callable[[Tensor], tuple[Tensor, Tensor]]
+class Results(NamedTuple):
+    """What the CPU finds, on the device; valid from `end` on."""
+
+    out: Tensor  # (batch_size, seqlen_q, nheads, headdim_v)
+    lse: Tensor  # float32 (batch_size, nheads, seqlen_q)
+    end: Event
 
 
-class Handed(NamedTuple):
-    """Queries on their way down."""
-
-    q: Tensor  # in pinned memory, valid once `arrived`
-    arrived: Event
+# From q, out and lse in CPU memory, where q is not yet, and a number of threads.
+Prepare = Callable[[Tensor, Tensor, Tensor, int], CpuWork]
 
 
 class HandOver:
     """Pinned memory for queries and results, used by one layer after another.
 
-    The CPU reads a layer's queries only once the device has reached them, and by then it has fetched the results of the
-    layer before: the same memory serves all layers.
+    Jobs of the CPU are in order, so that the same memory serves all layers.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._memory: dict[tuple[str, torch.Size], Tensor] = {}
+        self._end: Event = None
 
-    def send(self, q: Tensor) -> Handed:
-        """Starts copying queries, (batch_size, seqlen_q, nheads, headdim)."""
-        memory = self._pinned("q", q)
-        memory.copy_(q, non_blocking=True)
-        return Handed(memory, self._device.mark())
+    def attend(self, q: Tensor, headdim_v: int, nbytes: int, prepare: Prepare, ready: Event = None) -> Results:
+        """Lets the CPU attend for q, (batch_size, seqlen_q, nheads, headdim) on the device, beside its computation.
 
-    def finish(self, handed: Handed, nbytes: int, attend: Attend, ready: Event = None) -> tuple[Tensor, Tensor]:
-        """(out, lse) on the device of `attend`, which reads nbytes of CPU memory, for the queries that were sent.
-
-        ready: when that memory holds what is to be read: pages of a layer that has just moved may be on their way.
+        nbytes: of CPU memory, that are read; ready: when they are there: pages of a layer that has just moved may be on
+        their way
         """
-        results: list[Tensor] = []
+        batch_size, seqlen_q, nheads, _ = q.shape
+        out = q.new_empty(batch_size, seqlen_q, nheads, headdim_v)
+        lse = q.new_empty(batch_size, nheads, seqlen_q, dtype=torch.float32)
+        q_below, out_below, lse_below = (self._pinned(*each) for each in (("q", q), ("out", out), ("lse", lse)))
+        work = prepare(q_below, out_below, lse_below, attention_threads())
+        job = CpuJob([Copy(q_below, q)], work, [Copy(out, out_below), Copy(lse, lse_below)])
+        after = [event for event in (self._device.mark(), ready) if event is not None]
+        self._end = self._device.run_on_cpu(job, nbytes, after)
+        return Results(out, lse, self._end)
 
-        def work() -> None:
-            with _cpu, limited_threads(attention_threads()):
-                attended = attend(handed.q)
-            for name, result in zip(("out", "lse"), attended, strict=True):
-                memory = self._pinned(name, result)
-                memory.copy_(result)
-                results.append(memory)
-
-        self._device.run_on_cpu(work, nbytes, [event for event in (handed.arrived, ready) if event is not None])
-        out, lse = (result.to(self._device.torch_device, non_blocking=True, copy=True) for result in results)
-        return out, lse
+    def wait(self) -> None:
+        """Lets the computation go on only after all jobs."""
+        if self._end is not None:
+            self._device.wait(self._end)
 
     def _pinned(self, name: str, like: Tensor) -> Tensor:
         key = (name, like.shape)

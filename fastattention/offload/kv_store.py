@@ -12,8 +12,8 @@ from torch import Tensor
 from fastattention.errors import ArgumentError, CacheFullError
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.merge import merge_attn_states
-from fastattention.offload.device import Device
-from fastattention.offload.hand_over import Handed, HandOver
+from fastattention.offload.device import CpuWork, Device
+from fastattention.offload.hand_over import HandOver, Results
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
 from fastattention.offload.memory import STAGING_BUFFERS, ceil_div, least_pages, staging_pages
@@ -147,11 +147,12 @@ class CooperativeKVStore:
     def _attend_to_parts(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
         """What the device holds, what is uploaded, and what the CPU attends to, merged."""
         visit = self._staging.begin(layer, whole=self._staging.share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
-        work = None if visit.end == layer.host_tokens else self._hand_over.send(q)
+        on_cpu = None if visit.end == layer.host_tokens else self._attend_on_cpu(q, layer, visit.end, options)
         parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
-        if work is not None:
-            parts.append(self._attend_on_cpu(work, layer, visit.end, options))
+        if on_cpu is not None:
+            self._device.wait(on_cpu.end)
+            parts.append((on_cpu.out, on_cpu.lse))
         layer.finish(k.shape[1])
         self._staging.finish(visit)
         outs, lses = zip(*parts, strict=True)
@@ -179,11 +180,11 @@ class CooperativeKVStore:
         for layer in self._layers:
             layer.select(rows, after)
 
-    def _attend_on_cpu(self, handed: Handed, layer: Layer, begin: int, options: AttendOptions) -> tuple[Tensor, Tensor]:
-        nbytes = layer.host_bytes(begin)
-        return self._hand_over.finish(
-            handed, nbytes, lambda q: layer.attend_on_cpu(q, begin, options), layer.downloaded
-        )
+    def _attend_on_cpu(self, q: Tensor, layer: Layer, begin: int, options: AttendOptions) -> Results:
+        def prepare(q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> CpuWork:
+            return layer.prepare_on_cpu(q, begin, options, out, lse, num_threads)
+
+        return self._hand_over.attend(q, self.shape.headdim_v, layer.host_bytes(begin), prepare, layer.downloaded)
 
     def _begin(self, index: int, tokens: int, whole_at_once: bool) -> None:
         """Before a layer of a step. whole_at_once: the device must hold all new tokens of a layer at once."""
@@ -256,9 +257,10 @@ class CooperativeKVStore:
         return self.batch_size * (ceil_div(most, self.shape.page_size) + 1)
 
     def _quiet(self) -> None:
-        """Before pages change hands: nothing that was read ahead counts, and no upload reads them any more."""
+        """Before pages change hands: nothing that was read ahead counts, no upload or CPU reads them any more."""
         for event in self._staging.flush():
             self._device.wait(event)
+        self._hand_over.wait()
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device.torch_device)

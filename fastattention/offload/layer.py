@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from fastattention.interface import fast_attn_with_kvcache
-from fastattention.offload.device import Copy, Device, Event
+from fastattention.offload.cpu_attention import prepare_attention
+from fastattention.offload.device import Copy, CpuWork, Device, Event
 from fastattention.offload.memory import ceil_div
 from fastattention.offload.pages import PagePool, Pages, runs
 from fastattention.quantised import quantise
+from fastattention.validation import KvCacheArguments, Options
 
 
 class Padding:
@@ -156,18 +158,21 @@ class Layer:
             return_lse=return_lse, **self._where(),
         )  # fmt: skip
 
-    def attend_on_cpu(self, q: Tensor, begin: int, options: AttendOptions) -> tuple[Tensor, Tensor]:
-        """(out, lse) of q in CPU memory over tokens `begin` to host_tokens."""
+    def prepare_on_cpu(
+        self, q: Tensor, begin: int, options: AttendOptions, out: Tensor, lse: Tensor, num_threads: int
+    ) -> CpuWork:
+        """Attention over tokens `begin` to host_tokens that the CPU can run once q, in its memory, is there."""
         end = self.host_tokens
         counts = [0] * self.batch_size if options.padding is None else options.padding.counts
         leftpad = torch.tensor([min(max(count, begin), end) for count in counts], dtype=torch.int32)
         k, v, k_scale, v_scale = self._host.pages
-        out, lse = fast_attn_with_kvcache(
+        arguments = KvCacheArguments(
             q, k, v, cache_seqlens=end, cache_leftpad=leftpad, block_table=self._host_table.block_table(),
-            softmax_scale=options.softmax_scale, softcap=options.softcap, k_scale=k_scale, v_scale=v_scale,
-            return_lse=True,
+            k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        return out, lse
+        return prepare_attention(
+            arguments, Options(options.softmax_scale, softcap=options.softcap), out, lse, num_threads
+        )
 
     def finish(self, tokens: int) -> None:
         """Ends a call of `attend_on_device` that appended `tokens`."""

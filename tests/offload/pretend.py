@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattention.errors import CacheFullError
-from fastattention.offload.device import Copy, Device
+from fastattention.offload.device import Copy, CpuJob, Device
 
 
 @dataclass
@@ -102,18 +102,17 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Line(threading.local):
-    """The times that the computation of a thread, and the thread itself, have reached."""
+    """The time that the computation of a thread has reached."""
 
     now = 0.0
-    host = 0.0
 
 
 @dataclass
 class PretendDevice(Device):
     """Computes in the order in which it was asked to, which is one of those that a real device may choose.
 
-    Time passes for the computation (`now`, advanced by `compute`), for uploads and downloads, each in its own line, and
-    for the thread that asks for all that (`host`): it is ahead of the computation, but for its own work on the CPU.
+    Time passes for the computation (`now`, advanced by `compute`), for uploads, downloads and work on the CPU, each in a
+    line of its own. Who asks for all that takes no time.
     Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
     what is read of their target in between is seen. Every thread has a line of computation of its own.
     """
@@ -127,7 +126,7 @@ class PretendDevice(Device):
         self._lock = threading.RLock()  # of copies: threads ask for them at once
         self.branches: list[int] = []
         self.adopted: list[Tensor] = []
-        self.uploaded_until = self.downloaded_until = 0.0
+        self.uploaded_until = self.downloaded_until = self.cpu_until = 0.0
         self.uploaded_bytes = self.downloaded_bytes = self.cpu_bytes = 0
         self.pinned: list[Tensor] = []
         self.faults = Faults()
@@ -142,14 +141,6 @@ class PretendDevice(Device):
     @now.setter
     def now(self, time: float) -> None:
         self._line.now = time
-
-    @property
-    def host(self) -> float:
-        return self._line.host
-
-    @host.setter
-    def host(self, time: float) -> None:
-        self._line.host = time
 
     @contextlib.contextmanager
     def branch(self, number: int) -> Iterator[None]:
@@ -188,7 +179,7 @@ class PretendDevice(Device):
     @alone
     def upload(self, copies: Sequence[Copy], after: Sequence[Point]) -> Point:
         nbytes = self._nbytes(copies)
-        begin = max([self.host, self.uploaded_until, *(event.time for event in after)])
+        begin = max([self.uploaded_until, *(event.time for event in after)])
         self._check_upload(copies, after, begin)
         self.uploaded_bytes += nbytes
         self.uploaded_until = begin + nbytes / self.rates.link
@@ -210,15 +201,19 @@ class PretendDevice(Device):
         return Point(self.downloaded_until, self._down[-1])
 
     @may_fail
-    def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: Sequence[Point]) -> None:
-        with self._lock:
-            for event in after:
-                self._reach(event)
-            self.cpu_bytes += nbytes
-        work()
-        begin = max([self.host, *(event.time for event in after)])
-        self.host = begin + self.rates.hand_over + nbytes / self.rates.cpu
-        self.now = max(self.now, self.host)
+    @alone
+    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Point]) -> Point:
+        for event in after:
+            self._reach(event)
+        self.cpu_bytes += nbytes
+        for target, source in job.down:
+            target.copy_(source)
+        job.work.run()
+        for target, source in job.up:
+            target.copy_(source)
+        begin = max([self.cpu_until, *(event.time for event in after)])
+        self.cpu_until = begin + self.rates.hand_over + nbytes / self.rates.cpu
+        return Point(self.cpu_until)
 
     def pin(self, memory: Tensor) -> None:
         assert memory.is_contiguous()

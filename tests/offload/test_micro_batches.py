@@ -1,4 +1,4 @@
-"""Works that run at once: their results, exceptions and modes, one CPU attention at a time, and the predicted step."""
+"""Works that run at once: their results, exceptions and modes, what they hand to the CPU, and the predicted step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastattention.offload.device import CpuJob
 from fastattention.offload.hand_over import HandOver
 from fastattention.offload.hardware import PRESETS as MACHINES
 from fastattention.offload.hardware import Hardware
@@ -217,27 +218,35 @@ def test_gradients_may_be_off_outside_and_on_inside() -> None:
 QUERIES = torch.zeros(1, 1, 2, 4)
 
 
-def result() -> tuple[Tensor, Tensor]:
-    return QUERIES, torch.zeros(1, 2, 1)
+class Work:
+    """Work of the CPU that is any function."""
+
+    function = argument = 0
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def run(self) -> None:
+        self._run()
+
+    def check(self) -> None:
+        pass
 
 
-def test_the_cpu_attends_for_one_at_a_time_with_all_threads() -> None:
-    device, both, counts = PretendDevice(), threading.Barrier(2), []
+def hand_over(device: PretendDevice, work: Callable[[int], object]) -> None:
+    """Hands over work, which is given its number of threads."""
 
-    def attend(_: Tensor) -> tuple[Tensor, Tensor]:
-        counts.append(get_num_threads())
-        with pytest.raises(threading.BrokenBarrierError):
-            both.wait(SHORT)  # would pass if the other came while this one is here
-        both.reset()
-        return result()
+    def prepare(q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> Work:
+        return Work(lambda: work(num_threads))
 
-    def work() -> None:
-        hand_over = HandOver(device)
-        hand_over.finish(hand_over.send(QUERIES), 0, attend)
+    HandOver(device).attend(QUERIES, 4, 0, prepare)
 
+
+def test_all_threads_but_one_attend() -> None:
+    counts: list[int] = []
     set_num_threads(8)
     try:
-        run_together(device, [work, work])
+        run_together(PretendDevice(), [lambda: hand_over(PretendDevice(), counts.append)] * 2)
         assert (counts, get_num_threads()) == ([7, 7], 8)
     finally:
         set_num_threads(None)
@@ -247,24 +256,16 @@ def test_waiting_for_the_device_keeps_nobody_from_the_cpu() -> None:
     waiting, attended = threading.Event(), threading.Event()
 
     class LateDevice(PretendDevice):
-        def run_on_cpu(self, work: Callable[[], None], nbytes: int, after: float) -> None:
+        def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Any]) -> Any:
             waiting.set()
             assert attended.wait(LONG)
-            super().run_on_cpu(work, nbytes, after)
-
-    def attend(_: Tensor) -> tuple[Tensor, Tensor]:
-        attended.set()
-        return result()
-
-    def work(device: PretendDevice) -> None:
-        hand_over = HandOver(device)
-        hand_over.finish(hand_over.send(QUERIES), 0, attend)
+            return super().run_on_cpu(job, nbytes, after)
 
     def second() -> None:
         assert waiting.wait(LONG)
-        work(PretendDevice())
+        hand_over(PretendDevice(), lambda _: attended.set())
 
-    run_together(PretendDevice(), [lambda: work(LateDevice()), second])
+    run_together(PretendDevice(), [lambda: hand_over(LateDevice(), lambda _: None), second])
 
 
 K = 1024

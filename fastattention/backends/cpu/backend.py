@@ -8,6 +8,7 @@ from torch import Tensor
 from fastattention.backends.base import Backend
 from fastattention.backends.common.layout import bias_strides, pointer, scale_strides, token_strides
 from fastattention.backends.cpu.library import AttentionParams, load_library
+from fastattention.backends.cpu.prepared import PreparedCall
 from fastattention.errors import LibraryError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.threads import get_num_threads
@@ -47,11 +48,18 @@ class CpuBackend(Backend):
         """One call of the native library, appending included."""
         out = torch.empty(problem.out_shape, dtype=problem.dtype)
         lse = torch.empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
-        load_library().forward(_params(problem, inputs, out, lse))
+        load_library().forward(_params(problem, inputs, out, lse, get_num_threads()))
         return AttentionOutput(out, lse)
 
+    def prepare(self, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
+        """One call of the native library with a cache, to be run later: lengths and pages are those of now.
 
-def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -> AttentionParams:
+        out, lse: contiguous, as `forward` gives them; num_threads: at most, the thread that runs it included
+        """
+        return PreparedCall(_params(problem, inputs, out, lse, num_threads), (inputs, out, lse))
+
+
+def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None, num_threads: int) -> AttentionParams:
     """The fields of params.h in its order."""
     packed = problem.layout is Layout.PACKED
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
@@ -108,7 +116,7 @@ def _params(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -
         problem.rotary_dim,
         problem.rotary_interleaved,
         problem.num_splits,
-        get_num_threads(),
+        num_threads,
         problem.softmax_scale,
         problem.softcap,
     )

@@ -17,7 +17,7 @@ from fastattention import config
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 2  # of api.cpp
+_ABI_VERSION = 3  # of api.cpp
 
 _POINTERS = (
     "q k v out lse k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx "
@@ -87,6 +87,10 @@ class Library:
             "fastattention_num_isas": (int64, ()),
             "fastattention_isa_name": (ctypes.c_char_p, (int64,)),
             "fastattention_forward": (int64, (int64, ctypes.c_void_p)),
+            "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
+            "fastattention_run": (None, (ctypes.c_void_p,)),
+            "fastattention_failed": (int64, (ctypes.c_void_p,)),
+            "fastattention_release": (None, (ctypes.c_void_p,)),
             "fastattention_flop_loop": (ctypes.c_double, (int64,) * 4),
             "fastattention_read_loop": (None, (int64, ctypes.c_void_p, int64, int64)),
             "fastattention_classify_tile": (int64, (int64,) * 8),
@@ -114,6 +118,30 @@ class Library:
         """Runs one attention call. Raises MemoryError when working memory runs out."""
         if self._functions.fastattention_forward(self._isa_index, ctypes.addressof(params)) != 0:
             raise MemoryError("fastattention could not get memory for its packed keys and values")
+
+    def prepare(self, params: AttentionParams) -> int:
+        """An attention call to be run later, copied from `params`: a handle for `release`. Raises MemoryError."""
+        handle = self._functions.fastattention_prepare(self._isa_index, ctypes.addressof(params))
+        if not handle:
+            raise MemoryError("fastattention could not get memory for a prepared call")
+        return int(handle)
+
+    @property
+    def run_address(self) -> int:
+        """Of the C function `void (void*)` that runs a prepared call, given its handle, on any thread."""
+        return int(ctypes.cast(self._functions.fastattention_run, ctypes.c_void_p).value or 0)
+
+    def run(self, handle: int) -> None:
+        """Runs a prepared call in this thread."""
+        self._functions.fastattention_run(handle)
+
+    def failed(self, handle: int) -> bool:
+        """Whether working memory ran out when a prepared call was run; all of its results are NaN then."""
+        return bool(self._functions.fastattention_failed(handle))
+
+    def release(self, handle: int) -> None:
+        """Gives up a prepared call, which nobody runs any more."""
+        self._functions.fastattention_release(handle)
 
     def flop_loop(self, kind: int, iterations: int, num_threads: int) -> float:
         """Runs multiply-adds (kind 0) or bfloat16 dots (kind 1) on all threads; returns the operations done."""

@@ -1,8 +1,10 @@
 // The exported functions. Arguments were validated in Python; here they are trusted.
 #include <cstdlib>
+#include <new>
 
 #include "forward.hpp"
 #include "isa.hpp"
+#include "prepared.hpp"
 #include "thread_pool.hpp"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
@@ -10,7 +12,7 @@
 using namespace fastattention;
 
 // Changes with every change of params.h or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 2; }
+FA_EXPORT int64_t fastattention_abi_version() { return 3; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
@@ -20,6 +22,19 @@ FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(s
 FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* params) {
     return forward(isa_kernels(static_cast<int>(isa)), *params) ? 0 : 1;
 }
+
+// A call of a dense cache with lse, to be run later; null when memory ran out. fastattention_release gives it up.
+FA_EXPORT void* fastattention_prepare(int64_t isa, const FaAttentionParams* params) {
+    return new (std::nothrow) Prepared{isa_kernels(static_cast<int>(isa)), *params, false};
+}
+
+// From any thread: of the form that CUDA calls on the host.
+FA_EXPORT void fastattention_run(void* prepared) { run(*static_cast<Prepared*>(prepared)); }
+
+// Whether memory ran out when it was run: its results are NaN then.
+FA_EXPORT int64_t fastattention_failed(const void* prepared) { return static_cast<const Prepared*>(prepared)->failed ? 1 : 0; }
+
+FA_EXPORT void fastattention_release(void* prepared) { delete static_cast<Prepared*>(prepared); }
 
 // Sum of the floating-point operations that all threads did. kind: 0 float32 multiply-add, 1 bfloat16 dot; 0 when the
 // instruction set has none.

@@ -122,6 +122,14 @@ def _check_launch(status: Any) -> None:
         raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
 
 
+def launch_host_function(function: int, argument: int, stream: int) -> None:
+    """Enqueues a call of the C function `void (void*)` at address `function`, which uses no CUDA, on the host."""
+    driver = _driver()
+    (status,) = driver.cuLaunchHostFunc(driver.CUstream(stream), driver.CUhostFn(function), argument)
+    if status:
+        raise CompileError(f"launching a function of the host: the CUDA driver answers {status.name}")
+
+
 class Kernel:
     """One variant, loaded on the device that is current when it is made."""
 

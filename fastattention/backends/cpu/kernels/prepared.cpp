@@ -1,0 +1,37 @@
+#include "prepared.hpp"
+
+#include <cstring>
+#include <mutex>
+
+#include "forward.hpp"
+
+namespace fastattention {
+namespace {
+
+std::mutex one_at_a_time;
+
+// All bits of a NaN may be set in every type of results.
+constexpr int kNaNByte = 0xff;
+
+void spoil(const FaAttentionParams& p) {
+    const int64_t element_size = p.dtype == FA_FLOAT32 ? 4 : 2;
+    for (int64_t batch = 0; batch < p.batch_size; ++batch)
+        for (int64_t head = 0; head < p.nheads; ++head) {
+            float* lse = p.lse + batch * p.lse_stride_batch + head * p.lse_stride_head;
+            std::memset(lse, kNaNByte, p.seqlen_q * sizeof(float));
+            for (int64_t row = 0; row < p.seqlen_q; ++row) {
+                const int64_t at = batch * p.out_stride_batch + row * p.out_stride_row + head * p.out_stride_head;
+                std::memset(static_cast<char*>(p.out) + at * element_size, kNaNByte, p.headdim_v * element_size);
+            }
+        }
+}
+
+}  // namespace
+
+void run(Prepared& call) {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    call.failed = !forward(call.kernels, call.params);
+    if (call.failed) spoil(call.params);
+}
+
+}  // namespace fastattention

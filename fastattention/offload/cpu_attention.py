@@ -1,0 +1,24 @@
+"""Attention to keys and values in CPU memory, to be run when its queries are there."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastattention.backends.cpu.backend import CpuBackend
+from fastattention.backends.registry import select_backend
+from fastattention.offload.device import CpuWork
+from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
+
+
+def prepare_attention(
+    arguments: KvCacheArguments, options: Options, out: Tensor, lse: Tensor, num_threads: int
+) -> CpuWork:
+    """A call of fast_attn_with_kvcache that writes out and lse, and reads the numbers of q only when it is run.
+
+    The tensors of `arguments` lie in CPU memory; lengths and pages are those of now. out: (batch_size, seqlen_q, nheads,
+    headdim_v); lse: float32 (batch_size, nheads, seqlen_q). Raises as the call would.
+    """
+    problem, inputs = prepare_kvcache(arguments, options._replace(return_lse=True))
+    backend = select_backend(problem, CpuBackend.name)
+    assert isinstance(backend, CpuBackend)
+    return backend.prepare(problem, inputs, out, lse, num_threads)

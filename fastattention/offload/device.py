@@ -40,12 +40,18 @@ class CpuWork(Protocol):
         """Once it is done: raises an error if it could not be."""
 
 
+class Shared(NamedTuple):
+    """Host memory that both sides reach: the same numbers as a tensor of each."""
+
+    host: Tensor
+    device: Tensor  # reads and writes go over the link
+
+
 class CpuJob(NamedTuple):
-    """Copies down, work, copies up: one after another."""
+    """Copies to host memory, then work; and what that works with, which must stay until it is done."""
 
     down: Sequence[Copy]
     work: CpuWork
-    up: Sequence[Copy]
 
 
 class Device(abc.ABC):
@@ -76,7 +82,7 @@ class Device(abc.ABC):
     def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Event:
         """A job whose work reads nbytes of host memory, after earlier ones and the given events; returns its end.
 
-        Its copies are few and small. Work that could not be done raises in a later call, with NaN as its results.
+        Work that could not be done raises in a later call, with NaN as its results.
         """
 
     @abc.abstractmethod
@@ -98,9 +104,9 @@ class Device(abc.ABC):
     def unpin(self, memory: Tensor) -> None:
         """Undoes `pin`, after all copies."""
 
-    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A small tensor in host memory for copies that the device does on its own."""
-        return torch.empty(tuple(shape), dtype=dtype)
+    @abc.abstractmethod
+    def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
+        """A little memory for what goes down and comes up."""
 
 
 class CudaDevice(Device):
@@ -141,7 +147,7 @@ class CudaDevice(Device):
         stream = self._cpu_stream()
         self._copy(stream, job.down, after)
         launch_host_function(job.work.function, job.work.argument, stream.cuda_stream)
-        end = self._copy(stream, job.up, ())
+        end = stream.record_event()
         self._running.add(job, end)
         return end
 
@@ -171,9 +177,10 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
         self._runtime.cudaHostUnregister(memory.data_ptr())
 
-    def empty_pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """From torch's own pinned memory."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+    def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
+        """Pinned memory, which kernels address as the host does: what they read does not wait for other copies."""
+        host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        return Shared(host, _as_device_tensor(host, self.torch_device))
 
     def _cpu_stream(self) -> torch.cuda.Stream:
         """Of the current stream: jobs of branches do not wait for each other."""
@@ -192,6 +199,19 @@ class CudaDevice(Device):
         return stream.record_event()
 
 
+class _Interface:
+    """Memory, as torch and others take it from each other."""
+
+    def __init__(self, memory: Tensor) -> None:
+        data = (memory.data_ptr(), False)  # not read-only
+        self.__cuda_array_interface__ = {"shape": (memory.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+
+
+def _as_device_tensor(pinned: Tensor, device: torch.device) -> Tensor:
+    """Pinned memory as a tensor of a GPU; it must stay as long as that is used."""
+    return torch.as_tensor(_Interface(pinned), device=device).view(pinned.dtype).view(pinned.shape)
+
+
 class Running:
     """Jobs that have not ended yet, whose memory must stay."""
 
@@ -206,7 +226,7 @@ class Running:
     def check(self) -> None:
         """Forgets jobs that have ended. Raises the error of one that failed."""
         with self._lock:
-            while self._jobs and self._jobs[0][1].query():
+            while self._jobs and self._jobs[0][1].query():  # type: ignore[no-untyped-call]
                 self._jobs.popleft()[0].work.check()
 
 

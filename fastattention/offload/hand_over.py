@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.offload.device import Copy, CpuJob, CpuWork, Device, Event
+from fastattention.offload.device import Copy, CpuJob, CpuWork, Device, Event, Shared
 from fastattention.threads import get_num_threads
 
 FEW_THREADS = 4
 
 
 class Results(NamedTuple):
-    """What the CPU finds, on the device; valid from `end` on."""
+    """What the CPU finds, as tensors of the device: valid from `end` until the next job begins."""
 
     out: Tensor  # (batch_size, seqlen_q, nheads, headdim_v)
     lse: Tensor  # float32 (batch_size, nheads, seqlen_q)
@@ -27,14 +27,15 @@ Prepare = Callable[[Tensor, Tensor, Tensor, int], CpuWork]
 
 
 class HandOver:
-    """Pinned memory for queries and results, used by one layer after another.
+    """Memory for queries and results that both sides reach, used by one layer after another.
 
-    Jobs of the CPU are in order, so that the same memory serves all layers.
+    Jobs of the CPU are in order, and the device has used the results of one before it gives it the next queries: the
+    same memory serves all layers.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._memory: dict[tuple[str, torch.Size], Tensor] = {}
+        self._memory: dict[tuple[str, torch.Size], Shared] = {}
         self._end: Event = None
 
     def attend(self, q: Tensor, headdim_v: int, nbytes: int, prepare: Prepare, ready: Event = None) -> Results:
@@ -43,25 +44,24 @@ class HandOver:
         nbytes: of CPU memory, that are read; ready: when they are there: pages of a layer that has just moved may be on
         their way
         """
-        batch_size, seqlen_q, nheads, _ = q.shape
-        out = q.new_empty(batch_size, seqlen_q, nheads, headdim_v)
-        lse = q.new_empty(batch_size, nheads, seqlen_q, dtype=torch.float32)
-        q_below, out_below, lse_below = (self._pinned(*each) for each in (("q", q), ("out", out), ("lse", lse)))
-        work = prepare(q_below, out_below, lse_below, attention_threads())
-        job = CpuJob([Copy(q_below, q)], work, [Copy(out, out_below), Copy(lse, lse_below)])
+        batch_size, seqlen_q, nheads, headdim = q.shape
+        queries = self._shared("q", (batch_size, seqlen_q, nheads, headdim), q.dtype)
+        out = self._shared("out", (batch_size, seqlen_q, nheads, headdim_v), q.dtype)
+        lse = self._shared("lse", (batch_size, nheads, seqlen_q), torch.float32)
+        work = prepare(queries.host, out.host, lse.host, attention_threads())
         after = [event for event in (self._device.mark(), ready) if event is not None]
-        self._end = self._device.run_on_cpu(job, nbytes, after)
-        return Results(out, lse, self._end)
+        self._end = self._device.run_on_cpu(CpuJob([Copy(queries.host, q)], work), nbytes, after)
+        return Results(out.device, lse.device, self._end)
 
     def wait(self) -> None:
         """Lets the computation go on only after all jobs."""
         if self._end is not None:
             self._device.wait(self._end)
 
-    def _pinned(self, name: str, like: Tensor) -> Tensor:
-        key = (name, like.shape)
+    def _shared(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Shared:
+        key = (name, torch.Size(shape))
         if key not in self._memory:
-            self._memory[key] = self._device.empty_pinned(like.shape, like.dtype)
+            self._memory[key] = self._device.empty_shared(shape, dtype)
         return self._memory[key]
 
 

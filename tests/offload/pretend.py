@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattention.errors import CacheFullError
-from fastattention.offload.device import Copy, CpuJob, Device
+from fastattention.offload.device import Copy, CpuJob, Device, Shared
 
 
 @dataclass
@@ -209,11 +209,13 @@ class PretendDevice(Device):
         for target, source in job.down:
             target.copy_(source)
         job.work.run()
-        for target, source in job.up:
-            target.copy_(source)
         begin = max([self.cpu_until, *(event.time for event in after)])
         self.cpu_until = begin + self.rates.hand_over + nbytes / self.rates.cpu
         return Point(self.cpu_until)
+
+    def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
+        memory = torch.empty(tuple(shape), dtype=dtype)
+        return Shared(memory, memory)
 
     def pin(self, memory: Tensor) -> None:
         assert memory.is_contiguous()

@@ -124,10 +124,17 @@ def _check_launch(status: Any) -> None:
 
 def launch_host_function(function: int, argument: int, stream: int) -> None:
     """Enqueues a call of the C function `void (void*)` at address `function`, which uses no CUDA, on the host."""
-    driver = _driver()
-    (status,) = driver.cuLaunchHostFunc(driver.CUstream(stream), driver.CUhostFn(function), argument)
+    status = _host_launcher()(stream, function, argument)
     if status:
-        raise CompileError(f"launching a function of the host: the CUDA driver answers {status.name}")
+        raise CompileError(f"launching a function of the host: the CUDA driver answers {status}")
+
+
+@functools.cache
+def _host_launcher() -> Any:
+    """cuLaunchHostFunc itself: that of cuda.bindings holds Python's lock while the function runs."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
+    launch.argtypes = [ctypes.c_void_p] * 3
+    return launch
 
 
 class Kernel:

@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "background.hpp"
 #include "forward.hpp"
 #include "isa.hpp"
 #include "prepared.hpp"
@@ -20,19 +21,25 @@ FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(s
 
 // 0, or 1 when memory ran out.
 FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* params) {
+    stop_background();
     return forward(isa_kernels(static_cast<int>(isa)), *params) ? 0 : 1;
 }
 
 // A call of a dense cache with lse, to be run later; null when memory ran out. fastattention_release gives it up.
 FA_EXPORT void* fastattention_prepare(int64_t isa, const FaAttentionParams* params) {
-    return new (std::nothrow) Prepared{isa_kernels(static_cast<int>(isa)), *params, false};
+    return new (std::nothrow) Prepared(isa_kernels(static_cast<int>(isa)), *params);
 }
 
+// It will be run soon, after others of which this was said before: what it reads may be fetched.
+FA_EXPORT void fastattention_expect(void* prepared) { static_cast<Prepared*>(prepared)->expect(); }
+
 // From any thread: of the form that CUDA calls on the host.
-FA_EXPORT void fastattention_run(void* prepared) { run(*static_cast<Prepared*>(prepared)); }
+FA_EXPORT void fastattention_run(void* prepared) { static_cast<Prepared*>(prepared)->run(); }
 
 // Whether memory ran out when it was run: its results are NaN then.
-FA_EXPORT int64_t fastattention_failed(const void* prepared) { return static_cast<const Prepared*>(prepared)->failed ? 1 : 0; }
+FA_EXPORT int64_t fastattention_failed(const void* prepared) {
+    return static_cast<const Prepared*>(prepared)->failed() ? 1 : 0;
+}
 
 FA_EXPORT void fastattention_release(void* prepared) { delete static_cast<Prepared*>(prepared); }
 

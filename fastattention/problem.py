@@ -136,6 +136,15 @@ class Inputs(NamedTuple):
     v_scale: Tensor | None = None
 
 
+class MergeProblem(NamedTuple):
+    """One call of merge_attn_states without its numbers; any number of parts."""
+
+    out_shape: tuple[int, ...]  # (batch_size, seqlen_q, nheads, headdim_v), or (total_q, nheads, headdim_v)
+    dtype: torch.dtype  # of out
+    device: torch.device
+    needs_grad: bool
+
+
 class AttentionOutput(NamedTuple):
     """What a backend returns."""
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import ClassVar
 
-from fastattention.problem import AttentionOutput, Inputs, Problem
+from torch import Tensor
+
+from fastattention.backends.common.merge import merge_parts
+from fastattention.problem import AttentionOutput, Inputs, MergeProblem, Problem
 
 
 class Backend(abc.ABC):
@@ -37,6 +41,17 @@ class Backend(abc.ABC):
     def how(self, problem: Problem) -> str:
         """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""
         return ""
+
+    def why_not_merge(self, problem: MergeProblem) -> str | None:
+        """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""
+        return None
+
+    def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(out, lse) of parts that `why_not_merge` accepted, as `fastattention.merge_attn_states` defines them.
+
+        Any strides, but the last axis of outs is contiguous. lses: float32, (batch_size, nheads, seqlen_q) or packed.
+        """
+        return merge_parts(outs, lses)
 
     @abc.abstractmethod
     def describe(self) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fastattention.backends.base import Backend
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import Problem
+from fastattention.problem import MergeProblem, Problem
 
 # Name -> module:class, most specialised first. Modules are imported when first asked for.
 ORDER: dict[str, str] = {
@@ -58,8 +58,20 @@ def select_backend(problem: Problem, name: str = "auto") -> Backend:
     Raises UnsupportedError with every reason when there is none, ArgumentError for an unknown name.
     """
     considered = verdicts(problem) if name == "auto" else [verdict(problem, name)]
+    return _first_that_can(considered, "serve this call")
+
+
+@functools.lru_cache(maxsize=4096)
+def select_merging_backend(problem: MergeProblem) -> Backend:
+    """The backend that merges parts. Raises UnsupportedError with every reason when there is none."""
+    backends = [(name, get_backend(name)) for name in ORDER]
+    considered = [Verdict(name, each.why_unavailable() or each.why_not_merge(problem)) for name, each in backends]
+    return _first_that_can(considered, "merge these parts")
+
+
+def _first_that_can(considered: list[Verdict], doing: str) -> Backend:
     for backend, reason, _ in considered:
         if reason is None:
             return get_backend(backend)
     reasons = "\n".join(f"  {backend}: {reason}" for backend, reason, _ in considered)
-    raise UnsupportedError(f"no backend can serve this call:\n{reasons}")
+    raise UnsupportedError(f"no backend can {doing}:\n{reasons}")

@@ -12,7 +12,7 @@ import torch
 from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import cache, compiler, module
 from fastattention.backends.cuda.jit.compiler import Cubin
-from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, MergeConfig, Variant
 from fastattention.errors import CompileError
 
 from .conftest import Finished
@@ -200,6 +200,7 @@ def test_warmup_takes_what_every_kind_of_call_needs(
     assert {kernel.tile_m for kernel in kernels_of(loaded) if kernel.decodes} == {16, 64, 128}
     appends = [kernel for kernel, _ in loaded if isinstance(kernel, AppendConfig)]
     assert appends == [AppendConfig("float16", cache_format) for cache_format in ("", "int8", "float8")]
+    assert MergeConfig("float16", "float16") in [kernel for kernel, _ in loaded]
 
 
 def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conformance.calls import Call
 from fastattention.backends.cpu.library import available_isas, load_library
-from fastattention.backends.registry import ORDER, get_backend, select_backend, verdict
+from fastattention.backends.registry import ORDER, get_backend, select_backend, select_merging_backend, verdict
 from fastattention.errors import LibraryError
 from fastattention.problem import Problem
 
@@ -76,6 +76,7 @@ def forget_backends() -> None:
     """The next call asks the registry, and every backend the environment, anew."""
     get_backend.cache_clear()
     select_backend.cache_clear()
+    select_merging_backend.cache_clear()
 
 
 def _isas() -> list[str | None]:

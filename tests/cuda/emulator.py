@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import subprocess
 import tempfile
@@ -20,10 +21,10 @@ from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
-from fastattention.backends.cuda.kernel_config import Variant
-from fastattention.backends.cuda.params import AttentionParams, Params
+from fastattention.backends.cuda.kernel_config import MergeConfig, Variant
+from fastattention.backends.cuda.params import AttentionParams, MergeParams, Params
 from fastattention.backends.cuda.plan import Step
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "emulator"
@@ -127,7 +128,7 @@ def checked(
 
 
 def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
-    """The memory that attention may access 16 bytes at a time, from the first to the last element that the call has."""
+    """The memory that attention may access in vectors, from the first to the last element that the call has."""
     if not isinstance(params, AttentionParams):
         return []
     packed, batch = problem.layout is Layout.PACKED, problem.batch_size
@@ -136,12 +137,25 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
         _range(params, "q", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim),
         _range(params, "out", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim_v),
         Range(params.partial_out or 0, 4 * num_slots * params.partial_rows * params.headdim_v),
+        Range(params.partial_stats or 0, 8 * num_slots * params.partial_rows),
     ]
     item = 1 if problem.cache_dtype is not None else 2
     for name, columns in (("k", params.headdim), ("v", params.headdim_v)):
         for block, tokens in _blocks(params, problem):
             ranges.append(_range(params, name, block, 1, tokens, problem.nheads_k, columns, item))
     return [part for part in ranges if part.bytes > 0]
+
+
+def ranges_of_merge(params: Params, item: int, out_item: int) -> list[Range]:
+    """Likewise a merge: what its parts and their out span, in elements of so many bytes."""
+    assert isinstance(params, MergeParams)
+    ranges = []
+    sizes = (params.batch_size, params.tokens, params.nheads, params.headdim_v)
+    for part in range(params.num_parts):
+        strides = (params.outs_stride_batch, params.outs_stride_row, params.outs_stride_head)
+        last = sum((size - 1) * stride[part] for size, stride in zip(sizes[:3], strides, strict=True))
+        ranges.append(Range(params.outs[part], item * (last + params.headdim_v)))
+    return [*ranges, Range(params.out, out_item * math.prod(sizes))]
 
 
 def _int32s(address: int, count: int) -> list[int]:
@@ -193,7 +207,7 @@ class EmulatedCudaBackend(CudaBackend):
     """The cuda backend on tensors of the processor, as if on one chip."""
 
     limits: ClassVar[Limits]
-    reports: list[Report]  # of the launches of the last call
+    reports: list[Report]  # of the launches of the last call, or merge
     counters: Tensor
 
     def why_unavailable(self) -> str | None:
@@ -202,19 +216,29 @@ class EmulatedCudaBackend(CudaBackend):
     def describe(self) -> str:
         return f"emulated, compute capability {self.limits.target / 10:.1f}"
 
-    def _why_not_device(self, problem: Problem) -> str | None:
+    def _why_not_device(self, problem: Problem | MergeProblem) -> str | None:
         return None if problem.device.type == "cpu" else f"tensors are on {problem.device}; the emulator takes cpu"
 
-    def _limits(self, problem: Problem) -> Limits:
+    def _limits(self, problem: Problem | MergeProblem) -> Limits:
         return self.limits
 
-    def _launch(self, step: Step, params: Params, problem: Problem) -> None:
-        split = self._plan(problem).split
-        self.reports.append(launch(step, params, ranges_of(params, problem, split.num_slots if split else 0)))
+    def _launch(self, step: Step, params: Params, problem: Problem | MergeProblem) -> None:
+        if isinstance(step.variant, MergeConfig):
+            items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
+            ranges = ranges_of_merge(params, *items)
+        else:
+            assert isinstance(problem, Problem)
+            split = self._plan(problem).split
+            ranges = ranges_of(params, problem, split.num_slots if split else 0)
+        self.reports.append(launch(step, params, ranges))
 
     def _counters(self, count: int, problem: Problem) -> Tensor:
         self.counters = torch.zeros(count, dtype=torch.int32)
         return self.counters
+
+    def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        self.reports = []
+        return super().merge(problem, outs, lses)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         self.reports, self.counters = [], torch.zeros(0, dtype=torch.int32)

@@ -34,6 +34,7 @@ def only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Non
     def forget() -> None:
         registry.get_backend.cache_clear()
         registry.select_backend.cache_clear()
+        registry.select_merging_backend.cache_clear()
 
     yield register
     forget()

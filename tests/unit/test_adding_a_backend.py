@@ -47,6 +47,7 @@ def forget() -> None:
     """Leaves nothing of the page's backend in this process."""
     registry.get_backend.cache_clear()
     registry.select_backend.cache_clear()
+    registry.select_merging_backend.cache_clear()
     for name in ("plain", "plain.backend"):
         sys.modules.pop(f"fastattention.backends.{name}", None)
     vars(backends).pop("plain", None)

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import fastattention
-from fastattention.backends.cuda.params import AppendParams, AttentionParams, Params
+from fastattention.backends.cuda.params import AppendParams, AttentionParams, MergeParams, Params
 
 HEADER = Path(fastattention.__file__).parent / "backends" / "cuda" / "kernels" / "params.h"
 
-every_struct = pytest.mark.parametrize("struct", [AttentionParams, AppendParams], ids=lambda struct: struct.__name__)
+every_struct = pytest.mark.parametrize(
+    "struct", [AttentionParams, AppendParams, MergeParams], ids=lambda struct: struct.__name__
+)
 
 
 def names_in_header(struct: type[Params]) -> list[str]:
@@ -24,7 +26,7 @@ def names_in_header(struct: type[Params]) -> list[str]:
     found = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.DOTALL)
     assert found is not None
     statements = (statement for statement in found[1].split(";") if statement.strip())
-    return [re.findall(r"\w+", declared)[-1] for statement in statements for declared in statement.split(",")]
+    return [re.findall(r"\w+(?!\w*\])", declared)[-1] for statement in statements for declared in statement.split(",")]
 
 
 def names(struct: type[Params]) -> list[str]:
@@ -32,7 +34,7 @@ def names(struct: type[Params]) -> list[str]:
 
 
 def test_the_header_has_no_other_struct() -> None:
-    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == ["AttentionParams", "AppendParams"]
+    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == ["AttentionParams", "AppendParams", "MergeParams"]
 
 
 @every_struct
@@ -61,13 +63,25 @@ def test_fields_lie_where_the_compiler_puts_them(struct: type[Params], tmp_path:
 
 @every_struct
 def test_a_template_holds_all_but_the_pointers(struct: type[Params]) -> None:
-    types = dict(field[:2] for field in struct._fields_)
-    pointers = [name for name, kind in types.items() if kind is ctypes.c_void_p]
-    others = [name for name in types if name not in pointers]
-    template = struct.template(*range(1, len(others) + 1))
-    params = struct.make(template, *range(1000, 1000 + len(pointers)))
-    assert [getattr(params, name) for name in pointers] == list(range(1000, 1000 + len(pointers)))
-    assert [getattr(params, name) for name in others] == list(range(1, len(others) + 1))
+    pointers = [name for name in names(struct) if is_pointer(struct, name)]
+    others = [name for name in names(struct) if name not in pointers]
+    empty = struct()
+    num_pointers, num_others = (len(values(empty, listed)) for listed in (pointers, others))
+    template = struct.template(*range(1, num_others + 1))
+    params = struct.make(template, *range(1000, 1000 + num_pointers))
+    assert values(params, pointers) == list(range(1000, 1000 + num_pointers))
+    assert values(params, others) == list(range(1, num_others + 1))
     # Of its own: another call with the same template changes nothing.
-    struct.make(template, *(0 for _ in pointers))
-    assert getattr(params, pointers[0]) == 1000
+    struct.make(template, *(0 for _ in range(num_pointers)))
+    assert values(params, pointers)[0] == 1000
+
+
+def is_pointer(struct: type[Params], name: str) -> bool:
+    kind = dict(field[:2] for field in struct._fields_)[name]
+    return getattr(kind, "_type_", None) is ctypes.c_void_p or kind is ctypes.c_void_p
+
+
+def values(params: Params, listed: list[str]) -> list[float]:
+    """Of fields, arrays included, one after the other."""
+    found = (getattr(params, name) for name in listed)
+    return [value for field in found for value in (field if isinstance(field, ctypes.Array) else [field])]

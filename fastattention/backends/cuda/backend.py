@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,17 @@ from fastattention.backends.cuda.counters import counters_of
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.kernel_config import MAX_HEADDIM
 from fastattention.backends.cuda.memory import is_readable, prepared, strides_of
-from fastattention.backends.cuda.params import AttentionParams, Params
+from fastattention.backends.cuda.merging import (
+    DTYPE_NAMES,
+    MOST_WARPS,
+    MergePlan,
+    make_merge_plan,
+    merge_params,
+    num_warps,
+)
+from fastattention.backends.cuda.params import MOST_PARTS, AttentionParams, Params
 from fastattention.backends.cuda.plan import Plan, Step, append_params, attention_template, make_plan
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 _MAX_PLANS = 4096
 
@@ -32,6 +42,7 @@ class CudaBackend(Backend):
     def __init__(self, arch: int | None = None) -> None:
         self._forced_arch = arch
         self._plans: dict[Problem, Plan] = {}
+        self._merge_plans: dict[tuple[object, ...], MergePlan] = {}
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
@@ -91,6 +102,41 @@ class CudaBackend(Backend):
             out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
 
+    def why_not_merge(self, problem: MergeProblem) -> str | None:
+        """Refuses gradients, other dtypes and more rows than a launch has."""
+        if (reason := self._why_not_device(problem)) is not None:
+            return reason
+        if problem.needs_grad:
+            return "a gradient is needed and this backend has no backward"
+        if problem.dtype not in DTYPE_NAMES:
+            return f"{problem.dtype} is not merged; float16, bfloat16 and float32 are"
+        if num_warps(problem.out_shape) > MOST_WARPS:
+            return f"out {tuple(problem.out_shape)} has more rows than one launch takes"
+        return None
+
+    def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """One launch; of more parts than it takes one for each group, whose results in float32 are merged in turn."""
+        while len(outs) > MOST_PARTS:
+            groups = [slice(begin, begin + MOST_PARTS) for begin in range(0, len(outs), MOST_PARTS)]
+            merged = [self._merge_group(problem, outs[group], lses[group], torch.float32) for group in groups]
+            outs, lses = [out for out, _ in merged], [lse for _, lse in merged]
+        return self._merge_group(problem, outs, lses, problem.dtype)
+
+    def _merge_group(
+        self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        key = (problem.out_shape, outs[0].dtype, dtype, *(x.stride() for x in (*outs, *lses)))
+        plan = self._merge_plans.get(key)
+        if plan is None:
+            if len(self._merge_plans) >= _MAX_PLANS:
+                self._merge_plans.clear()
+            plan = self._merge_plans[key] = make_merge_plan(outs, lses, dtype)
+        out = outs[0].new_empty(problem.out_shape, dtype=dtype)
+        lse = lses[0].new_empty(lses[0].shape)
+        if plan.step is not None:
+            self._launch(plan.step, merge_params(plan.template, outs, lses, out, lse), problem)
+        return out, lse
+
     def _attend(
         self, plan: Plan, template: bytes, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None
     ) -> None:
@@ -132,7 +178,7 @@ class CudaBackend(Backend):
 
     # What the emulator of the tests does its own way.
 
-    def _why_not_device(self, problem: Problem) -> str | None:
+    def _why_not_device(self, problem: Problem | MergeProblem) -> str | None:
         if problem.device.type != "cuda":
             return f"tensors are on {problem.device}; the cuda backend takes tensors on cuda"
         limits = self._limits(problem)
@@ -145,7 +191,7 @@ class CudaBackend(Backend):
             return f"FASTATTENTION_CUDA_ARCH={forced} is no code path of {problem.device}; choose one of {allowed}"
         return None
 
-    def _limits(self, problem: Problem) -> Limits:
+    def _limits(self, problem: Problem | MergeProblem) -> Limits:
         return module.device_limits(_device_index(problem))
 
     def _arch(self, limits: Limits) -> int:
@@ -155,7 +201,7 @@ class CudaBackend(Backend):
         index = _device_index(problem)
         return counters_of(index).take(count, module.current_stream(index))
 
-    def _launch(self, step: Step, params: Params, problem: Problem) -> None:
+    def _launch(self, step: Step, params: Params, problem: Problem | MergeProblem) -> None:
         index = _device_index(problem)
         function = step.loaded.get(index)
         if function is None:
@@ -168,6 +214,6 @@ class CudaBackend(Backend):
                 function.launch(params, step.num_blocks, stream)
 
 
-def _device_index(problem: Problem) -> int:
+def _device_index(problem: Problem | MergeProblem) -> int:
     index: int | None = problem.device.index
     return torch.cuda.current_device() if index is None else index

@@ -1,4 +1,4 @@
-"""KernelConfig: one variant of an attention kernel. AppendConfig: of the kernel that writes caches."""
+"""Variants of kernels: KernelConfig attends, AppendConfig writes caches, MergeConfig merges parts."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ _CACHE_FORMAT_NUMBERS = {"": "0", "int8": "1", "float8": "2"}  # in kernels/elem
 
 COMBINE_WARPS = 8  # of a CTA that merges the partial results of a row; kernels/combine.cuh says the same
 APPEND_WARPS = 4  # likewise kernels/append.cuh
+MERGE_WARPS = 4  # likewise kernels/merge.cuh
+MERGE_COLUMNS = 128  # that each of them takes
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,38 @@ class AppendConfig:
         return {
             "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
+        }
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """One variant of kernels/merge.cuh. dtypes: "float16", "bfloat16" or "float32", not both of the first two."""
+
+    parts_dtype: str
+    out_dtype: str
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"merge_{self.parts_dtype}_to_{self.out_dtype}"
+
+    @property
+    def source(self) -> str:
+        """The header in kernels/ that is compiled."""
+        return "merge.cuh"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_merge", 32 * MERGE_WARPS, 0, overlaps=True),)
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/element.cuh and kernels/merge.cuh are compiled with."""
+        return {
+            "FA_BFLOAT16": str(int("bfloat16" in (self.parts_dtype, self.out_dtype))),
+            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
+            "FA_FLOAT32_PARTS": str(int(self.parts_dtype == "float32")),
+            "FA_FLOAT32_OUT": str(int(self.out_dtype == "float32")),
         }
 
 

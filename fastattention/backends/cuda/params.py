@@ -6,6 +6,8 @@ import ctypes
 import struct
 from typing import Any, ClassVar
 
+MOST_PARTS = 8  # of a launch; kernels/params.h says the same
+
 _TYPES: dict[str, type[Any]] = {"Q": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
@@ -31,11 +33,18 @@ class Params(ctypes.Structure):
 
 
 def _fields(**names: str) -> list[tuple[str, type[Any]]]:
-    return [(name, _TYPES[code]) for code, listed in names.items() for name in listed.split()]
+    return [_field(name, _TYPES[code]) for code, listed in names.items() for name in listed.split()]
+
+
+def _field(name: str, type_: type[Any]) -> tuple[str, type[Any]]:
+    """`name[]` has an element for each part of a merge."""
+    single = name.removesuffix("[]")
+    return single, type_ if single == name else type_ * MOST_PARTS
 
 
 def _formats(fields: list[tuple[str, type[Any]]]) -> tuple[struct.Struct, struct.Struct]:
-    codes = {type_: code for code, type_ in _TYPES.items()}
+    codes: dict[type[Any], str] = {type_: code for code, type_ in _TYPES.items()}
+    codes |= {type_ * MOST_PARTS: code * MOST_PARTS for type_, code in codes.items()}
     packed = "".join(codes[type_] for _, type_ in fields)
     num_pointers = packed.count("Q")
     return struct.Struct(packed[:num_pointers]), struct.Struct(packed[num_pointers:])
@@ -74,5 +83,17 @@ class AppendParams(Params):
         q_stride_batch q_stride_row q_stride_head block_table_stride""",
         i="""batch_size seqlen_q seqlen_new nheads nheads_k headdim headdim_v page_block_size max_cache_seqlen
         rotary_dim rotary_interleaved rotates_by_token""",
+    )
+    _pointers, _rest = _formats(_fields_)
+
+
+class MergeParams(Params):
+    """Of merge.cuh."""
+
+    _fields_ = _fields(
+        Q="outs[] lses[] out lse",
+        q="""outs_stride_batch[] outs_stride_row[] outs_stride_head[]
+        lses_stride_batch[] lses_stride_head[] lses_stride_row[]""",
+        i="num_parts batch_size tokens nheads headdim_v",
     )
     _pointers, _rest = _formats(_fields_)

@@ -73,10 +73,13 @@ FA_DEVICE void store_shared_32(uint32_t address, uint32_t x) { store_shared<emul
 FA_DEVICE void store_shared_128(uint32_t address, Words4 x) { store_shared<emulator::Access::kStore128>(address, x); }
 
 FA_DEVICE Words4 load_global_128(const void* address) {
-    emulator::check_global(address, "reads", true);
+    emulator::check_global(address, 16, "reads", true);
     return *static_cast<const Words4*>(address);
 }
-FA_DEVICE Words2 load_written_64(const void* address) { return *static_cast<const Words2*>(address); }
+FA_DEVICE Words2 load_written_64(const void* address) {
+    emulator::check_global(address, 8, "reads", true);
+    return *static_cast<const Words2*>(address);
+}
 FA_DEVICE Words4 load_written_128(const void* address) { return load_global_128(address); }
 FA_DEVICE void memory_fence() {}
 FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
@@ -84,9 +87,12 @@ FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
     *counter = is_last ? 0 : *counter + 1;
     return is_last;
 }
-FA_DEVICE void store_global_64(void* address, Words2 x) { *static_cast<Words2*>(address) = x; }
+FA_DEVICE void store_global_64(void* address, Words2 x) {
+    emulator::check_global(address, 8, "writes", true);
+    *static_cast<Words2*>(address) = x;
+}
 FA_DEVICE void store_global_128(void* address, Words4 x) {
-    emulator::check_global(address, "writes", true);
+    emulator::check_global(address, 16, "writes", true);
     *static_cast<Words4*>(address) = x;
 }
 
@@ -131,7 +137,7 @@ FA_DEVICE void copy_async_32(uint32_t to, const void* from, bool valid) {
 }
 FA_DEVICE void copy_async_128(uint32_t to, const void* from, bool valid) {
     // Also where nothing is read, the address must be aligned.
-    emulator::check_global(from, "copies", valid);
+    emulator::check_global(from, 16, "copies", valid);
     emulator::start_copy(*emulator::current, to, valid ? from : nullptr, 16);
     emulator::current->warp->accesses.add(lane_index(), emulator::Access::kCopy128, to);
 }

@@ -165,11 +165,12 @@ void arrive(const Collective& at, void* operands) {
 
 void block_barrier() { arrive(kBlockBarrier, nullptr); }
 
-void check_global(const void* address, const char* does, bool accessed) {
+void check_global(const void* address, int bytes, const char* does, bool accessed) {
     const auto from = reinterpret_cast<std::uintptr_t>(address);
-    if (from % 16 != 0) fail(*current, "%s 16 bytes of global memory at %p, which is not a multiple of 16", does, address);
+    if (from % bytes != 0)
+        fail(*current, "%s %d bytes of global memory at %p, which is not a multiple of %d", does, bytes, address, bytes);
     const auto contains = [&](const Range& range) {
-        return from >= range.address && from + 16 <= range.address + static_cast<std::uint64_t>(range.bytes);
+        return from >= range.address && from + bytes <= range.address + static_cast<std::uint64_t>(range.bytes);
     };
     if (!accessed || now->num_ranges == 0 || contains(*now->last_range)) return;
     for (std::int64_t i = 0; i < now->num_ranges; ++i)
@@ -177,7 +178,7 @@ void check_global(const void* address, const char* does, bool accessed) {
             now->last_range = &now->ranges[i];
             return;
         }
-    fail(*current, "%s 16 bytes of global memory at %p, which is in none of the ranges given", does, address);
+    fail(*current, "%s %d bytes of global memory at %p, which is in none of the ranges given", does, bytes, address);
 }
 
 bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,

@@ -9,7 +9,7 @@
 // - a barrier that a thread misses: it took part in one, and returned before another (threads that return before the first
 //   barrier do not count);
 // - shared memory: see shared_memory.hpp;
-// - global memory: accesses of 16 bytes that are not aligned, or not within one of the ranges passed with the launch.
+// - global memory: accesses of 8 and 16 bytes that are not aligned, or not within one of the ranges passed with the launch.
 // Not found: accesses to global memory through ordinary pointers, and races there; a barrier that threads reach in
 // different places of the kernel.
 #pragma once
@@ -88,8 +88,8 @@ void arrive(const Collective& at, void* operands);
 // The current thread waits for all threads of the CTA that have not returned.
 void block_barrier();
 
-// The current thread `does` something with 16 bytes of global memory, or, when not `accessed`, with their address alone.
-void check_global(const void* address, const char* does, bool accessed);
+// The current thread `does` something with `bytes` of global memory, or, when not `accessed`, with their address alone.
+void check_global(const void* address, int bytes, const char* does, bool accessed);
 
 // Runs `kernel` for each CTA; false, with a message in the report, when it failed.
 bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,

@@ -11,7 +11,7 @@ import torch
 
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, AppendConfig, KernelConfig, MergeConfig, Variant
 from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
@@ -150,7 +150,7 @@ def variants_of(
     arch: int | None = None,
     features: Sequence[Feature] = tuple(Feature),
 ) -> list[Variant]:
-    """Every variant that such calls can need on a GPU, each once: forwards, decodes, and appends to caches.
+    """Every variant that such calls can need on a GPU, each once: forwards, decodes, appends to caches, and merges.
 
     arch: the code path; None is the GPU's own.
     """
@@ -166,8 +166,14 @@ def variants_of(
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
         ),
         (AppendConfig(*append) for append in itertools.product(names, formats)),
+        (merge for name in names if Feature.PLAIN in features for merge in _merges_of(name)),
     )
     return list(dict.fromkeys(variants))
+
+
+def _merges_of(dtype: str) -> tuple[MergeConfig, ...]:
+    """Of a few parts, and of more than one launch takes."""
+    return MergeConfig(dtype, dtype), MergeConfig(dtype, "float32"), MergeConfig("float32", dtype)
 
 
 def known_limits(target: int) -> Limits | None:

@@ -100,4 +100,20 @@ struct AppendParams {
     int32_t rotates_by_token;  // query i by position cache_seqlens + i, otherwise all by cache_seqlens
 };
 
+// Of merge.cuh. A launch takes up to kMostParts parts; what lies behind num_parts is not read.
+constexpr int kMostParts = 8;
+
+struct MergeParams {
+    const void* outs[kMostParts];   // (batch_size, tokens, nheads, headdim_v); batch_size is 1 when packed
+    const float* lses[kMostParts];  // (batch_size, nheads, tokens)
+    void* out;                      // as a part, contiguous
+    float* lse;
+
+    int64_t outs_stride_batch[kMostParts], outs_stride_row[kMostParts], outs_stride_head[kMostParts];
+    int64_t lses_stride_batch[kMostParts], lses_stride_head[kMostParts], lses_stride_row[kMostParts];
+
+    int32_t num_parts;
+    int32_t batch_size, tokens, nheads, headdim_v;
+};
+
 }  // namespace fastattention

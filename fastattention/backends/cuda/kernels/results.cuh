@@ -6,9 +6,6 @@
 
 namespace fastattention {
 
-// Of a row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
-FA_DEVICE float shift_of(float row_max) { return row_max == -infinity() ? 0.0f : row_max; }
-
 struct Finished {
     float factor;  // of what was accumulated
     float lse;

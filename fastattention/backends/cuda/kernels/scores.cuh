@@ -1,18 +1,11 @@
 // From products q . k to what enters the softmax: scale, softcap, ALiBi and bias, and the mask.
 #pragma once
 
+#include "numbers.cuh"
 #include "params.h"
 #include "variant.cuh"
 
 namespace fastattention {
-
-constexpr float kLog2E = 1.44269504088896340736f;
-constexpr float kLn2 = 0.69314718055994530942f;
-constexpr float kLargest = 3.402823466e38f;
-
-FA_DEVICE float infinity() { return as_float(0x7f800000u); }
-FA_DEVICE float quiet_nan() { return as_float(0x7fffffffu); }
-FA_DEVICE float larger(float a, float b) { return a > b ? a : b; }
 
 // What the scores of one row, a query token of a query head, need.
 struct ScoreRow {

@@ -6,6 +6,7 @@
 // down; what is read more often than it is copied is better off with addresses that are plain sums.
 #pragma once
 
+#include "numbers.cuh"
 #include "stored.cuh"
 
 namespace fastattention {
@@ -46,11 +47,6 @@ public:
 private:
     uint32_t at_, flip_;
 };
-
-// Of numbers that are not negative. A division takes a while, and this is often by 1.
-FA_DEVICE int quotient(int a, int b) {
-    return b == 1 ? a : static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
-}
 
 // Divides numbers below 2^31 by multiplication: with l = ceil(log2(size)), multiplier = ceil(2^(31 + l) / size) and shift =
 // l - 1. A decode asks for pages more often than there is time for divisions. Without a multiplier it divides.

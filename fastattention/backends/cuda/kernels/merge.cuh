@@ -1,0 +1,159 @@
+// Merges attention over disjoint parts of the keys by the formula of common/merge.py. A warp takes four columns a lane of
+// one row, a token of a head: all that it reads is on its way at once, and no warp waits for another.
+#pragma once
+
+#include "element.cuh"
+#include "numbers.cuh"
+#include "params.h"
+
+namespace fastattention {
+
+constexpr int kMergeWarps = 4;      // of a CTA
+constexpr int kMergeColumns = 128;  // of a warp
+
+// How numbers lie in memory: four of them, read and written together, and one of the four.
+struct InElements {
+    using Item = uint16_t;
+    using Four = Words2;
+
+    static FA_DEVICE Four load(const Item* from) { return load_written_64(from); }
+    static FA_DEVICE void store(Item* to, const Four& four) { store_global_64(to, four); }
+    static FA_DEVICE Item get(const Four& four, int i) { return static_cast<Item>(four.word[i / 2] >> i % 2 * 16); }
+    // Where nothing has been put yet.
+    static FA_DEVICE void put(Four& four, int i, Item item) {
+        four.word[i / 2] |= static_cast<uint32_t>(item) << i % 2 * 16;
+    }
+    static FA_DEVICE float widen(Item item) { return Element::widen(item); }
+    static FA_DEVICE Four narrow(const float (&x)[4]) { return {Element::pack(x[0], x[1]), Element::pack(x[2], x[3])}; }
+};
+
+struct InFloats {
+    using Item = float;
+    using Four = Words4;
+
+    static FA_DEVICE Four load(const Item* from) { return load_written_128(from); }
+    static FA_DEVICE void store(Item* to, const Four& four) { store_global_128(to, four); }
+    static FA_DEVICE Item get(const Four& four, int i) { return as_float(four.word[i]); }
+    static FA_DEVICE void put(Four& four, int i, Item item) { four.word[i] = as_bits(item); }
+    static FA_DEVICE float widen(Item item) { return item; }
+    static FA_DEVICE Four narrow(const float (&x)[4]) {
+        return {as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])};
+    }
+};
+
+template <bool kAsFloats>
+struct FormatOf {
+    using Type = InElements;
+};
+template <>
+struct FormatOf<true> {
+    using Type = InFloats;
+};
+
+// Up to four columns, wherever they begin. They are left as they lie in memory: whoever looked at them would wait for them.
+template <class Format>
+class Columns {
+public:
+    using Item = typename Format::Item;
+    using Four = typename Format::Four;
+
+    static FA_DEVICE Four read(const Item* from, int count) {
+        if (are_together(from, count)) return Format::load(from);
+        Four four{};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (i < count) Format::put(four, i, from[i]);
+        return four;
+    }
+
+    static FA_DEVICE void write(Item* to, int count, const Four& four) {
+        if (are_together(to, count)) return Format::store(to, four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (i < count) to[i] = Format::get(four, i);
+    }
+
+private:
+    static FA_DEVICE bool are_together(const Item* at, int count) {
+        return count >= 4 && reinterpret_cast<int64_t>(at) % static_cast<int64_t>(sizeof(Four)) == 0;
+    }
+};
+
+class Merge {
+public:
+    using Parts = FormatOf<FA_FLOAT32_PARTS>::Type;
+    using Out = FormatOf<FA_FLOAT32_OUT>::Type;
+
+    // index: of a warp, below that many times the rows
+    FA_DEVICE Merge(const MergeParams& p, int index, int warps_of_row) : p_(p), row_(quotient(index, warps_of_row)) {
+        first_column_ = (index - row_ * warps_of_row) * kMergeColumns + lane_index() * 4;
+        const int token = quotient(row_, p.nheads);
+        head_ = row_ - token * p.nheads;
+        batch_ = quotient(token, p.tokens);
+        token_ = token - batch_ * p.tokens;
+    }
+
+    FA_DEVICE void run() const {
+        Parts::Four parts[kMostParts];
+        float lses[kMostParts], weights[kMostParts];
+#pragma unroll
+        for (int i = 0; i < kMostParts; ++i) read(i, lses[i], parts[i]);
+        const float lse = weigh(lses, weights);
+        float sum[4] = {};
+#pragma unroll
+        for (int i = 0; i < kMostParts; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                sum[j] += weights[i] * (lses[i] == -infinity() ? 0.0f : Parts::widen(Parts::get(parts[i], j)));
+        const int64_t at = static_cast<int64_t>(row_) * p_.headdim_v + first_column_;
+        Columns<Out>::write(static_cast<Out::Item*>(p_.out) + at, p_.headdim_v - first_column_, Out::narrow(sum));
+        if (first_column_ == 0) p_.lse[(static_cast<int64_t>(batch_) * p_.nheads + head_) * p_.tokens + token_] = lse;
+    }
+
+private:
+    FA_DEVICE void read(int part, float& lse, Parts::Four& out) const {
+        lse = -infinity();
+        out = {};
+        if (part >= p_.num_parts) return;
+        lse = p_.lses[part][batch_ * p_.lses_stride_batch[part] + head_ * p_.lses_stride_head[part] +
+                            token_ * p_.lses_stride_row[part]];
+        const int64_t at = batch_ * p_.outs_stride_batch[part] + token_ * p_.outs_stride_row[part] +
+                           head_ * p_.outs_stride_head[part] + first_column_;
+        out = Columns<Parts>::read(static_cast<const Parts::Item*>(p_.outs[part]) + at, p_.headdim_v - first_column_);
+    }
+
+    // The share of each part, and lse of all.
+    static FA_DEVICE float weigh(const float (&lses)[kMostParts], float (&weights)[kMostParts]) {
+        float highest = -infinity();
+#pragma unroll
+        for (int i = 0; i < kMostParts; ++i) highest = maximum(highest, lses[i]);
+        const float shift = shift_of(highest);
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kMostParts; ++i) total += weights[i] = exp2_approximate((lses[i] - shift) * kLog2E);
+        const bool has_keys = total != 0.0f;
+        const float factor = has_keys ? divided(1.0f, total) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kMostParts; ++i) weights[i] *= factor;
+        return has_keys ? shift + log2_approximate(total) * kLn2 : -infinity();
+    }
+
+    const MergeParams& p_;
+    const int row_;
+    int first_column_, head_, token_, batch_;
+};
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kMergeWarps * 32, 1)
+    fastattention_merge(FA_PARAMETER fastattention::MergeParams params) {
+    using namespace fastattention;
+    // One at least: lse is written without columns too.
+    const int warps_of_row = params.headdim_v <= kMergeColumns ? 1 : (params.headdim_v + kMergeColumns - 1) / kMergeColumns;
+    const int64_t index = block_index() * kMergeWarps + warp_index();
+    if (index >= static_cast<int64_t>(params.batch_size) * params.tokens * params.nheads * warps_of_row) return;
+    const Merge merge(params, static_cast<int>(index), warps_of_row);
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    merge.run();
+}

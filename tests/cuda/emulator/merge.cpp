@@ -1,0 +1,6 @@
+// The library of one variant of the kernel that merges parts.
+#include "merge.cuh"
+
+#include "launch.hpp"
+
+FA_EMULATED(emulate_merge, fastattention_merge, MergeParams, fastattention::kMergeWarps, 0)

@@ -190,7 +190,7 @@ private:
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
         const int64_t padded = query_stride_ * Dot::kKeysPerStep;
         load_query(*call_, *sequence_, rows_[g], wide, padded);
-        const float unit = Dot::store_query(wide, padded, queries_, g, query_stride_);
+        const float unit = Dot::template store_query<kGroup>(wide, padded, queries_, g, query_stride_);
         for (int i = g; i < Vec::kWidth; i += kGroup) query_units_[i] = unit;
     }
 
@@ -205,7 +205,7 @@ private:
 
     // Row by row, as in prefill: the modifiers of a row are not those of its neighbours.
     void modify(const Block<Element>& block) {
-        float row[kBlockKeys + Vec::kWidth];
+        float row[Dot::kBlock + Vec::kWidth];
         for (int g = 0; g < kGroup; ++g) {
             for (int64_t j = 0; j < block.n; ++j) row[j] = scores_[j * kGroup + g];
             modify_scores(score_row(*call_, *sequence_, rows_[g].token, rows_[g].head), row, block.first, block.n);
@@ -272,8 +272,8 @@ private:
     alignas(64) float queries_[kGroup * kMaxHeaddim];
     alignas(64) float acc_o_[kGroup * kMaxHeaddim];
     // One step may read the probability of the key after the last: it is 0.
-    alignas(64) float scores_[kBlockKeys * kGroup + Vec::kWidth];
-    alignas(64) float probabilities_[kBlockKeys * kGroup + Vec::kWidth];
+    alignas(64) float scores_[Dot::kBlock * kGroup + Vec::kWidth];
+    alignas(64) float probabilities_[Dot::kBlock * kGroup + Vec::kWidth];
     // Of the block's keys; past its last key anything finite.
     float key_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
     float value_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
@@ -285,7 +285,7 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     const Sequence& s = call.sequences[split.sequence];
     const Rows k = call.keys(s, split.kv_head), v = call.values(s, split.kv_head);
     DecodeGroup<Element, Dot, kGroup> groups[kMaxSplitHeads];
-    Dot::begin();
+    Dot::template begin<kGroup>();
     for (int64_t head = 0; head < num_heads; ++head) groups[head].start(call, splits[head], first_row);
     const int64_t first_token = query_row(call, split.kv_head, first_row).token;
     const int64_t last_token = query_row(call, split.kv_head, first_row + n - 1).token;
@@ -293,12 +293,16 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     const int64_t end = smaller(split.key_end, s.mask.row_end(last_token));
     Block<Element> block;
     block.heads = num_heads;
+    block.size = num_heads > 1 ? Dot::kTurn : Dot::kBlock;
+    block.ahead = num_heads > 1 ? Dot::kTurn : Dot::kAhead;
     block.keys.head_stride = call.params->k_stride_head;
     block.values.head_stride = call.params->v_stride_head;
+    block.keys.headdim = call.params->headdim;
+    block.values.headdim = call.params->headdim_v;
     if constexpr (kQuantised<Element>)
         block.scales = {call.key_scales(s, split.kv_head), call.value_scales(s, split.kv_head),
                         call.params->k_scale_stride_head, call.params->v_scale_stride_head};
-    for (int64_t key = begin; key < end; key += block.size()) {
+    for (int64_t key = begin; key < end; key += block.size) {
         block.locate(k, v, key, end);
         for (int64_t head = 0; head < num_heads; ++head) groups[head].attend(block, head);
     }

@@ -13,10 +13,12 @@ struct FixedPointTiles : FixedPoint {
     static constexpr int kRows = 8;
     static constexpr float kLargestWord = 32639.0f;  // 127 * 256 + 127: a plane is a signed byte
 
+    template <int kGroup>
     FA_INLINE void begin() { _tile_loadconfig(&kAmxConfig); }
     FA_INLINE void end() { _tile_release(); }
 
     // Tiles of 64 elements: row r has elements 4 r ... 4 r + 3 of the high planes of all queries, then of the low ones.
+    template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t) {
         float unit;
         const Vec factor = fixed_point(query, n, kLargestWord, unit);

@@ -7,7 +7,7 @@ namespace FA_NAMESPACE {
 static constexpr int64_t kBlockKeys = 128;
 // Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a first-level cache and enough to cover
 // the latency of memory.
-static constexpr int64_t kAhead = 64;
+static constexpr int64_t kAheadKeys = 64;
 // Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantised cache are fewer,
 // and each of its blocks ends by adding integer sums to floats (docs/experiments.md).
 static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
@@ -15,8 +15,9 @@ static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
 // Where the rows of one block lie, and those to prefetch; past the last key they repeat it.
 template <class Element>
 struct BlockRows {
-    char* addresses[kBlockKeys + kAhead];
+    char* addresses[kBlockKeys + kAheadKeys];
     int64_t head_stride;  // in elements
+    int64_t headdim;
 
     __attribute__((always_inline)) const Element* operator[](int64_t j) const {
         return reinterpret_cast<const Element*>(addresses[j]);
@@ -38,15 +39,13 @@ struct ScaleRows {
 // The keys and values of `heads` neighbouring heads.
 template <class Element>
 struct Block {
-    static constexpr int64_t kTurn = kQuantised<Element> ? kQuantisedTurnKeys : kTurnKeys;
     BlockRows<Element> keys, values;
     ScaleRows scales;
     int64_t first;  // key
     int64_t n;      // keys
     int64_t heads;
-
-    int64_t size() const { return heads > 1 ? kTurn : kBlockKeys; }
-    int64_t ahead() const { return heads > 1 ? kTurn : kAhead; }
+    int64_t size;   // keys of a whole block
+    int64_t ahead;  // keys by which prefetching runs ahead
 
     // The scales of one head's keys and values.
     void load_scales(int64_t head, float* key_scales, float* value_scales) const {
@@ -58,9 +57,9 @@ struct Block {
     // From key `begin` on, of a range that ends at `end`.
     void locate(const Rows& k, const Rows& v, int64_t begin, int64_t end) {
         first = begin;
-        n = smaller(size(), end - begin);
-        keys.locate(k, begin, end, size() + ahead());
-        values.locate(v, begin, end, size() + ahead());
+        n = smaller(size, end - begin);
+        keys.locate(k, begin, end, size + ahead);
+        values.locate(v, begin, end, size + ahead);
     }
 };
 
@@ -69,10 +68,18 @@ template <class Element>
 class PrefetchCursor {
 public:
     PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head)
-        : row_(rows.addresses + block.ahead() + head * block.n / block.heads),
+        : PrefetchCursor(rows, block, head, block.ahead) {}
+
+    // from: the row of `rows` with which the block's first head begins.
+    PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head, int64_t from)
+        : row_(rows.addresses + from + head * block.n / block.heads),
           head_(head * block.n % block.heads),
           heads_(block.heads),
-          head_stride_(rows.head_stride) {}
+          head_stride_(rows.head_stride),
+          headdim_(rows.headdim) {}
+
+    // The whole of the next row.
+    __attribute__((always_inline)) void prefetch_next() { prefetch_next(0, headdim_); }
 
     // n elements of the next row, from `column` on.
     __attribute__((always_inline)) void prefetch_next(int64_t column, int64_t n) {
@@ -87,7 +94,7 @@ public:
 private:
     char* const* row_;
     int64_t head_;
-    const int64_t heads_, head_stride_;
+    const int64_t heads_, head_stride_, headdim_;
 };
 
 }  // namespace FA_NAMESPACE

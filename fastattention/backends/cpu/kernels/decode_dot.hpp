@@ -13,12 +13,16 @@ struct Wide {
     static constexpr int kKeysPerStep = 1;      // of values
     static constexpr int kColumnVectors = 1;    // accumulators of one chunk of columns
     static constexpr bool kPrecise = true;      // the exponential
+    // Keys of a block and by which prefetching runs ahead; keys of a block of heads that take turns.
+    static constexpr int64_t kBlock = kBlockKeys, kAhead = kAheadKeys;
+    static constexpr int64_t kTurn = kQuantised<Element> ? kQuantisedTurnKeys : kTurnKeys;
     FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
     FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
     FA_INLINE Vec reduce(const Vec* acc) { return reduce_columns(acc); }
 
     // Writes query g of a group, n elements, as steps take it; returns what its products are multiples of.
+    template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
         narrow_row(query, queries + g * stride, n);
         return 1.0f;
@@ -36,6 +40,7 @@ struct Wide {
     FA_INLINE void finish_probabilities(float*, int64_t, float*) {}
 
     // Called around the work of a task.
+    template <int kGroup>
     FA_INLINE void begin() {}
     FA_INLINE void end() {}
 
@@ -58,6 +63,7 @@ struct Paired : Wide<float> {
     FA_INLINE Vec load_chunk(const Bfloat16* p) { return load_pairs(p); }
     FA_INLINE Vec load_chunk_partial(const Bfloat16* p, int n) { return load_pairs_partial(p, n); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
+    template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
         narrow_row(query, reinterpret_cast<Bfloat16*>(queries + g * stride), n);
         return 1.0f;
@@ -103,6 +109,7 @@ struct FixedPoint : Wide<Int8> {
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_words(acc, a, b); }
     FA_INLINE Vec reduce(const Vec* acc) { return reduce_integer_columns(acc); }
 
+    template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
         float unit;
         const Vec factor = fixed_point(query, n, kLargestWord, unit);

@@ -29,6 +29,7 @@ using namespace fastattention;
 #include "decode_dot.hpp"
 #ifdef FA_HAS_AMX
 #include "decode_amx.hpp"
+#include "decode_rows_amx.hpp"
 #endif
 #include "decode.hpp"
 #include "decode_packed.hpp"
@@ -54,8 +55,7 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
     if (p.dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
     if (p.dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>, WideUnit<Float16>>{});
 #if defined(FA_HAS_AMX)
-    // Processors with AMX run the vector instruction for pairs at half the rate of floats: decode widens instead.
-    return use(Path<Bfloat16, AmxPair, Wide<Bfloat16>>{});
+    return use(Path<Bfloat16, AmxPair, Bfloat16Tiles>{});
 #elif defined(FA_HAS_BF16_DOT)
     return use(Path<Bfloat16, Bfloat16Pair, Paired>{});
 #else

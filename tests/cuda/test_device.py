@@ -293,17 +293,6 @@ def test_a_captured_merge_replays_with_new_numbers() -> None:
         assert torch.equal(replayed, expected)
 
 
-def test_a_merge_is_one_kernel() -> None:
-    outs, lses = torch.randn(3, 1, 1, 32, 128, device="cuda").half(), torch.randn(3, 1, 32, 1, device="cuda")
-    merge_attn_states(outs, lses)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        merge_attn_states(outs, lses)
-        torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
-    assert kernels == ["fastattention_merge"]
-
-
 def test_gradients_of_a_merge_are_those_of_the_cpu() -> None:
     outs, lses = torch.randn(2, 2, 3, 4, 8), torch.randn(2, 2, 4, 3)
 

@@ -51,13 +51,21 @@ def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> Signature:
             f"got shape {tuple(first.shape)}"
         )
     *batch, tokens, nheads, _ = first.shape
-    lse_shape = (*batch, nheads, tokens)
-    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if signature(f"outs[{index}]", out) != first:
-            raise ArgumentError(f"outs[{index}] is {signature('', out)}; it must be like outs[0], {first}")
-        given = signature(f"lses[{index}]", lse)
-        if given != (lse_shape, torch.float32, first.device):
-            raise ArgumentError(
-                f"lses[{index}] must be {lse_shape} float32 on {first.device} to fit outs[{index}], got {given}"
-            )
+    fitting = Signature(torch.Size((*batch, nheads, tokens)), torch.float32, first.device)
+    if not (all(_is_like(out, first) for out in outs) and all(_is_like(lse, fitting) for lse in lses)):
+        raise _misfit(outs, lses, first, fitting)
     return first
+
+
+def _is_like(value: object, wanted: Signature) -> bool:
+    return isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == wanted
+
+
+def _misfit(outs: list[Tensor], lses: list[Tensor], first: Signature, fitting: Signature) -> ArgumentError:
+    """The error of the first part that does not fit. Names cost more than the checks, which every call makes."""
+    for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if (given := signature(f"outs[{index}]", out)) != first:
+            return ArgumentError(f"outs[{index}] is {given}; it must be like outs[0], {first}")
+        if (given := signature(f"lses[{index}]", lse)) != fitting:
+            return ArgumentError(f"lses[{index}] must be {fitting} to fit outs[{index}], got {given}")
+    raise AssertionError("every part fits")

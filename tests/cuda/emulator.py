@@ -154,8 +154,8 @@ def ranges_of_merge(params: Params, item: int, out_item: int) -> list[Range]:
     for part in range(params.num_parts):
         strides = (params.outs_stride_batch, params.outs_stride_row, params.outs_stride_head)
         last = sum((size - 1) * stride[part] for size, stride in zip(sizes[:3], strides, strict=True))
-        ranges.append(Range(params.outs[part], item * (last + params.headdim_v)))
-    return [*ranges, Range(params.out, out_item * math.prod(sizes))]
+        ranges.append(Range(params.outs[part] or 0, item * (last + params.headdim_v)))
+    return [*ranges, Range(params.out or 0, out_item * math.prod(sizes))]
 
 
 def _int32s(address: int, count: int) -> list[int]:

@@ -23,7 +23,7 @@ from fastattention.backends.cuda.jit.variants import (
     choose_feature,
     variants_of,
 )
-from fastattention.backends.cuda.kernel_config import MAX_REGISTERS, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import MAX_REGISTERS, AppendConfig, KernelConfig, MergeConfig, Variant
 from fastattention.errors import CompileError
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
@@ -106,6 +106,16 @@ def test_no_register_of_a_decode_is_spilled_up_to_a_head_dimension(chip: str, he
     assert max(spills(decodes).values(), default=0) <= 48  # where pages lie, read once a tile
 
 
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_merge_spills_nothing(chip: str) -> None:
+    target = CHIPS[chip].target
+    if (reason := compiler.why_not_target(target)) is not None:
+        pytest.skip(reason)
+    merges = [kernel for kernel in variants_of(CHIPS[chip], (64,)) if isinstance(kernel, MergeConfig)]
+    assert len(merges) == 7
+    assert spills([measure(kernel, target) for kernel in merges]) == {}
+
+
 def test_every_code_path_is_reported() -> None:
     assert {CHIPS[chip].arch for chip in kernel_resources.CHIP_NAMES} == {limits.arch for limits in CHIPS.values()}
 
@@ -126,8 +136,9 @@ def test_the_table_has_the_first_entry_and_the_spills_of_all() -> None:
         choose_feature(75, CHIPS["T4"], torch.float16, 32, Feature.PLAIN),
         choose_decode_feature(75, CHIPS["T4"], torch.bfloat16, 32, Feature.INT8),
         AppendConfig("bfloat16", "float8"),
+        MergeConfig("bfloat16", "float32"),
     ],
-    ids=["forward", "decode", "append"],
+    ids=["forward", "decode", "append", "merge"],
 )
 def test_machine_code_is_of_the_kernel(kernel: Variant) -> None:
     """And the compiler has nothing to say about it."""

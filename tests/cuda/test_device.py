@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import merges
 import pytest
 import torch
 from conformance.calls import Call
@@ -19,10 +20,10 @@ from conformance.devices import copied_back, moved
 from conformance.engines import Engine, forget_backends
 from torch import Tensor
 
-from fastattention import ArgumentError, fast_attn_func, fast_attn_with_kvcache
+from fastattention import ArgumentError, fast_attn_func, fast_attn_with_kvcache, merge_attn_states
 from fastattention.backends.cuda.chips import ARCHS
-from fastattention.backends.registry import get_backend, verdict
-from fastattention.problem import Problem
+from fastattention.backends.registry import get_backend, select_merging_backend, verdict
+from fastattention.problem import MergeProblem, Problem
 from fastattention.quantised import quantise
 
 pytestmark = pytest.mark.skipif(get_backend("cuda").why_unavailable() is not None, reason="needs a GPU")
@@ -252,3 +253,52 @@ def test_offsets_beyond_32_bits() -> None:
     whole = fast_attn_func(q, k, k, window_size=(299, 0), backend="cuda")
     last = fast_attn_func(q_last, k_last, k_last, backend="cuda")
     torch.testing.assert_close(whole[:, :, -1:], last, atol=5e-4, rtol=0)  # another head is off by 0.1
+
+
+def _merge_on_device(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """By the kernel, from memory as on the CPU."""
+    problem = MergeProblem(outs[0].shape, outs[0].dtype, torch.device("cuda", 0), needs_grad=False)
+    assert select_merging_backend(problem).name == "cuda"
+    out, lse = merge_attn_states([_copied(out) for out in outs], [_copied(lse) for lse in lses])
+    return out.cpu(), lse.cpu()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """On the GPU, with its strides, and NaN around it as on the CPU."""
+    memory = tensor if tensor._base is None else tensor._base
+    return memory.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@pytest.mark.parametrize("dtype", merges.DTYPES.values(), ids=merges.DTYPES.keys())
+@pytest.mark.parametrize("case", merges.CASES, ids=[case.name for case in merges.CASES])
+def test_parts_are_merged_exactly_and_repeatably(dtype: torch.dtype, case: merges.MergeCase) -> None:
+    merges.check_merge(_merge_on_device, *case.parts(dtype))
+
+
+@pytest.mark.parametrize("dtype", merges.DTYPES.values(), ids=merges.DTYPES.keys())
+def test_what_is_not_finite_stays_where_it_is(dtype: torch.dtype) -> None:
+    merges.check_what_is_not_finite(_merge_on_device, dtype)
+
+
+def test_a_captured_merge_replays_with_new_numbers() -> None:
+    outs, lses = torch.randn(3, 1, 1, 32, 128, device="cuda"), torch.randn(3, 1, 32, 1, device="cuda")
+    merge_attn_states(outs, lses)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = merge_attn_states(outs, lses)
+    outs.normal_()
+    lses.normal_()
+    graph.replay()
+    for replayed, expected in zip(captured, merge_attn_states(outs, lses), strict=True):
+        assert torch.equal(replayed, expected)
+
+
+def test_gradients_of_a_merge_are_those_of_the_cpu() -> None:
+    outs, lses = torch.randn(2, 2, 3, 4, 8), torch.randn(2, 2, 4, 3)
+
+    def gradients(device: str) -> list[Tensor]:
+        leaves = [x.to(device).requires_grad_() for x in (outs, lses)]
+        out, lse = merge_attn_states(*leaves)
+        return [gradient.cpu() for gradient in torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves)]
+
+    torch.testing.assert_close(gradients("cuda"), gradients("cpu"))

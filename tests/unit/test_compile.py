@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastattention import ArgumentError, fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention import (
+    ArgumentError,
+    fast_attn_func,
+    fast_attn_varlen_func,
+    fast_attn_with_kvcache,
+    merge_attn_states,
+)
 from fastattention.reference import reference_attention
 from fastattention.validation import Options, prepare_dense
 from unit.functions import CALLS, Call
@@ -80,6 +86,17 @@ def test_inductor_gives_the_same() -> None:
     torch.testing.assert_close(loss, block(*qkv))
     got, expected = torch.autograd.grad(loss, qkv), torch.autograd.grad(block(*qkv), qkv)
     torch.testing.assert_close(got, expected)
+
+
+def test_a_merge_is_part_of_a_graph() -> None:
+    """And of its backward."""
+    outs, lses = torch.randn(3, 2, 5, 4, 8).requires_grad_(), torch.randn(3, 2, 4, 5).requires_grad_()
+
+    def merged(function: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        out, lse = function(outs, lses)
+        return out, lse, *torch.autograd.grad((out.sin().sum() + lse.sin().sum()), (outs, lses))
+
+    assert_same(merged(compiled(merge_attn_states)), merged(merge_attn_states))
 
 
 def test_one_graph_serves_all_lengths() -> None:

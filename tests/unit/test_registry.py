@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastattention import ArgumentError, UnsupportedError, fast_attn_func
+from fastattention import ArgumentError, UnsupportedError, fast_attn_func, merge_attn_states
 from fastattention.backends import registry
 from fastattention.backends.base import Backend
-from fastattention.problem import Problem
+from fastattention.problem import MergeProblem, Problem
 from fastattention.validation import Options, prepare_dense
 from unit.fakes import Absent, Picky, Willing
 
@@ -91,3 +91,44 @@ def test_the_chosen_backend_gets_the_problem_and_the_tensors(only_backends: Regi
     assert inputs.q is q
     assert inputs.k is k
     assert inputs.v is v
+
+
+class Merging(Willing):
+    """Merges parts in float32, with ones."""
+
+    name = "merging"
+
+    def why_not_merge(self, problem: MergeProblem) -> str | None:
+        if problem.needs_grad:
+            return "a gradient is needed and there is none"
+        return None if problem.dtype is torch.float32 else f"{problem.dtype} is not merged; use float32"
+
+    def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        assert all(out.stride(-1) == 1 for out in outs)
+        return torch.ones(problem.out_shape), torch.ones_like(lses[0])
+
+
+def test_parts_are_merged_by_the_first_backend_that_can(only_backends: RegisterBackends) -> None:
+    outs, lses = torch.zeros(2, 1, 3, 2, 8), torch.zeros(2, 1, 2, 3)
+    only_backends(Absent, Merging, Willing)
+    assert merge_attn_states(outs, lses)[0].all()
+    assert merge_attn_states(outs.transpose(-1, -2), torch.zeros(2, 1, 8, 3))[0].all()
+    assert not merge_attn_states(outs.half(), lses)[0].any()
+    assert merge_attn_states(outs, lses.requires_grad_())[1].requires_grad
+    only_backends(Willing, Merging)
+    assert not merge_attn_states(outs, lses.detach())[0].any()
+
+
+def test_a_merge_that_nobody_serves_is_an_error_with_every_reason(only_backends: RegisterBackends) -> None:
+    only_backends(Absent, Merging)
+    with pytest.raises(UnsupportedError) as raised:
+        merge_attn_states(torch.zeros(2, 1, 3, 2, 8).half(), torch.zeros(2, 1, 2, 3))
+    for said in ("no backend can merge these parts", "absent: needs a device", "merging: torch.float16 is not merged"):
+        assert said in str(raised.value)
+
+
+def test_a_merge_that_is_traced_asks_no_backend(only_backends: RegisterBackends) -> None:
+    only_backends(Merging)
+    outs, lses = torch.zeros(2, 1, 3, 2, 8, device="meta"), torch.zeros(2, 1, 2, 3, device="meta")
+    out, lse = merge_attn_states(outs, lses)
+    assert (out.shape, lse.shape, out.is_meta) == ((1, 3, 2, 8), (1, 2, 3), True)

@@ -131,8 +131,8 @@ class CudaBackend(Backend):
             if len(self._merge_plans) >= _MAX_PLANS:
                 self._merge_plans.clear()
             plan = self._merge_plans[key] = make_merge_plan(outs, lses, dtype)
-        out = outs[0].new_empty(problem.out_shape, dtype=dtype)
-        lse = lses[0].new_empty(lses[0].shape)
+        out = torch.empty_like(outs[0], dtype=dtype, memory_format=torch.contiguous_format)
+        lse = torch.empty_like(lses[0], memory_format=torch.contiguous_format)
         if plan.step is not None:
             self._launch(plan.step, merge_params(plan.template, outs, lses, out, lse), problem)
         return out, lse

@@ -166,14 +166,18 @@ def variants_of(
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
         ),
         (AppendConfig(*append) for append in itertools.product(names, formats)),
-        (merge for name in names if Feature.PLAIN in features for merge in _merges_of(name)),
+        _merges_of(names) if Feature.PLAIN in features else (),
     )
     return list(dict.fromkeys(variants))
 
 
-def _merges_of(dtype: str) -> tuple[MergeConfig, ...]:
-    """Of a few parts, and of more than one launch takes."""
-    return MergeConfig(dtype, dtype), MergeConfig(dtype, "float32"), MergeConfig("float32", dtype)
+def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:
+    """Of few parts, and of more than one launch takes. Those in float32 come from another backend."""
+    yield MergeConfig("float32", "float32")
+    for dtype in dtypes:
+        yield MergeConfig(dtype, dtype)
+        yield MergeConfig(dtype, "float32")
+        yield MergeConfig("float32", dtype)
 
 
 def known_limits(target: int) -> Limits | None:

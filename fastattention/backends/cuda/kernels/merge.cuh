@@ -84,7 +84,7 @@ public:
     using Parts = FormatOf<FA_FLOAT32_PARTS>::Type;
     using Out = FormatOf<FA_FLOAT32_OUT>::Type;
 
-    // index: of a warp, below that many times the rows
+    // index: of a warp, among those of all rows
     FA_DEVICE Merge(const MergeParams& p, int index, int warps_of_row) : p_(p), row_(quotient(index, warps_of_row)) {
         first_column_ = (index - row_ * warps_of_row) * kMergeColumns + lane_index() * 4;
         const int token = quotient(row_, p.nheads);

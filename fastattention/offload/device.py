@@ -33,9 +33,6 @@ class CpuWork(Protocol):
     function: int
     argument: int
 
-    def expect(self) -> None:
-        """It will be done soon, after that of which this was said before: what it reads may be fetched meanwhile."""
-
     def run(self) -> None:
         """Does it in this thread. Raises the error that `check` would."""
 
@@ -149,7 +146,6 @@ class CudaDevice(Device):
         self._running.check()
         stream = self._cpu_stream()
         self._copy(stream, job.down, after)
-        job.work.expect()
         launch_host_function(job.work.function, job.work.argument, stream.cuda_stream)
         end = stream.record_event()
         self._running.add(job, end)

@@ -5,7 +5,6 @@
 #include <thread>
 #include <vector>
 
-#include "background.hpp"
 #include "thread_pool.hpp"
 
 namespace {
@@ -26,20 +25,6 @@ void run_rounds(int rounds, int64_t count, int num_threads) {
     }
 }
 
-// Jobs in the background that are stopped early, late or by the next one: nothing of a stopped job runs any more.
-void stop_and_start(int rounds) {
-    for (int round = 0; round < rounds; ++round) {
-        std::vector<int> runs(300, 0);  // plain, and gone when it was stopped
-        auto task = [](void* context, int64_t index, int) { ++(*static_cast<std::vector<int>*>(context))[index]; };
-        fastattention::start_background(300, 1 + round % 4, task, &runs);
-        if (round % 3 == 0) run_rounds(1, 20, 3);
-        if (round % 5 == 0) fastattention::start_background(200, 3, task, &runs);
-        fastattention::stop_background();
-        for (int run : runs)
-            if (run > 2) ++failures;
-    }
-}
-
 }  // namespace
 
 int main() {
@@ -50,7 +35,6 @@ int main() {
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_rounds(200, 64, 4); });
     for (std::thread& caller : callers) caller.join();
-    stop_and_start(200);
     if (failures != 0) std::printf("%d failures\n", failures.load());
     return failures == 0 ? 0 : 1;
 }

@@ -82,31 +82,6 @@ def test_calls_of_several_threads_are_all_right() -> None:
         problem.check()
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]], ids=["in order", "in another order"])
-def test_what_is_fetched_before_changes_nothing(order: list[int]) -> None:
-    problems = [Problem(torch.bfloat16) for _ in range(6)]
-    works = [problem.prepare() for problem in problems]
-    for work in works:
-        work.expect()
-    del works[4:]  # never run
-    for index in order:
-        problems[index].q.copy_(problems[index].late_q)
-        works[index].run()
-        problems[index].check()
-
-
-def test_calls_that_come_while_others_are_fetched_are_right() -> None:
-    problems = [Problem(torch.float16) for _ in range(30)]
-    expected = [problem.expected() for problem in problems]
-    for problem, (out, lse) in zip(problems, expected, strict=True):
-        work = problem.prepare()
-        work.expect()
-        now, now_lse = problem.expected()
-        assert torch.equal(now, out)
-        assert torch.equal(now_lse, lse)
-        del work
-
-
 def test_what_a_call_would_refuse_is_refused() -> None:
     problem = Problem(torch.float32)
     problem.table[0, 0] = PAGES

@@ -88,7 +88,6 @@ class Library:
             "fastattention_isa_name": (ctypes.c_char_p, (int64,)),
             "fastattention_forward": (int64, (int64, ctypes.c_void_p)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
-            "fastattention_expect": (None, (ctypes.c_void_p,)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),
             "fastattention_release": (None, (ctypes.c_void_p,)),
@@ -126,13 +125,6 @@ class Library:
         if not handle:
             raise MemoryError("fastattention could not get memory for a prepared call")
         return int(handle)
-
-    def expect(self, handle: int) -> None:
-        """A prepared call will be run soon, after those of which this was said before.
-
-        What it reads first may be fetched into the processor's caches, by as many threads as it will run on.
-        """
-        self._functions.fastattention_expect(handle)
 
     @property
     def run_address(self) -> int:

@@ -23,10 +23,6 @@ class PreparedCall:
         # At exit the process gives back its memory anyway, and somebody may still run the call.
         weakref.finalize(self, self._library.release, self.argument).atexit = False
 
-    def expect(self) -> None:
-        """It will be run soon, after those of which this was said before: what it reads may be fetched meanwhile."""
-        self._library.expect(self.argument)
-
     def run(self) -> None:
         """In this thread. Raises MemoryError when working memory runs out."""
         self._library.run(self.argument)

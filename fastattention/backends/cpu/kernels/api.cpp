@@ -2,7 +2,6 @@
 #include <cstdlib>
 #include <new>
 
-#include "background.hpp"
 #include "forward.hpp"
 #include "isa.hpp"
 #include "prepared.hpp"
@@ -21,7 +20,6 @@ FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(s
 
 // 0, or 1 when memory ran out.
 FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* params) {
-    stop_background();
     return forward(isa_kernels(static_cast<int>(isa)), *params) ? 0 : 1;
 }
 
@@ -30,8 +28,6 @@ FA_EXPORT void* fastattention_prepare(int64_t isa, const FaAttentionParams* para
     return new (std::nothrow) Prepared(isa_kernels(static_cast<int>(isa)), *params);
 }
 
-// It will be run soon, after others of which this was said before: what it reads may be fetched.
-FA_EXPORT void fastattention_expect(void* prepared) { static_cast<Prepared*>(prepared)->expect(); }
 
 // From any thread: of the form that CUDA calls on the host.
 FA_EXPORT void fastattention_run(void* prepared) { static_cast<Prepared*>(prepared)->run(); }

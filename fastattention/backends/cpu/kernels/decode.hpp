@@ -152,9 +152,11 @@ public:
         for (int g = 0; g < kGroup; ++g) {
             rows_[g] = query_row(call, split.kv_head, smaller(first_row + g, last_row));
             row_max_[g] = -kInfinity;
-            row_sum_[g] = 0.0f;
             load_row(g);
         }
+        store(lane_max_, broadcast(-kInfinity));
+        store(shifts_, zero());
+        store(lane_sums_, zero());
         memset(acc_o_, 0, kGroup * acc_stride_ * sizeof(float));
     }
 
@@ -178,7 +180,9 @@ public:
     void finish(int64_t first_row, int64_t n) {
         for (int64_t g = 0; g < n; ++g) {
             split_->row_max[first_row + g] = row_max_[g];
-            split_->row_sum[first_row + g] = row_sum_[g];
+            float row_sum = 0.0f;
+            for (int i = static_cast<int>(g); i < Vec::kWidth; i += kGroup) row_sum += lane_sums_[i];
+            split_->row_sum[first_row + g] = row_sum;
             float* to = split_->acc_o + (first_row + g) * acc_stride_;
             const float* from = acc_o_ + g * acc_stride_;
             for (int64_t c = 0; c < acc_stride_; c += Dot::kChunk) Dot::restore_order(from + c, to + c);
@@ -225,20 +229,25 @@ private:
     void softmax(int64_t padded) {
         Vec highest = load(scores_);
         for (int64_t i = Vec::kWidth; i < padded; i += Vec::kWidth) highest = maximum(highest, load(scores_ + i));
-        float lanes[Vec::kWidth], shifts[Vec::kWidth];
-        store(lanes, highest * broadcast(scale_));
+        highest = highest * broadcast(scale_);
+        // Seldom so after the first blocks: exponentials need not wait for a maximum that is predicted to stay.
+        if (reduce_max(select_less(load(lane_max_), highest, broadcast(1.0f), zero())) > 0.0f) raise_maxima(highest);
+        const Vec sum = exponentiate(padded, load(shifts_));
+        store(lane_sums_, load(lane_sums_) + sum);
+    }
+
+    // highest: of each lane's scores, lane i of row i % kGroup.
+    void raise_maxima(Vec highest) {
+        float lanes[Vec::kWidth];
+        store(lanes, highest);
         for (int g = 0; g < kGroup; ++g) {
             float new_max = row_max_[g];
             for (int i = g; i < Vec::kWidth; i += kGroup) new_max = lanes[i] > new_max ? lanes[i] : new_max;
-            if (new_max != row_max_[g]) {
-                if (row_max_[g] != -kInfinity) rescale(g, exp2(row_max_[g] - new_max));
-                row_max_[g] = new_max;
-            }
-            // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
-            for (int i = g; i < Vec::kWidth; i += kGroup) shifts[i] = new_max == -kInfinity ? 0.0f : -new_max;
+            if (new_max == row_max_[g]) continue;
+            if (row_max_[g] != -kInfinity) rescale(g, exp2(row_max_[g] - new_max));
+            row_max_[g] = new_max;
+            for (int i = g; i < Vec::kWidth; i += kGroup) lane_max_[i] = new_max, shifts_[i] = -new_max;
         }
-        store(lanes, exponentiate(padded, load(shifts)));
-        for (int i = 0; i < Vec::kWidth; ++i) row_sum_[i % kGroup] += lanes[i];
     }
 
     Vec exponentiate(int64_t padded, Vec shift) {
@@ -255,7 +264,7 @@ private:
     }
 
     void rescale(int g, float factor) {
-        row_sum_[g] *= factor;
+        for (int i = g; i < Vec::kWidth; i += kGroup) lane_sums_[i] *= factor;
         float* acc_o = acc_o_ + g * acc_stride_;
         for (int64_t c = 0; c < acc_stride_; c += Vec::kWidth) store(acc_o + c, load(acc_o + c) * broadcast(factor));
     }
@@ -267,7 +276,10 @@ private:
     float scale_;
     int64_t query_stride_, acc_stride_;
     QueryRow rows_[kGroup];
-    float row_max_[kGroup], row_sum_[kGroup];
+    float row_max_[kGroup];
+    // By lanes, lane i of row i % kGroup: the maxima, what is added to scores (0 until the row has seen a key: with any finite
+    // number -inf becomes 0 and a NaN is not lost), and sums of weights.
+    float lane_max_[Vec::kWidth], shifts_[Vec::kWidth], lane_sums_[Vec::kWidth];
     float query_units_[Vec::kWidth], units_[kGroup];  // by which products with queries and with probabilities count
     alignas(64) float queries_[kGroup * kMaxHeaddim];
     alignas(64) float acc_o_[kGroup * kMaxHeaddim];

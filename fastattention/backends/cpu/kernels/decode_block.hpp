@@ -12,10 +12,13 @@ static constexpr int64_t kAheadKeys = 64;
 // and each of its blocks ends by adding integer sums to floats (docs/experiments.md).
 static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
 
-// Where the rows of one block lie, and those to prefetch; past the last key they repeat it.
+// Where the rows of one block lie, and those to prefetch; past the last key they repeat it. Short blocks share a table.
 template <class Element>
 struct BlockRows {
-    char* addresses[kBlockKeys + kAheadKeys];
+    static constexpr int64_t kTable = kBlockKeys + kAheadKeys;
+    char* table[kTable];
+    int64_t table_begin = 0, table_end = 0;  // keys
+    char* const* addresses;
     int64_t head_stride;  // in elements
     int64_t headdim;
 
@@ -24,9 +27,14 @@ struct BlockRows {
     }
 
     void locate(const Rows& from, int64_t begin, int64_t end, int64_t count) {
-        const int64_t known = smaller(count, end - begin);
-        from.addresses(begin, known, addresses);
-        for (int64_t j = known; j < count; ++j) addresses[j] = addresses[known - 1];
+        if (begin + count > table_end) {
+            const int64_t known = smaller(kTable, end - begin);
+            from.addresses(begin, known, table);
+            for (int64_t j = known; j < kTable; ++j) table[j] = table[known - 1];
+            table_begin = begin;
+            table_end = begin + kTable;
+        }
+        addresses = table + (begin - table_begin);
     }
 };
 

@@ -94,47 +94,75 @@ FA_INLINE TileRows tile_rows(const BlockRows<Bfloat16>& keys, int64_t offset, in
     return {copies, stride * static_cast<int64_t>(sizeof(Bfloat16))};
 }
 
+// Chunks of a row: known to the compiler for the commonest headdim, so that its loops are unrolled.
+template <class Use>
+FA_INLINE void with_chunks(int64_t headdim, Use&& use) {
+    if (headdim == 128) {
+        use([] { return int64_t{4}; });
+    } else {
+        use([headdim] { return (headdim + Bfloat16Tiles::kChunk - 1) / Bfloat16Tiles::kChunk; });
+    }
+}
+
 // As the template of decode.hpp. All 32 keys: past the last one rows repeat it.
 template <int kGroup>
 static void score_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t head, const float* queries, int64_t,
                         int64_t headdim, float* scores) {
-    constexpr int64_t kTileKeys = 16, kChunk = Bfloat16Tiles::kChunk;
-    alignas(64) Bfloat16 copies[Bfloat16Tiles::kBlock * kMaxHeaddim];
+    constexpr int64_t kKeys = Bfloat16Tiles::kBlock, kChunk = Bfloat16Tiles::kChunk;
+    alignas(64) Bfloat16 copies[kKeys * kMaxHeaddim];
     const TileRows keys = tile_rows(block.keys, head * block.keys.head_stride, headdim, copies);
-    const Bfloat16* const below = keys.first + kTileKeys * (keys.stride / static_cast<int64_t>(sizeof(Bfloat16)));
-    const int64_t chunks = (headdim + kChunk - 1) / kChunk;
+    const Bfloat16* const below = keys.first + kKeys / 2 * (keys.stride / static_cast<int64_t>(sizeof(Bfloat16)));
     PrefetchCursor<Bfloat16> ahead = block.heads > 1 ? PrefetchCursor<Bfloat16>(block.keys, block, head)
                                                      : PrefetchCursor<Bfloat16>(block.values, block, head, 0);
     _tile_zero(6);
     _tile_zero(7);
-    for (int64_t c = 0, fetched = 0; c < chunks; ++c) {
-        for (; fetched < (c + 1) * block.n / chunks; ++fetched) ahead.prefetch_next();
-        _tile_loadd(5, queries + c * Bfloat16Tiles::kUnits * kGroup, 4 * kGroup);
-        _tile_loadd(3, keys.first + c * kChunk, keys.stride);
-        _tile_dpbf16ps(6, 3, 5);
-        _tile_loadd(4, below + c * kChunk, keys.stride);
-        _tile_dpbf16ps(7, 4, 5);
-    }
+    with_chunks(headdim, [&](auto chunks) __attribute__((always_inline)) {
+        for (int64_t c = 0, fetched = 0; c < chunks(); ++c) {
+            for (; fetched < (c + 1) * kKeys / chunks(); ++fetched) ahead.prefetch_next();
+            _tile_loadd(5, queries + c * Bfloat16Tiles::kUnits * kGroup, 4 * kGroup);
+            _tile_loadd(3, keys.first + c * kChunk, keys.stride);
+            _tile_dpbf16ps(6, 3, 5);
+            _tile_loadd(4, below + c * kChunk, keys.stride);
+            _tile_dpbf16ps(7, 4, 5);
+        }
+    });
     _tile_stored(6, scores, 4 * kGroup);
-    _tile_stored(7, scores + kTileKeys * kGroup, 4 * kGroup);
+    _tile_stored(7, scores + kKeys / 2 * kGroup, 4 * kGroup);
 }
 
 // Values of 32 keys, `columns` of them, as two tiles for every 32 columns.
-template <bool kPartial>
-FA_INLINE void interleave_values(const Block<Bfloat16>& block, int64_t offset, int64_t columns,
-                                 PrefetchCursor<Bfloat16>* ahead, float* tiles) {
+template <bool kPartial, class Chunks, class Prefetch>
+FA_INLINE void interleave_values(const Block<Bfloat16>& block, int64_t offset, int64_t columns, Chunks chunks,
+                                 Prefetch&& prefetch_next, float* tiles) {
     constexpr int64_t kChunk = Bfloat16Tiles::kChunk, kTile = Bfloat16Tiles::kUnits * Vec::kWidth;
     for (int64_t j = 0; j < Bfloat16Tiles::kBlock; j += 2) {
-        for (int64_t i = j; ahead != nullptr && i < smaller(j + 2, block.n); ++i) ahead->prefetch_next();
+        prefetch_next();
+        prefetch_next();
         const Bfloat16 *first = block.values[j] + offset, *second = block.values[j + 1] + offset;
-        float* to = tiles + j / 2 * Vec::kWidth;
-        for (int64_t c = 0; c < columns; c += kChunk, to += 2 * kTile) {
-            const int n = static_cast<int>(smaller(columns - c, kChunk));
-            const Vec a = kPartial ? load_pairs_partial(first + c, n) : load_pairs(first + c);
-            const Vec b = kPartial ? load_pairs_partial(second + c, n) : load_pairs(second + c);
-            store(to, interleave_low(a, b));
-            store(to + kTile, interleave_high(a, b));
+        float* const to = tiles + j / 2 * Vec::kWidth;
+        for (int64_t c = 0; c < chunks(); ++c) {
+            const int n = static_cast<int>(smaller(columns - c * kChunk, kChunk));
+            const Vec a = kPartial ? load_pairs_partial(first + c * kChunk, n) : load_pairs(first + c * kChunk);
+            const Vec b = kPartial ? load_pairs_partial(second + c * kChunk, n) : load_pairs(second + c * kChunk);
+            store(to + 2 * c * kTile, interleave_low(a, b));
+            store(to + (2 * c + 1) * kTile, interleave_high(a, b));
         }
+    }
+}
+
+// acc_o += probabilities x values, of as many columns as there are tiles.
+template <class Chunks>
+FA_INLINE void multiply_values(const float* tiles, Chunks chunks, float* acc_o, int64_t acc_stride) {
+    constexpr int64_t kTile = Bfloat16Tiles::kUnits * Vec::kWidth;
+    for (int64_t c = 0; c < chunks(); ++c, acc_o += 2 * Vec::kWidth, tiles += 2 * kTile) {
+        _tile_loadd(0, acc_o, acc_stride * 4);
+        _tile_loadd(1, acc_o + Vec::kWidth, acc_stride * 4);
+        _tile_loadd(3, tiles, 64);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_loadd(4, tiles + kTile, 64);
+        _tile_dpbf16ps(1, 2, 4);
+        _tile_stored(0, acc_o, acc_stride * 4);
+        _tile_stored(1, acc_o + Vec::kWidth, acc_stride * 4);
     }
 }
 
@@ -142,32 +170,24 @@ FA_INLINE void interleave_values(const Block<Bfloat16>& block, int64_t offset, i
 template <int kGroup>
 static void accumulate_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t head, const float* probabilities,
                              const float*, float* acc_o, int64_t acc_stride, int64_t headdim_v) {
-    constexpr int64_t kChunk = Bfloat16Tiles::kChunk, kTile = Bfloat16Tiles::kUnits * Vec::kWidth;
     constexpr int64_t kColumns = 128;  // at a time: 8 KB of tiles stay in the first-level cache
-    alignas(64) float tiles[kColumns / Vec::kWidth * kTile];
+    alignas(64) float tiles[kColumns * Bfloat16Tiles::kUnits];
     PrefetchCursor<Bfloat16> ahead = block.heads > 1 ? PrefetchCursor<Bfloat16>(block.values, block, head)
                                                      : PrefetchCursor<Bfloat16>(block.keys, block, head, block.size);
     _tile_loadd(2, probabilities, 64);
     for (int64_t column = 0; column < headdim_v; column += kColumns) {
         const int64_t columns = smaller(kColumns, headdim_v - column), offset = head * block.values.head_stride + column;
-        PrefetchCursor<Bfloat16>* const fetching = column == 0 ? &ahead : nullptr;
-        if (columns % kChunk == 0) {
-            interleave_values<false>(block, offset, columns, fetching, tiles);
-        } else {
-            interleave_values<true>(block, offset, columns, fetching, tiles);
-        }
-        for (int64_t c = 0; c < columns; c += kChunk) {
-            float* const to = acc_o + column + c;
-            const float* const from = tiles + c / Vec::kWidth * kTile;
-            _tile_loadd(0, to, acc_stride * 4);
-            _tile_loadd(3, from, 64);
-            _tile_dpbf16ps(0, 2, 3);
-            _tile_stored(0, to, acc_stride * 4);
-            _tile_loadd(1, to + Vec::kWidth, acc_stride * 4);
-            _tile_loadd(4, from + kTile, 64);
-            _tile_dpbf16ps(1, 2, 4);
-            _tile_stored(1, to + Vec::kWidth, acc_stride * 4);
-        }
+        auto prefetch_next = [&]() __attribute__((always_inline)) {
+            if (column == 0) ahead.prefetch_next();
+        };
+        with_chunks(columns, [&](auto chunks) __attribute__((always_inline)) {
+            if (columns % Bfloat16Tiles::kChunk == 0) {
+                interleave_values<false>(block, offset, columns, chunks, prefetch_next, tiles);
+            } else {
+                interleave_values<true>(block, offset, columns, chunks, prefetch_next, tiles);
+            }
+            multiply_values(tiles, chunks, acc_o + column, acc_stride);
+        });
     }
 }
 

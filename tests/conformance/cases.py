@@ -341,6 +341,12 @@ PAGES = [
                 memory_k="heads_major", seqlen_new=2),
     KvCacheCase(name="pages-sliced", cache_seqlens=(70, 40), page_block_size=16, headdim_v=59,
                 memory_k="sliced_headdim"),
+] + [
+    # Kernels take blocks of rows in place where they are equally spaced: not across pages, nor where headdim is odd.
+    KvCacheCase(name=f"pages-heads-major-group-{group}-headdim-{d}", cache_seqlens=(530, 0, 77), leftpad=(5, 0, 0),
+                page_block_size=size, nheads=2 * group, headdim=d, headdim_v=d_v, memory_k="heads_major")
+    for group in (1, 2, 3, 4, 6, 8, 16)
+    for d, d_v, size in ((128, 128, 48), (47, 160, 7))
 ]  # fmt: skip
 
 SPLITS = [

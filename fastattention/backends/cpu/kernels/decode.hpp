@@ -246,7 +246,10 @@ private:
             if (new_max == row_max_[g]) continue;
             if (row_max_[g] != -kInfinity) rescale(g, exp2(row_max_[g] - new_max));
             row_max_[g] = new_max;
-            for (int i = g; i < Vec::kWidth; i += kGroup) lane_max_[i] = new_max, shifts_[i] = -new_max;
+            for (int i = g; i < Vec::kWidth; i += kGroup) {
+                lane_max_[i] = new_max;
+                shifts_[i] = -new_max;
+            }
         }
     }
 

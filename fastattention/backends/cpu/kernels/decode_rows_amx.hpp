@@ -117,11 +117,16 @@ static void score_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t hea
     _tile_zero(6);
     _tile_zero(7);
     with_chunks(headdim, [&](auto chunks) __attribute__((always_inline)) {
-        for (int64_t c = 0, fetched = 0; c < chunks(); ++c) {
-            for (; fetched < (c + 1) * kKeys / chunks(); ++fetched) ahead.prefetch_next();
+        int64_t fetched = 0;
+        auto fetch_until = [&](int64_t tile) __attribute__((always_inline)) {
+            for (; fetched < tile * kKeys / (2 * chunks()); ++fetched) ahead.prefetch_next();
+        };
+        for (int64_t c = 0; c < chunks(); ++c) {
+            fetch_until(2 * c + 1);
             _tile_loadd(5, queries + c * Bfloat16Tiles::kUnits * kGroup, 4 * kGroup);
             _tile_loadd(3, keys.first + c * kChunk, keys.stride);
             _tile_dpbf16ps(6, 3, 5);
+            fetch_until(2 * c + 2);
             _tile_loadd(4, below + c * kChunk, keys.stride);
             _tile_dpbf16ps(7, 4, 5);
         }

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kDecodeRows = 16;
 // Keys of a decode split: short enough to balance threads, long enough that merging is a few percent. Chosen from the
 // lengths alone, never from the number of threads, so that results do not depend on it.
-constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 4096, kWantedSplits = 128;
+constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128;
 // What a decode task reads of a token at once.
 constexpr int64_t kTokenBytes = 2048;
 // Heads are packed and processed in waves of about this many bytes, so that working memory does not grow with the batch.

@@ -264,8 +264,8 @@ def run_cases(
     """Every case; a resident one tells those after it what a layer costs beyond its bytes."""
     rows = []
     for case in cases:
-        MESSAGES.print(f"{case}")
         row = answer(case, device, hardware, dtype, rounds, steps)
+        MESSAGES.print(case, {name: f"{1e3 * seconds:.1f} ms" for name, seconds in row["seconds"].items()})
         rows.append(row)
         if not case.num_layers_cpu:
             hardware = calibrated(hardware, case, PRESETS[case.model], row["seconds"]["resident"])

@@ -173,8 +173,9 @@ class CudaDevice(Device):
             )
 
     def unpin(self, memory: Tensor) -> None:
-        """The copies of this device are over when it is idle."""
+        """The copies of this device are over when it is idle, and so are its jobs, which keep memory of theirs."""
         torch.cuda.synchronize(self.torch_device)
+        self._running.forget()
         self._runtime.cudaHostUnregister(memory.data_ptr())
 
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
@@ -225,9 +226,16 @@ class Running:
 
     def check(self) -> None:
         """Forgets jobs that have ended. Raises the error of one that failed."""
+        for job in self.forget():
+            job.work.check()
+
+    def forget(self) -> list[CpuJob]:
+        """Those that have ended, and are kept no longer."""
+        ended = []
         with self._lock:
             while self._jobs and self._jobs[0][1].query():  # type: ignore[no-untyped-call]
-                self._jobs.popleft()[0].work.check()
+                ended.append(self._jobs.popleft()[0])
+        return ended
 
 
 @functools.cache

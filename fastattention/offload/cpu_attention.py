@@ -15,8 +15,9 @@ def prepare_attention(
 ) -> CpuWork:
     """A call of fast_attn_with_kvcache that writes out and lse, and reads the numbers of q only when it is run.
 
-    The tensors of `arguments` lie in CPU memory; lengths and pages are those of now. out: (batch_size, seqlen_q, nheads,
-    headdim_v); lse: float32 (batch_size, nheads, seqlen_q). Raises as the call would.
+    The tensors of `arguments` lie in CPU memory; lengths and pages are those of now. Raises as the call would.
+
+    out: (batch_size, seqlen_q, nheads, headdim_v); lse: float32 (batch_size, nheads, seqlen_q)
     """
     problem, inputs = prepare_kvcache(arguments, options._replace(return_lse=True))
     backend = select_backend(problem, CpuBackend.name)

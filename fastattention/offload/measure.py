@@ -31,7 +31,7 @@ LAYER_OVERHEAD_SECONDS = 100e-6
 def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
     """The machine around `gpu`, for pages of this shape.
 
-    Measured once, with 1.3 GiB of memory on the host and 0.5 on the GPU. Raises ArgumentError for a device that is no GPU.
+    Measured once, with 1.3 GiB of memory on the host and 0.5 on the GPU. Raises ArgumentError unless `gpu` is one.
     """
     device = cuda_device(gpu)
     uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)

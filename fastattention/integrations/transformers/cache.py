@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    CacheLayerMixin,
-    DynamicSlidingWindowLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers.cache_layers import StoredLayer, WindowLayer
@@ -38,7 +33,6 @@ from fastattention.offload.prediction import (
 from fastattention.quantised import LARGEST_STORED
 from fastattention.sizes import read_bytes
 
-FULL_ATTENTION = "full_attention"
 HOST_SHARE = 0.8  # of the memory that is free on the host, by default
 
 
@@ -104,17 +98,16 @@ class FastAttentionCache(Cache):
         self._half: Half | None = None
         config = config.get_text_config(decoder=True)
         self._model = model_shape(config)
-        types, arguments = get_layer_types_and_kwargs(config)
-        full = [index for index, kind in enumerate(types) if kind == FULL_ATTENTION]
+        layers = dynamic_layers(config)
+        full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if not full:
-            raise ArgumentError(
-                f"no layer of {type(config).__name__} keeps all tokens ({set(types)}): use a DynamicCache"
-            )
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+            raise ArgumentError(f"no layer of {type(config).__name__} keeps all tokens ({kinds}): use a DynamicCache")
         positions = {layer: position for position, layer in enumerate(full)}
         super().__init__(
             layers=[
-                StoredLayer(self, positions[layer]) if layer in positions else self._other_layer(kind, given)
-                for layer, (kind, given) in enumerate(zip(types, arguments, strict=True))
+                StoredLayer(self, positions[index]) if index in positions else self._other_layer(layer)
+                for index, layer in enumerate(layers)
             ]
         )
 
@@ -204,13 +197,9 @@ class FastAttentionCache(Cache):
             return None
         return StoredTokens(store, index, NewTokens(k, v), self._padding_of)
 
-    def _other_layer(self, kind: str, given: dict[str, Any]) -> CacheLayerMixin:
-        """The cache of a layer that does not keep all tokens."""
-        layer_class = DYNAMIC_LAYER_TYPE_MAPPING[kind]
-        if layer_class is DynamicSlidingWindowLayer:
-            return WindowLayer(self, **given)
-        layer: CacheLayerMixin = layer_class(**given)
-        return layer
+    def _other_layer(self, layer: Any) -> Any:
+        """The cache of a layer that does not keep all tokens, which Transformers has as `layer`."""
+        return WindowLayer(self, layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else layer
 
     def _others(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, StoredLayer)]
@@ -254,14 +243,23 @@ class FastAttentionCache(Cache):
         return upload_fraction(self.policy, workload, hardware, num_layers_cpu, staging, predict)
 
 
+def dynamic_layers(config: PretrainedConfig) -> list[Any]:
+    """What Transformers itself would keep the tokens of each layer in; empty."""
+    return list(DynamicCache(config=config).layers)
+
+
 def model_shape(config: PretrainedConfig) -> ModelShape:
     """Dimensions of a model, by its configuration; those of its MLP only as far as they are usual."""
     nheads = config.num_attention_heads
-    types, arguments = get_layer_types_and_kwargs(config)
-    windows = {layer: given["sliding_window"] for layer, given in enumerate(arguments) if "sliding_window" in given}
+    layers = dynamic_layers(config)
+    windows = {
+        index: layer.sliding_window
+        for index, layer in enumerate(layers)
+        if isinstance(layer, DynamicSlidingWindowLayer)
+    }
     return ModelShape(
         name=config.model_type,
-        num_layers=len(types),
+        num_layers=len(layers),
         nheads=nheads,
         nheads_k=getattr(config, "num_key_value_heads", None) or nheads,
         headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,

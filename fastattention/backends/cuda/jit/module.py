@@ -131,7 +131,7 @@ def launch_host_function(function: int, argument: int, stream: int) -> None:
 
 @functools.cache
 def _host_launcher() -> Any:
-    """cuLaunchHostFunc itself: that of cuda.bindings holds Python's lock while the function runs."""
+    """The driver's cuLaunchHostFunc: that of cuda.bindings holds Python's lock while the function runs."""
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
     launch.argtypes = [ctypes.c_void_p] * 3
     return launch

@@ -111,8 +111,8 @@ class Line(threading.local):
 class PretendDevice(Device):
     """Computes in the order in which it was asked to, which is one of those that a real device may choose.
 
-    Time passes for the computation (`now`, advanced by `compute`), for uploads, downloads and work on the CPU, each in a
-    line of its own. Who asks for all that takes no time.
+    Time passes for the computation (`now`, advanced by `compute`), for uploads, downloads and work on the CPU, each in
+    a line of its own. Who asks for all that takes no time.
     Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
     what is read of their target in between is seen. Every thread has a line of computation of its own.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import replace
@@ -128,6 +129,7 @@ class FastAttentionCache(Cache):
         gpu = self._kv_budget
         if gpu is None:
             assert self._gpu_memory is not None
+            gc.collect()  # a cache and its layers refer to each other: one that is gone may still hold its memory
             taken = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             gpu = max(self._gpu_memory - taken - self._workspace, 0)
         return MemoryCaps(gpu, self._cpu_memory, remedy)

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastattention.backends.cuda.chips import CHIPS, Limits
@@ -117,6 +117,7 @@ def example_line(num_groups: int, num_splits: int, *tiles: int) -> tuple[Problem
     return replace(DECODE, batch_size=len(tiles)), config, Line(list(tiles), split)
 
 
+@settings(deadline=None)  # the model is slow Python
 @given(lines())
 @example(example_line(3, 0, 1, 1, 8, 1, 1))
 @example(example_line(6, 2, 1, 5, 2))
@@ -131,6 +132,7 @@ def test_every_tile_of_every_sequence_is_in_one_stretch(made: tuple[Problem, Ker
         assert groups == list(range(groups[0], groups[-1] + 1)) == line.groups_of(batch)
 
 
+@settings(deadline=None)  # the model is slow Python
 @given(lines())
 def test_stretches_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig, Line]) -> None:
     problem, _, line = made
@@ -144,6 +146,7 @@ def test_stretches_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig,
             assert max(sizes) - min(sizes) <= 1
 
 
+@settings(deadline=None)  # the model is slow Python
 @given(lines())
 @example(example_line(2, 0, 3, 3, 3))
 def test_every_partial_result_has_a_place_of_its_own(made: tuple[Problem, KernelConfig, Line]) -> None:
@@ -154,6 +157,7 @@ def test_every_partial_result_has_a_place_of_its_own(made: tuple[Problem, Kernel
     assert all(0 <= slot < line.split.num_slots for slot in slots)
 
 
+@settings(deadline=None)  # the model is slow Python
 @given(lines())
 @example(example_line(2, 0, 3, 3, 3))
 def test_who_merges_finds_what_each_group_left(made: tuple[Problem, KernelConfig, Line]) -> None:

@@ -8,6 +8,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -145,11 +146,13 @@ class CudaDevice(Device):
         """On a stream of its own: this thread goes on, and the driver calls the function when its turn comes."""
         self._running.check()
         stream = self._cpu_stream()
-        self._copy(stream, job.down, after)
-        launch_host_function(job.work.function, job.work.argument, stream.cuda_stream)
-        end = stream.record_event()
-        self._running.add(job, end)
-        return end
+        running = self._running.keep(job)
+        try:
+            self._copy(stream, job.down, after)
+            launch_host_function(job.work.function, job.work.argument, stream.cuda_stream)
+        finally:
+            running.end = stream.record_event()
+        return running.end
 
     def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
         """A stream, kept: torch keeps memory for every stream that it has seen."""
@@ -213,16 +216,26 @@ def _as_device_tensor(pinned: Tensor, device: torch.device) -> Tensor:
     return torch.as_tensor(_Interface(pinned), device=device).view(pinned.dtype).view(pinned.shape)
 
 
+@dataclass
+class RunningJob:
+    """A job that the driver may begin at any time; its end is known once all of it has been asked for."""
+
+    job: CpuJob
+    end: torch.cuda.Event | None = None
+
+
 class Running:
     """Jobs that have not ended yet, whose memory must stay."""
 
     def __init__(self) -> None:
-        self._jobs: deque[tuple[CpuJob, torch.cuda.Event]] = deque()
+        self._jobs: deque[RunningJob] = deque()
         self._lock = threading.Lock()
 
-    def add(self, job: CpuJob, end: torch.cuda.Event) -> None:
-        """A job that is over at `end`."""
-        self._jobs.append((job, end))
+    def keep(self, job: CpuJob) -> RunningJob:
+        """Keeps a job before anybody may begin it: one whose asking is interrupted may run all the same."""
+        running = RunningJob(job)
+        self._jobs.append(running)
+        return running
 
     def check(self) -> None:
         """Forgets jobs that have ended. Raises the error of one that failed."""
@@ -233,8 +246,8 @@ class Running:
         """Those that have ended, and are kept no longer."""
         ended = []
         with self._lock:
-            while self._jobs and self._jobs[0][1].query():  # type: ignore[no-untyped-call]
-                ended.append(self._jobs.popleft()[0])
+            while self._jobs and (end := self._jobs[0].end) is not None and end.query():  # type: ignore[no-untyped-call]
+                ended.append(self._jobs.popleft().job)
         return ended
 
 

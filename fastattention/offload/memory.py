@@ -15,8 +15,10 @@ PREFILL_CHUNK = 8192
 STAGING_TOKENS = 16384  # of a layer in a buffer for uploads, of all sequences together, at most
 STAGING_BUFFERS = 2  # one is filled while the other is attended to
 STAGING_SHARE = 2  # and all buffers take at most 1 / STAGING_SHARE of what the cache may take on the GPU
-# Assumed: activations of a prompt taken in pieces, libraries, fragmentation.
-DEFAULT_WORKSPACE = 1 << 30
+# Elements that a decoder has at once for each token of a chunk, as multiples of two of its sizes: gate, up and their
+# product twice; and the residual, norms, queries, results of attention and their parts. A forward pass of Transformers'
+# Llama of the shape of LLaMA-3-8B was seen to take 1.58 GiB (docs/long_context.md), where this says 1.63.
+WORKSPACE_INTERMEDIATE, WORKSPACE_HIDDEN = 4, 12
 ENDLESS = 1 << 62  # tokens: what fits this has no limit
 
 
@@ -24,6 +26,12 @@ def staging_pages(batch_size: int, page_size: int, page_bytes: int, cache_bytes:
     """Pages of each sequence that a buffer for uploads holds, when the cache may take `cache_bytes` on the GPU."""
     fitting = cache_bytes // STAGING_SHARE // (STAGING_BUFFERS * batch_size * page_bytes)
     return max(min(STAGING_TOKENS // (batch_size * page_size), fitting), 1)
+
+
+def prompt_workspace(model: ModelShape) -> int:
+    """Bytes that a chunk of a prompt takes on its way through a model, beside weights, keys and values; about."""
+    elements = WORKSPACE_INTERMEDIATE * model.intermediate_size + WORKSPACE_HIDDEN * model.hidden_size
+    return PREFILL_CHUNK * elements * model.dtype_bytes
 
 
 def least_pages(pages: int, batch_size: int) -> int:
@@ -97,7 +105,7 @@ class Budget:
 
     gpu_memory: int
     cpu_memory: int | None = None  # None: as much as it takes
-    workspace: int = DEFAULT_WORKSPACE
+    workspace: int = 0
     num_layers_cpu: int | None = None
 
 

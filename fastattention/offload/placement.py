@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fastattention.errors import ArgumentError
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.memory import (
-    DEFAULT_WORKSPACE,
     Budget,
     Memory,
     Workload,
     divide,
     longest_seqlen,
     memory_of,
+    prompt_workspace,
     why_not,
 )
 from fastattention.offload.model_shape import ModelShape
@@ -72,13 +72,13 @@ def place(
     cpu_memory: int | None = None,
     policy: str = AUTO,
     num_layers_cpu: int | None = None,
-    workspace: int = DEFAULT_WORKSPACE,
+    workspace: int | None = None,
     quantised: bool = False,
 ) -> Placement:
     """The placement of `batch_size` sequences of `seqlen` tokens, prompt and answer together.
 
     gpu_memory, cpu_memory, workspace: bytes; cpu_memory is for keys and values only, None as much as it takes;
-        workspace is what the GPU needs beside weights, keys and values
+        workspace is what the GPU needs beside weights, keys and values, None what a chunk of a prompt takes
     policy: "auto" (the fastest that fits, of equals the simpler), or the name of a Policy. When every layer fits on the
         GPU, the policy is always resident
     num_layers_cpu: of those that keep every token; None: the fewest that leave the GPU room
@@ -89,7 +89,8 @@ def place(
     """
     wanted = read_policy(policy)
     workload = Workload(model, batch_size, seqlen, quantised)
-    budget = Budget(gpu_memory, cpu_memory, workspace, num_layers_cpu)
+    beside = prompt_workspace(model) if workspace is None else workspace
+    budget = Budget(gpu_memory, cpu_memory, beside, num_layers_cpu)
     _check(workload, budget, wanted)
     predictions = {one: _predict(one, workload, hardware, budget) for one in Policy}
     chosen, on_cpu = _choose(wanted, predictions)

@@ -140,7 +140,7 @@ def test_buffers_take_at_most_half_of_what_the_cache_may_take_but_a_page_each() 
     weights = LLAMA_7B.weight_bytes + GIB
     page = 512 * LLAMA_7B.kv_bytes_per_token()
     # 72 pages: 36 in buffers, 32 layers' newest, and a prompt of 512 tokens takes two more on its way.
-    assert plan(seqlen=K, gpu_memory=weights + 72 * page, num_layers_cpu=32).memory.staging == 36 * page
+    assert plan(seqlen=K, gpu_memory=weights + 72 * page, num_layers_cpu=32, workspace=GIB).memory.staging == 36 * page
     with pytest.raises(ArgumentError, match=r"staging 16\.00 MiB"):
         plan(gpu_memory=weights)
 

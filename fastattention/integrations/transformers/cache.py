@@ -21,7 +21,7 @@ from fastattention.offload.device import Device, cuda_device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps, Usage
 from fastattention.offload.measure import measure_hardware
-from fastattention.offload.memory import PAGE_SIZE, Workload
+from fastattention.offload.memory import PAGE_SIZE, Workload, prompt_workspace
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy, read_policy
@@ -58,7 +58,8 @@ class FastAttentionCache(Cache):
     policy: what is done about layers in host memory: "classical" uploads them for every token, "cooperative" has the
         CPU attend to them, "hybrid" both, in parts; "auto" takes the fastest, by the model of docs/long_context.md
     cpu_cache_dtype: torch.int8 or torch.float8_e4m3fn keeps host memory quantised: half the bytes, not exact
-    workspace: GPU memory for all else that the model computes
+    workspace: GPU memory for all else that the model computes; by default what 8192 tokens of a prompt take, about,
+        which is what prefill_chunk_size=8192 gives the model at once
     hardware: bandwidths for the model; measured by default
 
     Layers with a window keep that alone, on the GPU, as in a DynamicCache. All sequences of a batch have the same
@@ -75,7 +76,7 @@ class FastAttentionCache(Cache):
         cpu_memory: int | str | None = None,
         policy: str = "auto",
         cpu_cache_dtype: torch.dtype | None = None,
-        workspace: int | str = "1GiB",
+        workspace: int | str | None = None,
         hardware: Hardware | None = None,
         page_size: int = PAGE_SIZE,
         device: Device | None = None,
@@ -85,7 +86,6 @@ class FastAttentionCache(Cache):
         self._gpu_memory = None if gpu_memory is None else read_bytes("gpu_memory", gpu_memory)
         self._kv_budget = None if kv_budget is None else read_bytes("kv_budget", kv_budget)
         self._cpu_memory = _free_host_memory() if cpu_memory is None else read_bytes("cpu_memory", cpu_memory)
-        self._workspace = read_bytes("workspace", workspace)
         self._policy, self._hardware, self._device = read_policy(policy), hardware, device
         if cpu_cache_dtype is not None and cpu_cache_dtype not in LARGEST_STORED:
             allowed = ", ".join(str(one).removeprefix("torch.") for one in LARGEST_STORED)
@@ -99,6 +99,7 @@ class FastAttentionCache(Cache):
         self._half: Half | None = None
         config = config.get_text_config(decoder=True)
         self._model = model_shape(config)
+        self._workspace = prompt_workspace(self._model) if workspace is None else read_bytes("workspace", workspace)
         layers = dynamic_layers(config)
         full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if not full:

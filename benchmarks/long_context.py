@@ -167,17 +167,11 @@ def transformers_offloaded(
     case: Case, shape: ModelShape, device: torch.device, dtype: torch.dtype, steps: int
 ) -> float:
     """Median seconds of a step of Transformers' own Llama with its offloaded cache: all layers are on the host."""
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+    from random_llama import random_llama
+    from transformers import DynamicCache
 
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.nheads, num_key_value_heads=shape.nheads_k,
-        max_position_embeddings=2 * case.seqlen,
-    )  # fmt: skip
-    with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)  # type: ignore[no-untyped-call]
-        model.eval()
-    cache = DynamicCache(config=config, offloading=True)
+    model = random_llama(shape, 2 * case.seqlen, "sdpa", dtype, device)
+    cache = DynamicCache(config=model.config, offloading=True)
     # Its tensors grow with every token, and torch rounds pinned memory up to a power of two: stay below one.
     seqlen = case.seqlen - steps - 1
     keys = torch.randn(case.batch_size, shape.nheads_k, seqlen, shape.headdim, dtype=dtype, device=device)
@@ -283,8 +277,8 @@ def offloaded_by_transformers(rows: list[dict[str, Any]], measure_one: Callable[
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     done = set()
     for row in rows:
-        case = Case(row["model"], row["seqlen"], 0)
-        cache_bytes = PRESETS[case.model].num_layers * Workload(PRESETS[case.model], 1, case.seqlen).gpu_layer_bytes
+        case, shape = Case(row["model"], row["seqlen"], 0), PRESETS[row["model"]]
+        cache_bytes = shape.num_layers * shape.kv_bytes_per_token() * case.seqlen
         if case in done or PINNED_COPIES * cache_bytes > host_bytes:
             continue
         done.add(case)
@@ -293,10 +287,8 @@ def offloaded_by_transformers(rows: list[dict[str, Any]], measure_one: Callable[
         row["transformers_seconds"] = measure_one(case)
 
 
-def save(rows: list[dict[str, Any]], hardware: Hardware, reading: dict[int, float], output: Path) -> None:
+def save(record: dict[str, Any], output: Path) -> None:
     """Writes long_context.json."""
-    record = {"schema": SCHEMA, "question": "long_context", "machine": describe_machine()}
-    record |= {"hardware": asdict(hardware), "cpu_read_bytes_per_s": reading, "rows": rows}
     output.mkdir(parents=True, exist_ok=True)
     (output / "long_context.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -311,13 +303,16 @@ def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
     OUTPUT.print(hardware)
     OUTPUT.print("CPU reads, GB/s by threads:", {count: round(rate / 1e9, 1) for count, rate in reading.items()})
     rows = run_cases(CASES, device, hardware, dtype, rounds, steps)
-    save(rows, hardware, reading, output)
+    machine = describe_machine()
+    record = {"schema": SCHEMA, "question": "long_context", "machine": machine, "hardware": asdict(hardware)}
+    record |= {"cpu_read_bytes_per_s": reading, "rows": rows}
+    save(record, output)  # what follows may take more memory than the host has
     offloaded_by_transformers(
         rows, lambda case: transformers_offloaded(case, PRESETS[case.model], device.torch_device, dtype, steps)
     )
     show(rows)
-    OUTPUT.print(title(describe_machine()))
-    save(rows, hardware, reading, output)
+    OUTPUT.print(title(machine))
+    save(record, output)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import typer
+from random_llama import random_llama
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from fastattention.cli.bench.report import SCHEMA, title
@@ -44,19 +44,6 @@ class Clock(BaseStreamer):
 
     def end(self) -> None:
         """No more come."""
-
-
-def random_llama(preset: str, seqlen: int) -> Any:
-    """The model of a preset's shape, on the GPU."""
-    shape = PRESETS[preset]
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.nheads, num_key_value_heads=shape.nheads_k,
-        max_position_embeddings=seqlen,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        model = LlamaForCausalLM._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    return model.eval()
 
 
 def measure(model: Any, cache: FastAttentionCache, prompt: int, new_tokens: int) -> dict[str, Any]:
@@ -93,7 +80,7 @@ def main(
     output: Path = RESULTS,
 ) -> None:
     """Measure the current GPU and its host; write long_generate.json into `output`."""
-    llama = random_llama(model, prompt + new_tokens)
+    llama = random_llama(PRESETS[model], prompt + new_tokens, NAME, torch.bfloat16, torch.device("cuda"))
     warm = FastAttentionCache(llama.config, gpu_memory=gpu_memory)
     measure(llama, warm, 4096, 2)  # kernels are compiled and bandwidths measured
     del warm

@@ -35,7 +35,7 @@ class HandOver:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._memory: dict[tuple[str, torch.Size], Shared] = {}
+        self._memory: dict[tuple[str, tuple[int, ...]], Shared] = {}
         self._end: Event = None
 
     def attend(self, q: Tensor, headdim_v: int, nbytes: int, prepare: Prepare, ready: Event = None) -> Results:
@@ -59,7 +59,7 @@ class HandOver:
             self._device.wait(self._end)
 
     def _shared(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Shared:
-        key = (name, torch.Size(shape))
+        key = (name, shape)
         if key not in self._memory:
             self._memory[key] = self._device.empty_shared(shape, dtype)
         return self._memory[key]

@@ -28,7 +28,6 @@ FA_EXPORT void* fastattention_prepare(int64_t isa, const FaAttentionParams* para
     return new (std::nothrow) Prepared(isa_kernels(static_cast<int>(isa)), *params);
 }
 
-
 // From any thread: of the form that CUDA calls on the host.
 FA_EXPORT void fastattention_run(void* prepared) { static_cast<Prepared*>(prepared)->run(); }
 

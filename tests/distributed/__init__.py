@@ -1,1 +1,1 @@
-"""Attention over the ranks of a group: gloo, on a CPU."""
+"""Tensor-parallel attention."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ _CONTEXT.set_forkserver_preload(["fastattention.distributed", "fastattention.ref
 PATIENCE = 60.0  # seconds for the answers of one task; beyond it a rank hangs
 
 
-class Failed(Exception):
+class FailedError(Exception):
     """What a rank raised, as text."""
 
 
@@ -36,9 +37,10 @@ def _serve(rank: int, size: int, store: str, timeout: float, connection: Connect
         function, arguments = task
         torch.manual_seed(0)
         try:
-            connection.send((True, function(*arguments)))
+            answer = (True, function(*arguments))
         except Exception as error:
-            connection.send((False, (error, traceback.format_exc())))
+            answer = (False, (error, traceback.format_exc()))
+        connection.send_bytes(pickle.dumps(answer))  # multiprocessing would share the memory of tensors
     dist.destroy_process_group()
 
 
@@ -58,25 +60,25 @@ class Team:
             theirs.close()
 
     def outcomes(self, function: Callable[..., Any], *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What `function` returns or raises on each rank; EOFError of one that died. It is called on all, or on `ranks`."""
+        """What `function` returns or raises on all ranks or some; EOFError for one that died."""
         asked = range(self.size) if ranks is None else ranks
         for rank in asked:
             self._connections[rank].send((function, arguments))
         return [self._answer(rank) for rank in asked]
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What `function` returns on each rank. Raises Failed where one raised."""
+        """What `function` returns on each rank. Raises FailedError where one raised."""
         outcomes = self.outcomes(function, *arguments, ranks=ranks)
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, Exception):
-                raise Failed(f"rank {rank}: {outcome}\n{getattr(outcome, 'where', '')}")
+                raise FailedError(f"rank {rank}: {outcome}\n{getattr(outcome, 'where', '')}")
         return outcomes
 
     def _answer(self, rank: int) -> Any:
         if not wait([self._connections[rank]], PATIENCE):
             raise TimeoutError(f"rank {rank} hangs")
         try:
-            returned, answer = self._connections[rank].recv()
+            returned, answer = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             return EOFError(f"rank {rank} died")
         if returned:

@@ -42,6 +42,13 @@ class Backend(abc.ABC):
         """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""
         return ""
 
+    def prefers_corner(self, problem: Problem) -> bool:
+        """Whether a causal call with more keys than queries is faster in two: all keys before the last seqlen_q, and these.
+
+        The results are then merged by lse. Asked of calls that `why_not` accepted, with a cache of no kind.
+        """
+        return False
+
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""
         return None

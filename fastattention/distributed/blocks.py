@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.dispatch import run
+from fastattention.distributed import corner
 from fastattention.problem import Inputs, Layout, Problem
 
 
@@ -148,7 +148,7 @@ class AttentionLinear:
         if piece.num_rows != problem.total_q:
             call = piece_problem(problem, piece)
             problem, inputs = call.problem, piece_inputs(inputs, piece, call)
-        return run(problem, inputs, self.backend).out.view(piece.num_rows, -1)
+        return corner.attend(problem, inputs, self.backend).view(piece.num_rows, -1)
 
     def compute(self, start: int, stop: int, partial: Tensor) -> None:
         """Writes this rank's share of rows [start, stop) to `partial` (stop - start, hidden)."""

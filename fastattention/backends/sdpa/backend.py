@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.packed_cache import REFUSAL
-from fastattention.backends.sdpa import fused, math
+from fastattention.backends.sdpa import fused, math, with_lse
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, join, split
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
@@ -39,8 +41,12 @@ class SdpaBackend(Backend):
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         unmasked = fused.can_express(problem) and not (problem.has_alibi or problem.has_bias)
         generator = _generator(problem, inputs)
-        parts = split(problem, inputs, q, whole_batch=fits or unmasked)
+        parts = split(problem, inputs, q, whole_batch=fits or unmasked or with_lse.can_serve(problem))
         return join(problem, inputs, [_attend(problem, part, generator) for part in parts])
+
+    def prefers_corner(self, problem: Problem) -> bool:
+        """Where torch's kernels know only squares, and give lse."""
+        return with_lse.can_serve(replace(problem, seqlen_k=problem.seqlen_q, return_lse=True))
 
     def describe(self) -> str:
         """Version of torch and which of its kernels are switched on."""
@@ -55,6 +61,8 @@ def _is_enabled(kernel: str) -> bool:
 
 
 def _attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
+    if with_lse.can_serve(problem):
+        return with_lse.attend(problem, part)
     if fused.can_express(problem) and part.q.numel() and part.k.numel():
         return AttentionOutput(fused.attend(problem, part), None)
     return math.attend(problem, part, generator)

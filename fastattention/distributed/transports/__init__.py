@@ -13,6 +13,8 @@ from fastattention.errors import ArgumentError
 # Name -> module:class. Modules are imported when first asked for.
 TRANSPORTS: dict[str, str] = {
     "c10d": "fastattention.distributed.transports.c10d:C10d",
+    "copy_engine": "fastattention.distributed.transports.copy_engine:CopyEngine",
+    "nccl_symmetric": "fastattention.distributed.transports.nccl_symmetric:NcclSymmetric",
 }
 
 

@@ -137,6 +137,13 @@ def _host_launcher() -> Any:
     return launch
 
 
+def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Enqueues a copy between addresses of this process, of any GPUs that it can reach."""
+    (status,) = _driver().cuMemcpyAsync(target, source, nbytes, stream)
+    if status:
+        raise CompileError(f"copying {nbytes} bytes: the CUDA driver answers {status.name}")
+
+
 class Kernel:
     """One variant, loaded on the device that is current when it is made."""
 

@@ -1,0 +1,70 @@
+"""torch's fused kernels of a GPU that give lse too: cuDNN's and FlashAttention's, by the operators that autograd calls."""
+
+from __future__ import annotations
+
+import torch
+
+from fastattention.backends.sdpa.parts import Part
+from fastattention.problem import AttentionOutput, Layout, Problem
+
+_HEADDIM_MULTIPLE, _MOST_HEADDIM = 8, 128  # that both kernels take
+_FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopper cuDNN's is the slower one
+
+
+def can_serve(problem: Problem) -> bool:
+    """Whether one of them computes what the call asks for: all keys, or the square lower triangle of them."""
+    return (
+        problem.return_lse
+        and problem.device.type == "cuda"
+        and torch.version.hip is None
+        and problem.layout is Layout.DENSE
+        and problem.dtype in (torch.float16, torch.bfloat16)
+        and problem.headdim == problem.headdim_v <= _MOST_HEADDIM
+        and problem.headdim % _HEADDIM_MULTIPLE == 0
+        and problem.softmax_scale > 0.0
+        and _is_plain(problem)
+        and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q == problem.seqlen_k))
+        and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
+        and _kernel(problem) is not None
+    )
+
+
+def attend(problem: Problem, part: Part) -> AttentionOutput:
+    """Attention of a part of a problem that `can_serve` accepted."""
+    kernel = _kernel(problem)
+    causal = not _sees_everything(problem)
+    aten, scale = torch.ops.aten, problem.softmax_scale
+    if kernel == "cudnn":
+        results = aten._scaled_dot_product_cudnn_attention(
+            part.q, part.k, part.v, None, True, 0.0, causal, False, scale=scale
+        )
+    else:
+        results = aten._scaled_dot_product_flash_attention(part.q, part.k, part.v, 0.0, causal, False, scale=scale)
+    out, lse = results[:2]
+    return AttentionOutput(out, lse.view(out.shape[:3]))
+
+
+def _kernel(problem: Problem) -> str | None:
+    """The one that torch has switched on and the GPU is new enough for."""
+    capability = torch.cuda.get_device_capability(problem.device)
+    enabled = torch.backends.cuda
+    if capability >= _FIRST_CUDNN and enabled.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        return "cudnn"
+    if capability >= _FIRST_FLASH and enabled.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return "flash"
+    return None
+
+
+def _is_plain(problem: Problem) -> bool:
+    return not (
+        problem.softcap
+        or problem.has_sinks
+        or problem.has_alibi
+        or problem.has_bias
+        or problem.dropout_p
+        or problem.needs_grad
+    )
+
+
+def _sees_everything(problem: Problem) -> bool:
+    return problem.window_left == -1 and problem.window_right == -1

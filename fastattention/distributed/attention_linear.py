@@ -111,18 +111,16 @@ def attention_linear_allreduce_with_kvcache(
 ) -> Tensor:
     """The same to a cache that already holds the tokens of q, as in a chunked prefill.
 
-    q: (batch_size, seqlen_q, nheads, headdim), this rank's heads
     k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, k_scale, v_scale: as in
         `fast_attn_with_kvcache`. cache_seqlens counts the tokens of q too; nothing is appended.
 
     The other arguments, the result and the errors are those of `attention_linear_allreduce`.
     """
-    options = read_options(softmax_scale, causal, window_size, softcap)
     arguments = KvCacheArguments(
         q, k_cache, v_cache, None, None, None, None, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
-    problem, inputs = prepare_kvcache(arguments, options)
+    problem, inputs = prepare_kvcache(arguments, read_options(softmax_scale, causal, window_size, softcap))
     return _run(problem, inputs, _Sum(w_o, bias, out, group, plan, backend, transport))
 
 

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -118,6 +118,12 @@ def _write(path: Path, identity: dict[str, Any], costs: Sequence[TransportCost])
         )
 
 
+def ascending(table: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The same with no size slower than a larger one: that was something else that kept the machine busy."""
+    quickest = list(accumulate((seconds for _, seconds in reversed(table)), min))
+    return tuple((size, seconds) for (size, _), seconds in zip(table, reversed(quickest), strict=True))
+
+
 class _Measurement:
     """One transport in one group. All ranks take the same steps: what these depend on is agreed first."""
 
@@ -138,7 +144,8 @@ class _Measurement:
             if size > limit or spent + GROWTH * (ROUNDS + 1) * seconds > TABLE_SECONDS:
                 break
         short = [size for size, seconds in table if seconds <= LONGEST_SLOWDOWN_SECONDS]
-        return TransportCost(self._transport.name, tuple(table), self._slowdown(max(short, default=SMALLEST_BYTES)))
+        slowdown = self._slowdown(max(short, default=SMALLEST_BYTES))
+        return TransportCost(self._transport.name, ascending(table), slowdown)
 
     def _largest_bytes(self) -> float:
         if self._device.type == "cpu":
@@ -192,7 +199,7 @@ def workload_of(call: AttentionLinear, group_size: int) -> Workload:
     problem = call.problem
     seqlen_k = problem.seqlen_k
     if problem.layout is Layout.KVCACHE and call.inputs.cache_seqlens is not None:
-        seqlen_k = max(round(call.inputs.cache_seqlens.double().mean().item()), 0)
+        seqlen_k = max(round(call.inputs.cache_seqlens.float().mean().item()), 0)
     return Workload(
         batch_size=problem.batch_size,
         seqlen_q=problem.seqlen_q,
@@ -220,9 +227,9 @@ class ComputeCosts:
         """The cost of a call: measured, or that of a call like it in proportion to the work."""
         like = replace(
             call.problem,
-            batch_size=workload.batch_size.bit_length(),
-            seqlen_q=workload.seqlen_q.bit_length(),
-            seqlen_k=workload.seqlen_k.bit_length(),
+            batch_size=_magnitude(workload.batch_size),
+            seqlen_q=_magnitude(workload.seqlen_q),
+            seqlen_k=_magnitude(workload.seqlen_k),
             total_q=0,
         )
         key = (like, workload.hidden, call.backend)
@@ -234,6 +241,11 @@ class ComputeCosts:
         return replace(
             cost, attention_seconds=cost.attention_seconds * pairs, linear_seconds=cost.linear_seconds * rows
         )
+
+
+def _magnitude(length: int) -> int:
+    """The nearest power of two, so that lengths on either side of one are alike."""
+    return round(math.log2(max(length, 1)))
 
 
 def measure_compute(call: AttentionLinear, workload: Workload) -> ComputeCost:

@@ -153,10 +153,10 @@ class Machine:
         _check_not_negative(self, "block_seconds")
 
     def compute(self, workload: Workload) -> ComputeCost:
-        """Predicted; right of prompts, whose time is that of their arithmetic."""
+        """Predicted for prompts, whose time is that of their arithmetic and, between the two, that of one block."""
         return ComputeCost(
-            workload.attention_flop() / self.attention_rate,
-            workload.linear_flop() / self.linear_rate,
+            workload.attention_flop() / self.attention_rate + self.block_seconds / 2,
+            workload.linear_flop() / self.linear_rate + self.block_seconds / 2,
             self.block_seconds,
         )
 

@@ -152,11 +152,12 @@ class _Division(NamedTuple):
 def divide(workload: Workload, costs: Costs) -> tuple[float, tuple[int, ...]]:
     """Seconds and boundaries of the best division into two blocks or more; infinity where none is large enough."""
     least = max(LEAST_ROWS, -(-LEAST_BYTES // workload.row_bytes))
+    choices = _cuts(workload)
     best = _Division(math.inf, (0, workload.rows))
     in_vain = 0
     for number in NUMBERS_OF_BLOCKS:
         before = best
-        for cuts in _cuts(workload):
+        for cuts in choices:
             start = _best_start(costs, cuts, number, least)
             found = best if start is None else _improved(costs, start, cuts, least)
             if found.seconds < (1 - SIMPLER) * best.seconds:

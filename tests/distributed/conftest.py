@@ -13,9 +13,7 @@ from distributed.team import Team
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     """Four ranks that stay."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FASTATTENTION_CACHE", str(tmp_path_factory.mktemp("cache")))
-        ranks = Team(4, tmp_path_factory.mktemp("team"))
+    ranks = Team(4, tmp_path_factory.mktemp("team"))
     yield ranks
     ranks.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import traceback
 import warnings
@@ -26,12 +27,13 @@ class FailedError(Exception):
     """What a rank raised, as text."""
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, connection: Connection) -> None:
+def _serve(rank: int, size: int, folder: Path, timeout: float, connection: Connection) -> None:
     """Runs tasks until None comes."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    os.environ["FASTATTENTION_CACHE"] = str(folder / "cache")
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
     while (task := connection.recv()) is not None:
         function, arguments = task
@@ -52,7 +54,7 @@ class Team:
         pipes = [_CONTEXT.Pipe() for _ in range(size)]
         self._connections = [mine for mine, _ in pipes]
         self.processes = [
-            _CONTEXT.Process(target=_serve, args=(rank, size, str(folder / "store"), timeout, theirs), daemon=True)
+            _CONTEXT.Process(target=_serve, args=(rank, size, folder, timeout, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process, (_, theirs) in zip(self.processes, pipes, strict=True):

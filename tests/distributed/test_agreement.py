@@ -199,5 +199,5 @@ def capture_something_new() -> None:
 
 
 def test_a_new_call_under_graph_capture_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="cannot be captured in a CUDA graph.*once before"):
+    with pytest.raises(ArgumentError, match=r"cannot be captured in a CUDA graph.*once before"):
         capture_something_new()

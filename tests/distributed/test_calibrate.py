@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,7 +60,7 @@ def test_tables_are_the_same_on_all_ranks_and_are_kept(team: Team, tmp_path: Pat
     sizes = [size for size, _ in cost.table]
     assert sizes[0] == 64 << 10
     assert sizes[-1] <= 16 << 20
-    assert all(larger == 4 * size for size, larger in zip(sizes, sizes[1:], strict=False))
+    assert all(larger == 4 * size for size, larger in pairwise(sizes))
     assert all(seconds > 0 for _, seconds in cost.table)
     assert team.run(read_back, str(tmp_path)) == [first] * 4
 
@@ -124,6 +125,11 @@ def agree_on_numbers() -> tuple[list[float], str]:
 
 def test_messages_are_the_same_on_all_ranks(team: Team) -> None:
     assert team.run(agree_on_numbers) == [([3.0, 0.0, 7.0], "of rank 0")] * 4
+
+
+def test_no_size_takes_longer_than_a_larger_one() -> None:
+    measured = [(1, 5.0), (4, 1.0), (16, 2.0), (64, 9.0), (256, 8.0)]
+    assert calibrate.ascending(measured) == ((1, 1.0), (4, 1.0), (16, 2.0), (64, 8.0), (256, 8.0))
 
 
 def test_the_work_of_a_call() -> None:
@@ -219,15 +225,15 @@ def test_a_call_that_takes_long_is_run_once_more_than_needed_at_most() -> None:
 
 def test_alike_calls_cost_in_proportion_to_their_work() -> None:
     known = calibrate.ComputeCosts()
-    first = DenseCase(name="first", batch_size=2, seqlen_q=40, seqlen_k=40)
+    first = DenseCase(name="first", batch_size=4, seqlen_q=32, seqlen_k=40)
     cost = ComputeCost(8.0, 2.0, 0.5)
     with mock.patch.object(calibrate, "measure_compute", return_value=cost) as measure:
-        found = [cost_of(known, case) for case in (first, replace(first, seqlen_q=60), replace(first, batch_size=3))]
+        found = [cost_of(known, case) for case in (first, replace(first, seqlen_q=24), replace(first, batch_size=5))]
         assert measure.call_count == 1
         cost_of(known, replace(first, seqlen_q=100))
         cost_of(known, replace(first, causal=True))
         assert measure.call_count == 3
-    assert found == [cost, ComputeCost(12.0, 3.0, 0.5), ComputeCost(12.0, 3.0, 0.5)]
+    assert found == [cost, ComputeCost(6.0, 1.5, 0.5), ComputeCost(10.0, 2.5, 0.5)]
 
 
 def cost_of(known: calibrate.ComputeCosts, case: DenseCase) -> Any:

@@ -17,7 +17,7 @@ from fastattention.problem import Inputs, Layout, Problem
 
 
 def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
-    """out of a validated call, at once or in two, whichever its backend prefers."""
+    """The result of a validated call, at once or in two, whichever its backend prefers."""
     if not (_has_corner(problem) and select_backend(problem, backend).prefers_corner(problem)):
         return run(problem, inputs, backend).out
     before = problem.seqlen_k - problem.seqlen_q

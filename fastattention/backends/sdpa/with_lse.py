@@ -1,4 +1,4 @@
-"""torch's fused kernels of a GPU that give lse too: cuDNN's and FlashAttention's, by the operators that autograd calls."""
+"""torch's fused kernels of a GPU that give lse too: cuDNN's and FlashAttention's, by the operators below autograd."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ each block of rows every rank, by the peers' memory that torch's symmetric memor
     copies its share of the rows from every peer, adds them up, and copies from every peer what that one added up.
 
 Shares are even, and rank r begins with what rank r + 1 has, so that every link carries one copy at a time. Every rank
-gets the same bits, since each number is added up once. NVLink's multicast is not used.
+gets the same bits, since each number is added up once, in the order of the ranks. NVLink's multicast is not used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention import config
+from fastattention.backends.cuda import summing
 from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.distributed.exchange import gather
 from fastattention.distributed.transports.base import Pending, Transfer, Transport
 from fastattention.errors import ArgumentError
@@ -92,22 +94,24 @@ class CopyEngine(Transport):
                 self._parts = self._parts.new_empty(self._size * share)
 
     def _add_up(self, partial: Tensor, out: Tensor, share: int) -> None:
-        """This rank's share, where its own part was."""
+        """This rank's share, where its own part was and in `out`."""
         assert self._shared is not None
         begin, nbytes = self._share_of(self._rank, out, share)
         if not nbytes:
             return
-        at = partial.data_ptr() - self._shared.mine.data_ptr() + begin
-        parts = self._parts[: self._size * share].view(self._size, share)[:, :nbytes]
+        at = partial.data_ptr() - self._shared.addresses[self._rank] + begin
+        own = self._shared.addresses[self._rank] + at
+        parts = [self._parts.data_ptr() + rank * share for rank in range(self._size)]
+        parts[self._rank] = own
         for rank in self._in_turn():
-            self._copy(parts[rank].data_ptr(), self._shared.addresses[rank] + at, nbytes)
-        own = self._shared.mine[at : at + nbytes].view(out.dtype)
-        torch.sum(parts.view(out.dtype), 0, out=own)
+            self._copy(parts[rank], self._shared.addresses[rank] + at, nbytes)
+        count, index, stream = nbytes // out.itemsize, self._device.index, self._stream.cuda_stream
+        summing.sum_parts(parts, own, out.data_ptr() + begin, count, out.dtype, index, stream)
 
     def _collect(self, partial: Tensor, out: Tensor, share: int) -> None:
-        """All shares, each from the rank that added it up."""
+        """The other shares, each from the rank that added it up."""
         assert self._shared is not None
-        offset = partial.data_ptr() - self._shared.mine.data_ptr()
+        offset = partial.data_ptr() - self._shared.addresses[self._rank]
         for rank in self._in_turn():
             begin, nbytes = self._share_of(rank, out, share)
             if nbytes:
@@ -119,8 +123,8 @@ class CopyEngine(Transport):
         return begin, min(share, out.nbytes - begin)
 
     def _in_turn(self) -> list[int]:
-        """Ranks from the next one on, this one last."""
-        return [(self._rank + step) % self._size for step in range(1, self._size + 1)]
+        """The other ranks, from the next one on."""
+        return [(self._rank + step) % self._size for step in range(1, self._size)]
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         module.copy_async(target, source, nbytes, self._stream.cuda_stream)
@@ -169,17 +173,14 @@ def _check_not_capturing() -> None:
 
 def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
     """The first reason that any rank has. Collective."""
-    host = socket.gethostname()
-    answers = gather((host, _why_not_device(device)), group)
+    answers = gather((socket.gethostname(), _why_not_device(device)), group)
     reasons = [reason for _, reason in answers if reason is not None]
     if reasons:
         return str(reasons[0])
-    hosts = {each for each, _ in answers}
-    return (
-        f"its ranks are on {len(hosts)} hosts, and GPUs read each other's memory within one"
-        if hosts != {host}
-        else None
-    )
+    hosts = {host for host, _ in answers}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts, and GPUs read each other's memory within one"
+    return f"it adds up {MOST_PARTS} parts at most, of {len(answers)} ranks" if len(answers) > MOST_PARTS else None
 
 
 def _why_not_device(device: torch.device) -> str | None:

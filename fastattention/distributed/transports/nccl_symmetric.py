@@ -1,7 +1,7 @@
 """nccl_symmetric: NCCL's kernels for symmetric memory, which take a few CTAs where a ring takes tens.
 
-NCCL uses them for whatever lies in a registered pool, and else falls back without a word; so rows are summed in memory of
-such a pool and then copied. With NVLink's multicast off two of its algorithms remain.
+NCCL uses them for whatever lies in a registered pool, and else falls back without a word; so rows are summed in memory
+of such a pool and then copied. With NVLink's multicast off two of its algorithms remain.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module may import from its own layer and from those below it. The package itself stands for its public functions.
 LAYERS = (
-    ("errors", "config", "sizes"),
+    ("errors", "config", "sizes", "files"),
     ("problem", "threads", "quantised"),
     ("backends", "reference"),
     ("validation", "dispatch", "merge", "ops", "interface", "kv_store", ""),

@@ -1,0 +1,163 @@
+"""What the ranks of a group agree on before the first sum of a call: that it is one call, its blocks, its transport.
+
+Collectives match by the order in which they are issued: another plan on one rank would be a wrong sum, or one that
+never comes. A call that is new to a group is therefore compared over all ranks, and its plan made by rank 0 alone.
+What is agreed is kept: later calls with the same key look it up, and communicate nothing but their sums. Since every
+rank makes the same calls in the same order, a key is new to all of them or to none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fastattention.distributed import calibrate, transports
+from fastattention.distributed.blocks import AttentionLinear
+from fastattention.distributed.costs import TransportCost, Workload
+from fastattention.distributed.exchange import from_rank_0, gather
+from fastattention.distributed.plan import choose
+from fastattention.distributed.transports import Transfer, Transport
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.problem import Problem
+
+MOST_KEPT = 4096  # agreements of a group; as many as validated problems
+
+
+class Key(NamedTuple):
+    """Everything that a plan depends on, and all in which the ranks must not differ."""
+
+    problem: Problem
+    hidden: int
+    has_bias: bool
+    backend: str
+    transport: str  # "auto" or a name
+    rows: tuple[int, ...] | None  # of each block; None for "auto"
+
+
+class Agreed(NamedTuple):
+    """The blocks of a call, and who sums them."""
+
+    rows: tuple[int, ...]
+    transport: Transport
+
+
+class Agreement:
+    """All that one group has agreed on. It keeps no reference to the group."""
+
+    def __init__(self) -> None:
+        self.transports: dict[tuple[str, torch.device], Transport] = {}
+        self._agreed: dict[Key, Agreed] = {}
+        self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
+        self._compute_costs = calibrate.ComputeCosts()
+
+    def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
+        """The blocks of a call and their transport. Collective the first time, one look-up from then on.
+
+        Raises ArgumentError on all ranks where their calls differ, UnsupportedError where no transport can serve it.
+        """
+        known = self._agreed.get(key)
+        if known is None:
+            _check_not_capturing(key.problem.device)
+            _check_same(key, group)
+            known = self._agree(key, call, group)
+            if len(self._agreed) == MOST_KEPT:
+                del self._agreed[next(iter(self._agreed))]  # the oldest: on every rank the same
+            self._agreed[key] = known
+        return known
+
+    def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
+        problem = key.problem
+        transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, dist.get_world_size(group))
+        able = self._able(key.transport, transfer, group)
+        if len(able) == 1 and (key.rows is not None or not calibrate.worth_dividing(transfer)):
+            return Agreed(key.rows or (problem.total_q,), able[0])
+        costs = self._costs_of(able, transfer, group)
+        if key.rows is not None:
+            quickest = _quickest(costs, [count * transfer.nbytes // transfer.rows for count in key.rows])
+            return Agreed(key.rows, self.transports[quickest, problem.device])
+        workload = calibrate.workload_of(call, transfer.group_size)
+        rows, name = from_rank_0(lambda: self._choose(call, workload, costs), group)
+        return Agreed(rows, self.transports[name, problem.device])
+
+    def _choose(
+        self, call: AttentionLinear, workload: Workload, costs: Sequence[TransportCost]
+    ) -> tuple[tuple[int, ...], str]:
+        plan = choose(workload, self._compute_costs.of(call, workload), costs)
+        return plan.rows, plan.transport
+
+    def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
+        """The transports that can serve `transfer`, made if need be."""
+        able, reasons = [], []
+        for name in transports.TRANSPORTS if asked == "auto" else [asked]:
+            place = (name, transfer.device)
+            if place not in self.transports:
+                self.transports[place] = transports.make(name, group, transfer.device)
+            reason = self.transports[place].why_not(transfer)
+            if reason is None:
+                able.append(self.transports[place])
+            reasons.append(f"  {name}: {reason}")
+        if not able:
+            raise UnsupportedError("no transport can sum the rows of this call:\n" + "\n".join(reasons))
+        return able
+
+    def _costs_of(
+        self, able: Sequence[Transport], transfer: Transfer, group: ProcessGroup
+    ) -> tuple[TransportCost, ...]:
+        place = (transfer.dtype, tuple(transport.name for transport in able))
+        if place not in self._costs:
+            self._costs[place] = calibrate.transport_costs(able, transfer, group)
+        return self._costs[place]
+
+
+_agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+_left_behind: list[dict[tuple[str, torch.device], Transport]] = []  # transports of groups that are gone
+
+
+def agreement_of(group: ProcessGroup) -> Agreement:
+    """The one of a group. Transports of groups that are gone are closed when another group begins."""
+    known = _agreements.get(group)
+    if known is None:
+        while _left_behind:
+            for transport in _left_behind.pop().values():
+                transport.close()
+        known = _agreements[group] = Agreement()
+        # Closing ends communicators: nothing to do in the midst of whatever drops the last reference to a group.
+        weakref.finalize(group, _left_behind.append, known.transports).atexit = False
+    return known
+
+
+def _quickest(costs: Sequence[TransportCost], sizes: Sequence[int]) -> str:
+    """The transport that sums blocks of these bytes soonest. Costs are the same on all ranks, so this is too."""
+    return min(costs, key=lambda cost: sum(map(cost.seconds, sizes))).name
+
+
+def _check_not_capturing(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a plan first. Make "
+            "the same call once before the capture"
+        )
+
+
+def _check_same(key: Key, group: ProcessGroup) -> None:
+    """Raises ArgumentError on all ranks unless all have this key, on whichever device of their own."""
+    problem = replace(key.problem, device=torch.device(key.problem.device.type))
+    keys = gather(key._replace(problem=problem), group)
+    for rank, other in enumerate(keys):
+        if other != keys[0]:
+            raise ArgumentError(
+                f"the ranks of a group must make the same call: rank {rank} has {_differences(other, keys[0])}, "
+                f"rank 0 has {_differences(keys[0], other)}"
+            )
+
+
+def _differences(key: Key, other: Key) -> str:
+    """The values of `key` that are not those of `other`, by name."""
+    mine, others = ({**asdict(each.problem), **each._asdict(), "problem": None} for each in (key, other))
+    return ", ".join(f"{name}={value}" for name, value in mine.items() if value != others[name])

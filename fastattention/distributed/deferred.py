@@ -83,8 +83,6 @@ class DeferredAttention:
         """Why `project` cannot serve these, or None. Wrong arguments are no reason: `project` raises for them."""
         if isinstance(self._tiled, str):
             return self._tiled
-        if torch.compiler.is_compiling():
-            return "the call is traced by torch.compile"
         tensors = (*self._tensors, weight, *(() if bias is None else (bias,)))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return "gradients are wanted, which row blocks do not give; compute under torch.no_grad()"

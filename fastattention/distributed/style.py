@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +45,7 @@ class Tiling:
         """Deferred attention that `project` is to compute; otherwise the tensor to which the layer is to be applied."""
         deferred = isinstance(x, DeferredAttention)
         if self.may_divide(x.num_rows if deferred else x.shape[:-1].numel(), linear):
-            reason = x.why_not_tiled(*local_parameters(linear)) if deferred else "the projection was given a tensor"
+            reason = _why_not(x, linear)
             if reason is None:
                 return x
             text = f"attention, projection and all-reduce run one after the other: {reason}"
@@ -61,6 +62,15 @@ def local_parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) as this rank holds them."""
     weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (linear.weight, linear.bias))
     return weight, bias
+
+
+def _why_not(x: Any, linear: nn.Linear) -> str | None:
+    """Why a projection cannot be tiled that is given `x`, or None."""
+    if torch.compiler.is_compiling():
+        return "the call is traced by torch.compile"
+    if not isinstance(x, DeferredAttention):
+        return "the projection was given a tensor, not deferred attention"
+    return x.why_not_tiled(*local_parameters(linear))
 
 
 class TiledForward:

@@ -210,6 +210,19 @@ def test_what_cannot_be_tiled_is_told_and_computed_as_by_rowwise_parallel(team: 
     team.run(as_rowwise, team.size, kind)
 
 
+@torch.no_grad()
+def compiled(size: int) -> None:
+    block, x = whole(), tokens()
+    made = torch.compile(parallel(block, size, TilingAllReduce(plan=thirds)), backend="eager")
+    with told("the call is traced by torch.compile"):
+        out = made(x)
+    assert_as_exact_as(out, block(x), exact(block, x))
+
+
+def test_torch_compile_traces_the_usual_way(team: Team) -> None:
+    team.run(compiled, team.size)
+
+
 def wrong_plan(size: int) -> None:
     block = whole()
     made = parallel(block, size, TilingAllReduce(plan=lambda num_rows: [num_rows, 1]))

@@ -159,6 +159,20 @@ def test_what_cannot_be_tiled_is_told_and_computed(ranks: Team, kind: str) -> No
 
 
 @torch.no_grad()
+def compiled() -> None:
+    model = torch.compile(tiled("llama"), backend="eager")
+    with projected() as calls:
+        out = model(prompts(), attention_mask=padding_mask("left")).logits
+    assert (calls.count, calls.reasons) == (0, {"the call is traced by torch.compile"})
+    expected = pair("llama").eager(prompts(), attention_mask=padding_mask("left")).logits
+    assert_same(out, expected, padding_mask("left"))
+
+
+def test_torch_compile_traces_the_usual_way(ranks: Team) -> None:
+    ranks.run(compiled)
+
+
+@torch.no_grad()
 def own_mask() -> None:
     seen = torch.rand(3, 1, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.4
     seen |= torch.eye(11, dtype=torch.bool)
@@ -223,7 +237,7 @@ def again() -> None:
     model.set_attn_implementation("fast_attention")
     with projected() as calls:
         assert_same(model(prompts()).logits, pair("llama").eager(prompts()).logits)
-    assert (calls.count, calls.reasons) == (0, {"the projection was given a tensor"})
+    assert (calls.count, calls.reasons) == (0, {"the projection was given a tensor, not deferred attention"})
     model.set_attn_implementation(NAME)
 
 

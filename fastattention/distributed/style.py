@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
+from fastattention.distributed import npu
 from fastattention.distributed.deferred import DeferredAttention
 from fastattention.distributed.plan import LEAST_BYTES, LEAST_ROWS
 from fastattention.errors import UnsupportedError
@@ -31,7 +32,7 @@ class Tiling:
 
     group: dist.ProcessGroup
     plan: str | PlanOf  # "auto", or rows of each block as a function of all rows
-    transport: str
+    transport: str  # a name that attention_linear_allreduce knows, or npu.NAME
 
     def __deepcopy__(self, memo: object) -> Tiling:
         return self  # copies of a model share its groups
@@ -45,32 +46,36 @@ class Tiling:
         """Deferred attention that `project` is to compute; otherwise the tensor to which the layer is to be applied."""
         deferred = isinstance(x, DeferredAttention)
         if self.may_divide(x.num_rows if deferred else x.shape[:-1].numel(), linear):
-            reason = _why_not(x, linear)
+            reason = self._why_not(x, linear)
             if reason is None:
                 return x
             text = f"attention, projection and all-reduce run one after the other: {reason}"
             warnings.warn(text, NotTiledWarning, stacklevel=2)
         return x.compute() if deferred else x
 
+    def _why_not(self, x: Any, linear: nn.Linear) -> str | None:
+        if torch.compiler.is_compiling():
+            return "the call is traced by torch.compile"
+        if not isinstance(x, DeferredAttention):
+            return "the projection was given a tensor, not deferred attention"
+        weight, bias = local_parameters(linear)
+        if self.transport == npu.NAME and (reason := npu.why_not(x.num_rows, weight, self.group)) is not None:
+            return reason
+        return x.why_not_tiled(weight, bias)
+
     def project(self, attention: DeferredAttention, linear: nn.Linear) -> Tensor:
         """(batch_size, seqlen_q, hidden), the same on every rank."""
+        weight, bias = local_parameters(linear)
+        if self.transport == npu.NAME:
+            return npu.linear_allreduce(attention.compute().flatten(2), weight, bias, self.group)
         plan = self.plan if isinstance(self.plan, str) else list(self.plan(attention.num_rows))
-        return attention.project(*local_parameters(linear), group=self.group, plan=plan, transport=self.transport)
+        return attention.project(weight, bias, group=self.group, plan=plan, transport=self.transport)
 
 
 def local_parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) as this rank holds them."""
     weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (linear.weight, linear.bias))
     return weight, bias
-
-
-def _why_not(x: Any, linear: nn.Linear) -> str | None:
-    """Why a projection cannot be tiled that is given `x`, or None."""
-    if torch.compiler.is_compiling():
-        return "the call is traced by torch.compile"
-    if not isinstance(x, DeferredAttention):
-        return "the projection was given a tensor, not deferred attention"
-    return x.why_not_tiled(*local_parameters(linear))
 
 
 class TiledForward:
@@ -104,7 +109,8 @@ class TilingAllReduce(RowwiseParallel):
 
     plan: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of each
         block
-    transport: how blocks are summed, as in attention_linear_allreduce
+    transport: how blocks are summed, as in attention_linear_allreduce. Or "npu_mm_all_reduce_base": no blocks, but
+        product and sum as one operator of Ascend NPUs (not run: there was no NPU)
     """
 
     def __init__(self, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:

@@ -25,6 +25,7 @@ from fastattention.distributed import (
     attention_linear,
     deferred_attn,
     deferred_attn_with_kvcache,
+    npu,
 )
 from fastattention.errors import ArgumentError, UnsupportedError
 
@@ -186,6 +187,11 @@ def as_rowwise(size: int, kind: str) -> None:
     """Results and gradients of RowwiseParallel, where TilingAllReduce cannot be."""
     ours = parallel(whole(computed if kind == "tensors" else causal), size, TilingAllReduce(plan=thirds))
     theirs, x = parallel(whole(computed), size, RowwiseParallel()), tokens()
+    if kind == "npu":
+        ours = parallel(whole(causal), size, TilingAllReduce(transport=npu.NAME, plan=thirds))
+        with torch.no_grad(), told("tensors are on cpu; npu_mm_all_reduce_base is an operator of Ascend NPUs"):
+            assert torch.equal(ours(x), theirs(x))
+        return
     if kind == "dtypes":
         with torch.no_grad(), told("the projection's weight is torch.float32 and attention's output torch.bfloat16"):
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -205,7 +211,7 @@ def as_rowwise(size: int, kind: str) -> None:
         assert torch.equal(weight.grad.full_tensor(), other.grad.full_tensor()), name
 
 
-@pytest.mark.parametrize("kind", ["gradients", "tensors", "dtypes"])
+@pytest.mark.parametrize("kind", ["gradients", "tensors", "dtypes", "npu"])
 def test_what_cannot_be_tiled_is_told_and_computed_as_by_rowwise_parallel(team: Team, kind: str) -> None:
     team.run(as_rowwise, team.size, kind)
 

@@ -41,7 +41,7 @@ def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", trans
 
     plan: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of each
         block
-    transport: how blocks are summed, as in attention_linear_allreduce
+    transport: how blocks are summed, as in TilingAllReduce
     Raises UnsupportedError for a model without o_proj in its attention, or with one that is not divided by rows.
     """
     found = [(name, linear) for name, linear in _projections(model) if not isinstance(linear.forward, TiledForward)]

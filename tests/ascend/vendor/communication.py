@@ -1,4 +1,4 @@
-"""npu_mm_all_reduce_base for tensors on a CPU, as torch_npu documents it: the ranks of a group are threads."""
+"""npu_mm_all_reduce_base for tensors on a CPU, as torch_npu documents it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ascend.vendor.reference import require, require_none
 
 _registered: list[torch.library.Library] = []
-_groups: dict[str, _Group] = {}
+_groups: dict[str, Any] = {}  # what adds up: all_reduce(partial) -> Tensor
 
 
 def register() -> None:
@@ -24,7 +24,7 @@ def register() -> None:
 
 
 class _Group:
-    """Adds up what its ranks bring, once all of them have brought something."""
+    """Ranks that are threads: adds up what they bring, once all of them have brought something."""
 
     def __init__(self, num_ranks: int) -> None:
         self._met = threading.Barrier(num_ranks, timeout=30.0)
@@ -40,10 +40,15 @@ class _Group:
         return total
 
 
+def name_group(name: str, group: Any) -> None:
+    """Lets `name` be the communicator of `group`, which has all_reduce(partial) -> Tensor."""
+    _groups[name] = group
+
+
 def on_ranks(num_ranks: int, work: Callable[[int, str], Any]) -> list[Any]:
     """What work(rank, communicator) returns on every rank of a new group."""
     name = f"group of {num_ranks}"
-    _groups[name] = _Group(num_ranks)
+    name_group(name, _Group(num_ranks))
     with ThreadPoolExecutor(num_ranks) as ranks:
         return list(ranks.map(lambda rank: work(rank, name), range(num_ranks)))
 

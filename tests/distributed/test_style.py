@@ -22,7 +22,6 @@ from fastattention.distributed import (
     DeferredAttention,
     NotTiledWarning,
     TilingAllReduce,
-    attention_linear,
     deferred_attn,
     deferred_attn_with_kvcache,
     npu,
@@ -151,19 +150,20 @@ def test_it_computes_what_the_whole_block_does_on_every_rank(team: Team, attend:
     assert all(torch.equal(first, other) for other in others)
 
 
-def short(size: int) -> None:
-    """Without a plan of one's own: one that would be asked for is an error."""
+def short(size: int, limit: str) -> None:
+    """Without a plan of one's own, and with the other limit out of the way."""
     block = whole()
     made = parallel(block, size, TilingAllReduce())
-    calls = attention_linear.attention_linear_allreduce.__name__
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, told(None):
-        patch.setattr(DeferredAttention, "project", lambda *_, **__: pytest.fail(f"{calls} was called"))
+        patch.setattr(f"fastattention.distributed.style.{limit}", 1)
+        patch.setattr(DeferredAttention, "project", lambda *_, **__: pytest.fail("it was divided into blocks"))
         for x in (tokens(3, 1), tokens(1, 1), tokens(3, 11)):
             assert_as_exact_as(made(x), block(x), exact(block, x))
 
 
-def test_calls_too_short_for_blocks_take_the_usual_way_without_a_word(team: Team) -> None:
-    team.run(short, team.size)
+@pytest.mark.parametrize("limit", ["LEAST_BYTES", "LEAST_ROWS"])
+def test_calls_too_short_for_blocks_take_the_usual_way_without_a_word(team: Team, limit: str) -> None:
+    team.run(short, team.size, limit)
 
 
 def long(size: int) -> None:

@@ -34,7 +34,9 @@ USUAL = "attention, projection and all-reduce run one after the other: "
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     """Two, as many as the models have key heads."""
-    made = Team(2, tmp_path_factory.mktemp("ranks"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTATTENTION_CACHE", str(tmp_path_factory.mktemp("cache")))
+        made = Team(2, tmp_path_factory.mktemp("ranks"))
     yield made
     made.close()
 

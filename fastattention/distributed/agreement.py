@@ -116,20 +116,20 @@ class Agreement:
 
 
 _agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
-_left_behind: list[dict[tuple[str, torch.device], Transport]] = []  # transports of groups that are gone
 
 
 def agreement_of(group: ProcessGroup) -> Agreement:
-    """The one of a group. Transports of groups that are gone are closed when another group begins."""
+    """The one of a group, whose transports are closed when the group is gone."""
     known = _agreements.get(group)
     if known is None:
-        while _left_behind:
-            for transport in _left_behind.pop().values():
-                transport.close()
         known = _agreements[group] = Agreement()
-        # Closing ends communicators: nothing to do in the midst of whatever drops the last reference to a group.
-        weakref.finalize(group, _left_behind.append, known.transports).atexit = False
+        weakref.finalize(group, _close, known.transports).atexit = False
     return known
+
+
+def _close(made: dict[tuple[str, torch.device], Transport]) -> None:
+    for transport in made.values():
+        transport.close()
 
 
 def _quickest(costs: Sequence[TransportCost], sizes: Sequence[int]) -> str:

@@ -83,7 +83,7 @@ def _identity(transports: Sequence[Transport], transfer: Transfer, group: Proces
 def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
-    return str(torch.get_device_module(device).get_device_name(device))
+    return str(_module(device).get_device_name(device))
 
 
 def _path(identity: dict[str, Any]) -> Path:
@@ -143,7 +143,7 @@ class _Measurement:
     def _largest_bytes(self) -> float:
         if self._device.type == "cpu":
             return LARGEST_BYTES_ON_CPU
-        free, _ = torch.get_device_module(self._device).mem_get_info(self._device)
+        free, _ = _module(self._device).mem_get_info(self._device)
         return min(LARGEST_BYTES, -self._agreed(-free) // 4)
 
     def _agreed(self, value: float) -> float:
@@ -267,10 +267,15 @@ def _ends_of_blocks(workload: Workload) -> list[int]:
     return sorted({workload.rows // unit * block // BLOCKS * unit for block in range(BLOCKS + 1)})
 
 
+def _module(device: torch.device) -> Any:
+    """torch.cuda, or what another kind of device has in its place."""
+    return getattr(torch, device.type)
+
+
 def _synchronize(device: torch.device) -> None:
     """Waits for the current stream alone, so that sums on other streams go on."""
     if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
+        _module(device).current_stream(device).synchronize()
 
 
 def _seconds(

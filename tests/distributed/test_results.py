@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conformance.case import Bias, DenseCase, KvCacheCase
 
-from distributed.sums import Sum, check, run_part
+from distributed.sums import HIDDEN, Sum, check, run_part
 from distributed.team import Team
+from fastattention.distributed.transports import make
 
 
-def dense(name: str, plan: tuple[int, ...], dtype: torch.dtype = torch.float32, **case: Any) -> Sum:
-    return Sum(DenseCase(name=name, **case), plan, dtype)
+def dense(
+    name: str, plan: tuple[int, ...], dtype: torch.dtype = torch.float32, with_bias: bool = False, **case: Any
+) -> Sum:
+    return Sum(DenseCase(name=name, **case), plan, dtype, with_bias)
 
 
 def cached(name: str, plan: tuple[int, ...], **case: Any) -> Sum:
@@ -24,6 +28,8 @@ def cached(name: str, plan: tuple[int, ...], **case: Any) -> Sum:
 DENSE = [
     dense("plain", (5, 23, 23), batch_size=3, seqlen_q=17, seqlen_k=29),
     dense("one-block", (51,), batch_size=3, seqlen_q=17, seqlen_k=29),
+    dense("with-bias", (5, 23, 23), with_bias=True, batch_size=3, seqlen_q=17, seqlen_k=29),
+    dense("one-block-with-bias", (51,), with_bias=True, batch_size=3, seqlen_q=17, seqlen_k=29),
     dense("a-block-a-row", (1,) * 8, batch_size=2, seqlen_q=4, seqlen_k=4, causal=True),
     dense("causal-gqa", (7, 13, 46), batch_size=2, seqlen_q=33, seqlen_k=33, nheads=6, nheads_k=2, causal=True),
     dense("whole-sequences", (9, 27, 9), batch_size=5, seqlen_q=9, seqlen_k=9, causal=True),
@@ -92,3 +98,38 @@ def test_dense(team: Team, one: Sum) -> None:
 @pytest.mark.parametrize("one", CACHED, ids=[one.case.name for one in CACHED])
 def test_with_kvcache(team: Team, one: Sum) -> None:
     check(one, team.run(run_part, one))
+
+
+def run_into(one: Sum) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Writes to a tensor of the caller's, within memory that belongs to others."""
+    memory = torch.full((one.rows * HIDDEN + 20,), 7.0)
+    given = memory[10:-10].view(one.case.batch_size, one.case.seqlen_q, HIDDEN)
+    out = run_part(one, out=given)
+    return out, torch.cat((memory[:10], memory[-10:])), out is given
+
+
+def test_a_given_out_is_filled_and_nothing_beside_it(team: Team) -> None:
+    one = dense("given-out", (5, 23, 23), with_bias=True, batch_size=3, seqlen_q=17, seqlen_k=29)
+    results = team.run(run_into, one)
+    check(one, [out for out, _, _ in results])
+    for _, around, is_given in results:
+        assert is_given
+        assert (around == 7.0).all()
+
+
+def test_two_ranks_sum_as_four_do(team: Team) -> None:
+    one = dense("pairs", (7, 13, 46), batch_size=2, seqlen_q=33, seqlen_k=33, causal=True, dtype=torch.bfloat16)
+    outs = team.run(run_part, one, "pairs")
+    check(one, outs[:2])
+    assert torch.equal(outs[2], outs[3])
+
+
+def run_with_gaps() -> None:
+    """Rows of a tensor that is wider than they are."""
+    rows = torch.zeros(4, 2 * HIDDEN)[:, :HIDDEN]
+    make("c10d", dist.group.WORLD, torch.device("cpu")).all_reduce(rows, rows)
+
+
+def test_rows_with_gaps_are_never_summed(team: Team) -> None:
+    for error in team.outcomes(run_with_gaps):
+        assert isinstance(error, AssertionError)

@@ -18,7 +18,7 @@ TRANSPORTS: dict[str, str] = {
 
 def check_name(name: object) -> None:
     """Raises ArgumentError unless `name` is "auto" or that of a transport."""
-    if name != "auto" and name not in TRANSPORTS:
+    if not isinstance(name, str) or (name != "auto" and name not in TRANSPORTS):
         raise ArgumentError(
             f"transport={name!r} is not known; choose 'auto' or one of {', '.join(map(repr, TRANSPORTS))}"
         )

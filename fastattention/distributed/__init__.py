@@ -4,5 +4,15 @@ from fastattention.distributed.attention_linear import (
     attention_linear_allreduce,
     attention_linear_allreduce_with_kvcache,
 )
+from fastattention.distributed.deferred import DeferredAttention, deferred_attn, deferred_attn_with_kvcache
+from fastattention.distributed.style import NotTiledWarning, TilingAllReduce
 
-__all__ = ["attention_linear_allreduce", "attention_linear_allreduce_with_kvcache"]
+__all__ = [
+    "DeferredAttention",
+    "NotTiledWarning",
+    "TilingAllReduce",
+    "attention_linear_allreduce",
+    "attention_linear_allreduce_with_kvcache",
+    "deferred_attn",
+    "deferred_attn_with_kvcache",
+]

@@ -33,6 +33,8 @@ def tiled_allreduce(compute: Compute, out: Tensor, rows: Sequence[int], transpor
             stop = start + count
             compute(start, stop, partials[start:stop])
             pending.append(transport.all_reduce(partials[start:stop], out[start:stop]))
+            for before in pending[-2:-1]:
+                before.advance()
             start = stop
     except BaseException as error:
         first_error = error

@@ -28,6 +28,10 @@ class Transfer(NamedTuple):
 class Pending(abc.ABC):
     """A sum that has begun. It keeps alive the memory it uses."""
 
+    def advance(self) -> None:
+        """Does what a sum needs of the current stream on its way. Called once more of the compute is enqueued."""
+        return
+
     @abc.abstractmethod
     def wait(self) -> None:
         """Has the current stream wait for the sum; on the CPU, the caller. Raises what the collective raised."""

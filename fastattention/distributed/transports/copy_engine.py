@@ -1,18 +1,23 @@
 """copy_engine: sums through memory that peers read, moved by the GPUs' copy engines.
 
-NCCL's all-reduce takes tens of CTAs, and the matrix products beside it miss them. Here only the additions take any: for
-each block of rows every rank, by the peers' memory that torch's symmetric memory maps,
+NCCL's all-reduce takes tens of CTAs for as long as it lasts, and the matrix products beside it miss them; what is more, a
+kernel of one stream seldom gets a multiprocessor while a product of another has them all. So here nothing but a short
+addition runs on them, and it does so in the stream of the compute, after the block that follows. For each block of rows
+every rank
 
-    copies its share of the rows from every peer, adds them up, and copies from every peer what that one added up.
+    copies its share of the rows from every peer            COMPUTED    copy engine
+    adds the parts up                                                   the stream of the compute
+    copies from every peer what that one has added up       ADDED_UP    copy engine
 
-Shares are even, and rank r begins with what rank r + 1 has, so that every link carries one copy at a time. Every rank
-gets the same bits, since each number is added up once, in the order of the ranks. NVLink's multicast is not used.
+Ranks meet by flags in memory, which streams wait for without a kernel. Shares are even, and rank r begins with what
+rank r + 1 has, so that every link carries one copy at a time. Every rank gets the same bits, since each number is added
+up once, in the order of the ranks. NVLink's multicast is not used.
 """
 
 from __future__ import annotations
 
 import socket
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +27,13 @@ from torch.distributed import ProcessGroup
 from fastattention import config
 from fastattention.backends.cuda import summing
 from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.jit.streams import copy_async
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.distributed.exchange import gather
 from fastattention.distributed.transports.base import Pending, Transfer, Transport
+from fastattention.distributed.transports.peer_memory import PeerMemory, Point
 from fastattention.errors import ArgumentError
 
-GRANULE = 2 << 20  # bytes of which memory is taken a multiple
 ALIGNMENT = 16  # bytes at which shares begin
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -35,7 +41,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class CopyEngine(Transport):
     """Between GPUs of one host that can read each other's memory.
 
-    It keeps twice the bytes of the largest call that it has served.
+    It keeps the bytes of the largest call that it has served, and of two of the largest blocks.
     """
 
     name = "copy_engine"
@@ -45,8 +51,11 @@ class CopyEngine(Transport):
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
         self._reason = _why_not_group(group, device)
-        self._shared: _Shared | None = None
-        self._parts = torch.empty(0, dtype=torch.uint8, device=device)  # of this rank's share, one from each rank
+        self._peers: PeerMemory | None = None
+        self._parts = [
+            torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)
+        ]  # in turns; this rank's share
+        self._turn = 0
         self._end = 0  # where the rows of the call under way end
         if self._reason is None:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -59,109 +68,118 @@ class CopyEngine(Transport):
 
     def partials(self, out: Tensor) -> Tensor:
         """Rows that peers can read."""
-        if self._shared is None or self._shared.nbytes < out.nbytes:
+        if self._peers is None or self._peers.nbytes < out.nbytes:
             _check_not_capturing()
             torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
-            self._shared = None
-            self._shared = _Shared.make(-(-out.nbytes // GRANULE) * GRANULE, self._device, self._group_name)
-        self._end = out.data_ptr() + out.nbytes
-        return self._shared.mine[: out.nbytes].view(out.dtype).view(out.shape)
+            self._peers = None
+            self._peers = PeerMemory(out.nbytes, self._rank, self._size, self._device, self._group_name)
+        self._end, self._turn = out.data_ptr() + out.nbytes, 0
+        return self._peers.mine[: out.nbytes].view(out.dtype).view(out.shape)
 
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
-        """On a stream of its own."""
-        assert self._shared is not None
+        """On a stream of its own, but for the addition."""
         share = -(-out.nbytes // (self._size * ALIGNMENT)) * ALIGNMENT
-        self._take_parts(share)
+        block = _Block(partial, out, share, self._turn, last=out.data_ptr() + out.nbytes == self._end)
+        self._take_parts(block)
+        self._turn = 1 - self._turn
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._shared.meet()
-            self._add_up(partial, out, share)
-            self._shared.meet()
-            self._collect(partial, out, share)
-            if out.data_ptr() + out.nbytes == self._end:
-                self._shared.meet()  # the next call writes what peers read in this one
-        return _Sum(self._stream.record_event(), out)
+        self._fetch_parts(block)
+        return _Sum(self, block, self._stream.record_event())
+
+    def add_up(self, block: _Block) -> None:
+        """On the current stream: this rank's share, where its own part was and in the result."""
+        begin, nbytes = self._share_of(self._rank, block)
+        if nbytes:
+            parts = self._places_of_parts(block)
+            count, dtype = nbytes // block.out.itemsize, block.out.dtype
+            stream = module.current_stream(self._device.index)
+            target = block.out.data_ptr() + begin
+            summing.sum_parts(parts, parts[self._rank], target, count, dtype, self._device.index, stream)
+
+    def collect(self, block: _Block) -> torch.cuda.Event:
+        """The other shares, each from the rank that added it up, once this one is; an event at the end."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._meet(Point.ADDED_UP, block)
+        for rank in self._in_turn():
+            begin, nbytes = self._share_of(rank, block)
+            if nbytes:
+                self._copy(block.out.data_ptr() + begin, self._at(rank, block) + begin, nbytes)
+        if block.last:
+            self._meet(Point.READ, block)  # the next call writes what peers read in this one
+        end: torch.cuda.Event = self._stream.record_event()
+        return end
 
     def close(self) -> None:
         """Gives the memory back."""
-        self._shared = None
-        self._parts = self._parts[:0].clone()
+        self._peers = None
+        self._parts = [parts[:0].clone() for parts in self._parts]
 
-    def _take_parts(self, share: int) -> None:
-        if self._parts.nbytes < self._size * share:
+    def _take_parts(self, block: _Block) -> None:
+        if self._parts[block.turn].nbytes < self._size * block.share:
             _check_not_capturing()
             with torch.cuda.stream(self._stream):
-                self._parts = self._parts.new_empty(self._size * share)
+                self._parts[block.turn] = torch.empty(self._size * block.share, dtype=torch.uint8, device=self._device)
 
-    def _add_up(self, partial: Tensor, out: Tensor, share: int) -> None:
-        """This rank's share, where its own part was and in `out`."""
-        assert self._shared is not None
-        begin, nbytes = self._share_of(self._rank, out, share)
-        if not nbytes:
-            return
-        at = partial.data_ptr() - self._shared.addresses[self._rank] + begin
-        own = self._shared.addresses[self._rank] + at
-        parts = [self._parts.data_ptr() + rank * share for rank in range(self._size)]
-        parts[self._rank] = own
-        for rank in self._in_turn():
-            self._copy(parts[rank], self._shared.addresses[rank] + at, nbytes)
-        count, index, stream = nbytes // out.itemsize, self._device.index, self._stream.cuda_stream
-        summing.sum_parts(parts, own, out.data_ptr() + begin, count, out.dtype, index, stream)
+    def _fetch_parts(self, block: _Block) -> None:
+        self._meet(Point.COMPUTED, block)
+        begin, nbytes = self._share_of(self._rank, block)
+        parts = self._places_of_parts(block)
+        for rank in self._in_turn() if nbytes else ():
+            self._copy(parts[rank], self._at(rank, block) + begin, nbytes)
 
-    def _collect(self, partial: Tensor, out: Tensor, share: int) -> None:
-        """The other shares, each from the rank that added it up."""
-        assert self._shared is not None
-        offset = partial.data_ptr() - self._shared.addresses[self._rank]
-        for rank in self._in_turn():
-            begin, nbytes = self._share_of(rank, out, share)
-            if nbytes:
-                self._copy(out.data_ptr() + begin, self._shared.addresses[rank] + offset + begin, nbytes)
+    def _places_of_parts(self, block: _Block) -> list[int]:
+        """Of this rank's share, by rank: its own is left where it was computed."""
+        places = [self._parts[block.turn].data_ptr() + rank * block.share for rank in range(self._size)]
+        places[self._rank] = self._at(self._rank, block) + self._share_of(self._rank, block)[0]
+        return places
 
-    def _share_of(self, rank: int, out: Tensor, share: int) -> tuple[int, int]:
-        """Where a rank's share begins, and its bytes."""
-        begin = min(rank * share, out.nbytes)
-        return begin, min(share, out.nbytes - begin)
+    def _at(self, rank: int, block: _Block) -> int:
+        """Where a rank has computed the block."""
+        assert self._peers is not None
+        return self._peers.addresses[rank] + block.partial.data_ptr() - self._peers.addresses[self._rank]
+
+    def _share_of(self, rank: int, block: _Block) -> tuple[int, int]:
+        """Where a rank's share of a block begins, and its bytes."""
+        begin = min(rank * block.share, block.out.nbytes)
+        return begin, min(block.share, block.out.nbytes - begin)
 
     def _in_turn(self) -> list[int]:
         """The other ranks, from the next one on."""
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
+    def _meet(self, point: Point, block: _Block) -> None:
+        assert self._peers is not None
+        self._peers.meet(point, block.turn, self._stream.cuda_stream)
+
     def _copy(self, target: int, source: int, nbytes: int) -> None:
-        module.copy_async(target, source, nbytes, self._stream.cuda_stream)
+        copy_async(target, source, nbytes, self._stream.cuda_stream)
 
 
-class _Shared(NamedTuple):
-    """Memory of this rank that all ranks read, and theirs."""
+class _Block(NamedTuple):
+    """Rows of a call."""
 
-    mine: Tensor  # uint8
-    handle: Any
-    addresses: tuple[int, ...]  # of each rank's, in this process
-
-    @property
-    def nbytes(self) -> int:
-        return self.mine.nbytes
-
-    @staticmethod
-    def make(nbytes: int, device: torch.device, group_name: Any) -> _Shared:
-        """Collective."""
-        from torch.distributed import _symmetric_memory
-
-        mine = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        handle = _symmetric_memory.rendezvous(mine, group_name)
-        return _Shared(mine, handle, tuple(handle.buffer_ptrs))
-
-    def meet(self) -> None:
-        """All ranks' current streams come here before any goes on."""
-        self.handle.barrier(channel=0)
+    partial: Tensor
+    out: Tensor
+    share: int  # bytes that a rank adds up, at most
+    turn: int
+    last: bool  # of its call
 
 
 class _Sum(Pending):
-    def __init__(self, end: torch.cuda.Event, rows: Tensor) -> None:
-        self._end = end
-        self._rows = rows
+    def __init__(self, transport: CopyEngine, block: _Block, fetched: torch.cuda.Event) -> None:
+        self._transport, self._block, self._fetched = transport, block, fetched
+        self._end: torch.cuda.Event | None = None
+
+    def advance(self) -> None:
+        if self._end is None:
+            torch.cuda.current_stream(self._block.out.device).wait_event(self._fetched)
+            self._transport.add_up(self._block)
+            self._end = self._transport.collect(self._block)
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._rows.device).wait_event(self._end)
+        self.advance()
+        assert self._end is not None
+        torch.cuda.current_stream(self._block.out.device).wait_event(self._end)
 
 
 def _check_not_capturing() -> None:

@@ -43,7 +43,7 @@ class Backend(abc.ABC):
         return ""
 
     def prefers_corner(self, problem: Problem) -> bool:
-        """Whether a causal call with more keys than queries is faster in two: the last seqlen_q keys, and all before them.
+        """Whether a causal call with more keys than queries is faster as the last seqlen_q keys, and all before them.
 
         The results are then merged by lse. Asked of calls that `why_not` accepted, with a cache of no kind.
         """

@@ -1,7 +1,7 @@
 """copy_engine: sums through memory that peers read, moved by the GPUs' copy engines.
 
-NCCL's all-reduce takes tens of CTAs for as long as it lasts, and the matrix products beside it miss them; what is more, a
-kernel of one stream seldom gets a multiprocessor while a product of another has them all. So here nothing but a short
+NCCL's all-reduce takes tens of CTAs for as long as it lasts, and the matrix products beside it miss them; what is more,
+a kernel of one stream seldom gets a multiprocessor while a product of another has them all. So here nothing but a short
 addition runs on them, and it does so in the stream of the compute, after the block that follows. For each block of rows
 every rank
 

@@ -42,10 +42,10 @@ class Backend(abc.ABC):
         """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""
         return ""
 
-    def prefers_corner(self, problem: Problem) -> bool:
+    def prefers_corner(self, corner: Problem) -> bool:
         """Whether a causal call with more keys than queries is faster as the last seqlen_q keys, and all before them.
 
-        The results are then merged by lse. Asked of calls that `why_not` accepted, with a cache of no kind.
+        The results are then merged by lse. corner: the call to the last seqlen_q keys; `why_not` has accepted the whole.
         """
         return False
 

@@ -6,7 +6,9 @@ queries. lse merges the two exactly.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,25 +18,44 @@ from fastattention.merge import merge_attn_states
 from fastattention.problem import Inputs, Layout, Problem
 
 
+class Division(NamedTuple):
+    """A call in two."""
+
+    rectangle: Problem  # all keys before the last seqlen_q
+    corner: Problem  # these
+
+    @property
+    def num_keys(self) -> int:
+        """Of the rectangle."""
+        return self.rectangle.seqlen_k
+
+
 def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
     """The result of a validated call, at once or in two, whichever its backend prefers."""
-    if not (_has_corner(problem) and select_backend(problem, backend).prefers_corner(problem)):
+    division = divide(problem)
+    if division is None or not select_backend(problem, backend).prefers_corner(division.corner):
         return run(problem, inputs, backend).out
-    before = problem.seqlen_k - problem.seqlen_q
-    rectangle = replace(problem, seqlen_k=before, window_right=-1, return_lse=True)
-    corner = replace(problem, seqlen_k=problem.seqlen_q, return_lse=True)
-    first = run(rectangle, inputs._replace(k=inputs.k[:, :before], v=inputs.v[:, :before]), backend)
-    last = run(corner, inputs._replace(k=inputs.k[:, before:], v=inputs.v[:, before:]), backend)
+    k, v, at = inputs.k, inputs.v, division.num_keys
+    first = run(division.rectangle, inputs._replace(k=k[:, :at], v=v[:, :at]), backend)
+    last = run(division.corner, inputs._replace(k=k[:, at:], v=v[:, at:]), backend)
     assert first.lse is not None
     assert last.lse is not None
     return merge_attn_states((first.out, last.out), (first.lse, last.lse))[0]
 
 
-def _has_corner(problem: Problem) -> bool:
-    return (
+@functools.lru_cache(maxsize=4096)
+def divide(problem: Problem) -> Division | None:
+    """None where there is no such corner, or scores depend on where keys are."""
+    divisible = (
         problem.layout is Layout.DENSE
         and problem.is_causal
-        and problem.window_left == -1
         and not (problem.has_bias or problem.has_alibi)
         and 0 < problem.seqlen_q < problem.seqlen_k
+    )
+    if not divisible:
+        return None
+    before = problem.seqlen_k - problem.seqlen_q
+    return Division(
+        replace(problem, seqlen_k=before, window_right=-1, return_lse=True),
+        replace(problem, seqlen_k=problem.seqlen_q, return_lse=True),
     )

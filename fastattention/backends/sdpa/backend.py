@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from fastattention.backends.base import Backend
@@ -44,9 +42,9 @@ class SdpaBackend(Backend):
         parts = split(problem, inputs, q, whole_batch=fits or unmasked or with_lse.can_serve(problem))
         return join(problem, inputs, [_attend(problem, part, generator) for part in parts])
 
-    def prefers_corner(self, problem: Problem) -> bool:
+    def prefers_corner(self, corner: Problem) -> bool:
         """Where torch's kernels know only squares, and give lse."""
-        return with_lse.can_serve(replace(problem, seqlen_k=problem.seqlen_q, return_lse=True))
+        return with_lse.can_serve(corner)
 
     def describe(self) -> str:
         """Version of torch and which of its kernels are switched on."""

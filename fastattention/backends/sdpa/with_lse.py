@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from fastattention.backends.sdpa.parts import Part
@@ -46,13 +48,18 @@ def attend(problem: Problem, part: Part) -> AttentionOutput:
 
 def _kernel(problem: Problem) -> str | None:
     """The one that torch has switched on and the GPU is new enough for."""
-    capability = torch.cuda.get_device_capability(problem.device)
+    capability = _capability(problem.device)
     enabled = torch.backends.cuda
     if capability >= _FIRST_CUDNN and enabled.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         return "cudnn"
     if capability >= _FIRST_FLASH and enabled.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return "flash"
     return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _is_plain(problem: Problem) -> bool:

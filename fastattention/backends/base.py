@@ -45,7 +45,7 @@ class Backend(abc.ABC):
     def prefers_corner(self, corner: Problem) -> bool:
         """Whether a causal call with more keys than queries is faster as the last seqlen_q keys, and all before them.
 
-        The results are then merged by lse. corner: the call to the last seqlen_q keys; `why_not` has accepted the whole.
+        The results are then merged by lse. corner: the call to the last seqlen_q keys; `why_not` accepts the whole.
         """
         return False
 

@@ -121,7 +121,7 @@ def test_the_benchmark_measures_every_case_on_processes_too(tmp_path: Path, monk
     monkeypatch.setenv("FASTATTENTION_CACHE", str(tmp_path / "cache"))
     cases = (
         tiled_allreduce.Case("7B", 2, 5, 5),
-        tiled_allreduce.Case("70B", 1, 1, 9),
+        tiled_allreduce.Case("7B", 1, 1, 9),
         tiled_allreduce.Case("7B", 1, 2, 9),
     )
     options = tiled_allreduce.Options(cases, rounds=1, graphs=False, trace=False, output=tmp_path, dtype=torch.float32)

@@ -52,7 +52,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self.transports: dict[tuple[str, torch.device], Transport] = {}
-        self._agreed: dict[Key, Agreed] = {}
+        self.agreed: dict[Key, Agreed] = {}
         self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
         self._compute_costs = calibrate.ComputeCosts()
 
@@ -61,14 +61,14 @@ class Agreement:
 
         Raises ArgumentError on all ranks where their calls differ, UnsupportedError where no transport can serve it.
         """
-        known = self._agreed.get(key)
+        known = self.agreed.get(key)
         if known is None:
             _check_not_capturing(key.problem.device)
             _check_same(key, group)
             known = self._agree(key, call, group)
-            if len(self._agreed) == MOST_KEPT:
-                del self._agreed[next(iter(self._agreed))]  # the oldest: on every rank the same
-            self._agreed[key] = known
+            if len(self.agreed) == MOST_KEPT:
+                del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
+            self.agreed[key] = known
         return known
 
     def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:

@@ -28,7 +28,7 @@ AUTO = Sum(CASE, "auto")
 def forget() -> None:
     """As if the group were new, but for its communicators."""
     for known in agreement._agreements.values():
-        known._agreed.clear()
+        known.agreed.clear()
         known._costs.clear()
         known._compute_costs._known.clear()
 
@@ -54,7 +54,7 @@ def run_with_clocks_of_their_own(one: Sum) -> tuple[torch.Tensor, list[tuple[int
     forget()
     with planning(choose=rank_dependent_plan):
         out = run_part(one)
-    return out, [agreed.rows for known in agreement._agreements.values() for agreed in known._agreed.values()]
+    return out, [agreed.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
 
 
 def test_the_plan_is_that_of_rank_0(team: Team) -> None:
@@ -67,7 +67,7 @@ def run_measured(one: Sum) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     forget()
     with planning():
         out = run_part(one)
-    return out, [agreed.rows for known in agreement._agreements.values() for agreed in known._agreed.values()]
+    return out, [agreed.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
 
 
 def test_a_measured_plan_gives_the_right_sum(team: Team) -> None:
@@ -174,7 +174,7 @@ def run_more_kinds_than_are_kept(one: Sum) -> list[int]:
     with mock.patch.object(agreement, "MOST_KEPT", 2):
         for first in (3, 4, 5, 3):
             run_part(replace(one, plan=(first, one.rows - first)))
-            counts.append(len(known._agreed))
+            counts.append(len(known.agreed))
     return counts
 
 

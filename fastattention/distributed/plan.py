@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
@@ -18,11 +18,10 @@ LEAST_BYTES = 4 << 20  # of a block's all-reduce: smaller ones are mostly latenc
 LEAST_ROWS = 512  # of a block: fewer leave a matrix product without a full wave of CTAs
 LEAST_GAIN = 0.03  # of the serial time; the costs are no more certain than that
 ROWS_OF_A_CUT = 128  # cuts inside a sequence are at multiples of it, as are the tiles of attention
-CUTS = 128  # about as many cuts are looked at; more would not change the time by a percent
 NUMBERS_OF_BLOCKS = (2, 3, 4, 6, 8, 12)
+FEW_CUTS, CUTS = 16, 128  # of the rows: all divisions at few cuts, then the best of them moved to nearby ones of many
 PATIENCE = 2  # the search ends when more blocks have gained nothing so often
-GROWTHS = (1 / 3, 0.6, 1.0, 1.6, 3.0)  # of a block over the one before, from which the search starts
-STEPS = (8, 4, 2, 1)  # cuts by which the search moves a boundary
+STEPS = (4, 2, 1)  # cuts by which the search moves a boundary
 SIMPLER = 0.01  # fewer blocks, and cuts between sequences, are preferred if they cost no more of the time than this
 
 
@@ -64,21 +63,27 @@ def simulate(compute: Sequence[float], communication: Sequence[float], slowdown:
 
     Compute is never held up. An all-reduce begins when its compute and the all-reduce before it are done.
     """
-    steps = list(_steps(compute, communication, slowdown))
-    return Timeline(tuple(one for one, _ in steps), tuple(other for _, other in steps))
-
-
-def _steps(compute: Sequence[float], communication: Sequence[float], slowdown: float) -> Iterator[tuple[Event, Event]]:
-    """Compute and all-reduce of each block."""
-    now = busy_until = 0.0  # of the two lanes
+    lanes = _Lanes(0.0, 0.0)
+    computed, reduced = [], []
     for work, transfer in zip(compute, communication, strict=True):
-        # From `now` on the all-reduces before run without a gap, so that this much of the work is done under them.
-        slowed = min(work, max(busy_until - now, 0.0) / (1 + slowdown))
-        end = now + work + slowed * slowdown
-        begin = max(end, busy_until)
-        busy_until = begin + transfer
-        yield Event(now, end), Event(begin, busy_until)
-        now = end
+        before, lanes = lanes, lanes.after(work, transfer, slowdown)
+        computed.append(Event(before.computed, lanes.computed))
+        reduced.append(Event(max(before.reduced, lanes.computed), lanes.reduced))
+    return Timeline(tuple(computed), tuple(reduced))
+
+
+class _Lanes(NamedTuple):
+    """When what was given to both lanes so far will be done."""
+
+    computed: float
+    reduced: float
+
+    def after(self, work: float, transfer: float, slowdown: float) -> _Lanes:
+        """With one more block."""
+        # Until `reduced` the all-reduces before run without a gap, so that this much of the work is done under them.
+        slowed = min(work, max(self.reduced - self.computed, 0.0) / (1 + slowdown))
+        computed = self.computed + work + slowed * slowdown
+        return _Lanes(computed, max(computed, self.reduced) + transfer)
 
 
 class Costs:
@@ -92,12 +97,22 @@ class Costs:
 
     def timeline(self, boundaries: Sequence[int]) -> Timeline:
         """The blocks in time."""
-        return simulate(*self._lanes(boundaries), self._transport.slowdown)
+        blocks = list(pairwise(boundaries))
+        compute = [self.compute_seconds(first, past) for first, past in blocks]
+        transfers = [self._transfer_seconds(past - first) for first, past in blocks]
+        return simulate(compute, transfers, self._transport.slowdown)
 
     def seconds(self, boundaries: Sequence[int]) -> float:
-        """Until the last all-reduce is done: as the timeline has it, sooner."""
-        *_, (_, last) = _steps(*self._lanes(boundaries), self._transport.slowdown)
-        return last.end
+        """Until the last all-reduce is done."""
+        lanes = _Lanes(0.0, 0.0)
+        for first, past in pairwise(boundaries):
+            lanes = self.after(lanes, first, past)
+        return lanes.reduced
+
+    def after(self, lanes: _Lanes, first: int, past: int) -> _Lanes:
+        """The lanes with a block of rows first to past - 1."""
+        work, transfer = self.compute_seconds(first, past), self._transfer_seconds(past - first)
+        return lanes.after(work, transfer, self._transport.slowdown)
 
     def compute_seconds(self, first: int, past: int) -> float:
         """Of rows first to past - 1 alone: attention by what they see, the product by their number, and the block.
@@ -107,11 +122,6 @@ class Costs:
         """
         inside = self._workload.causal and first % self._workload.seqlen_q != 0
         return self._before(past) - self._before(first) + self._compute.block_seconds * (2 if inside else 1)
-
-    def _lanes(self, boundaries: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Seconds of each block's compute, and of its all-reduce."""
-        compute = [self.compute_seconds(first, past) for first, past in pairwise(boundaries)]
-        return compute, [self._transfer_seconds(past - first) for first, past in pairwise(boundaries)]
 
     def _before(self, row: int) -> float:
         """Compute of all rows before `row`, without what blocks cost."""
@@ -150,15 +160,22 @@ class _Division(NamedTuple):
 
 
 def divide(workload: Workload, costs: Costs) -> tuple[float, tuple[int, ...]]:
-    """Seconds and boundaries of the best division into two blocks or more; infinity where none is large enough."""
+    """Seconds and boundaries of the best division into two blocks or more; infinity where none is large enough.
+
+    The best to about three percent: of many blocks, which gain little over fewer, not all numbers are tried.
+    """
     least = max(LEAST_ROWS, -(-LEAST_BYTES // workload.row_bytes))
-    choices = _cuts(workload)
+    whole = workload.whole_sequences or workload.seqlen_q <= ROWS_OF_A_CUT
+    searches = [
+        (_by_number(costs, _cuts(workload, between, FEW_CUTS), least), _cuts(workload, between, CUTS))
+        for between in ((True,) if whole else (True, False))
+    ]
     best = _Division(math.inf, (0, workload.rows))
     in_vain = 0
     for number in NUMBERS_OF_BLOCKS:
         before = best
-        for cuts in choices:
-            start = _best_start(costs, cuts, number, least)
+        for divisions, cuts in searches:
+            start = next((one for one in divisions if len(one.boundaries) == number + 1), None)
             found = best if start is None else _improved(costs, start, cuts, least)
             if found.seconds < (1 - SIMPLER) * best.seconds:
                 best = found
@@ -168,66 +185,43 @@ def divide(workload: Workload, costs: Costs) -> tuple[float, tuple[int, ...]]:
     return best
 
 
-def _cuts(workload: Workload) -> list[list[int]]:
-    """Rows where blocks may begin, 0 and the number of rows included: between sequences, and then anywhere."""
+def _cuts(workload: Workload, between: bool, most: int) -> list[int]:
+    """About so many rows where blocks may begin, between sequences or also in them; 0 and all rows included."""
     rows, seqlen = workload.rows, workload.seqlen_q
-    step = ROWS_OF_A_CUT * -(-rows // (ROWS_OF_A_CUT * CUTS))
-    sequences = -(-step // seqlen)
-    choices = [[*range(0, rows, sequences * seqlen), rows]] if workload.batch_size > 1 else []
-    if not workload.whole_sequences and seqlen > step:
-        inside = [first + row for first in range(0, rows, seqlen) for row in range(0, seqlen, step)]
-        choices.append([*inside, rows])
-    return choices
+    step = ROWS_OF_A_CUT * -(-rows // (ROWS_OF_A_CUT * most))
+    if between or seqlen <= step:
+        return [*range(0, rows, -(-step // seqlen) * seqlen), rows]
+    return [*(first + row for first in range(0, rows, seqlen) for row in range(0, seqlen, step)), rows]
 
 
-def _best_start(costs: Costs, cuts: list[int], number: int, least: int) -> _Division | None:
-    """The best of divisions whose blocks grow by a factor; None if there is no room for so many blocks."""
-    found = []
-    for growth in GROWTHS:
-        boundaries = _growing(cuts, number, growth, least)
-        if boundaries is not None:
-            found.append(_Division(costs.seconds(boundaries), boundaries))
-    return min(found, default=None)
+def _by_number(costs: Costs, cuts: list[int], least: int) -> Iterator[_Division]:
+    """The best division at these cuts into one block, into two, and so on.
 
-
-def _growing(cuts: list[int], number: int, growth: float, least: int) -> tuple[int, ...] | None:
-    """Boundaries of so many blocks of at least `least` rows, each `growth` times the one before as nearly as may be."""
-    rows = cuts[-1]
-    sizes = list(accumulate(growth**block for block in range(number)))
-    boundaries = [0]
-    for block in range(number - 1):
-        lowest, highest = boundaries[-1] + least, rows - least * (number - 1 - block)
-        wanted = max(min(rows * sizes[block] / sizes[-1], highest), lowest)
-        after = bisect_left(cuts, wanted)
-        near = [cut for cut in cuts[after - 1 : after + 1] if lowest <= cut <= highest]
-        if not near:
-            return None
-        boundaries.append(min(near, key=lambda cut: abs(cut - wanted)))
-    return (*boundaries, rows)
+    Of divisions of the rows before a cut into as many blocks, the one that is reduced first is followed up: where its
+    compute ends later, that is for the all-reduces which it hides, and those are then done.
+    """
+    ends: dict[int, tuple[_Lanes, tuple[int, ...]]] = {0: (_Lanes(0.0, 0.0), (0,))}
+    while ends:
+        longer: dict[int, tuple[_Lanes, tuple[int, ...]]] = {}
+        for first, (lanes, boundaries) in ends.items():
+            for past in cuts[bisect_left(cuts, first + least) :]:
+                found = costs.after(lanes, first, past)
+                if past not in longer or found.reduced < longer[past][0].reduced:
+                    longer[past] = found, (*boundaries, past)
+        ends = longer
+        if cuts[-1] in ends:
+            lanes, boundaries = ends.pop(cuts[-1])
+            yield _Division(lanes.reduced, boundaries)
 
 
 def _improved(costs: Costs, start: _Division, cuts: list[int], least: int) -> _Division:
-    """Moves boundaries to other cuts, one or all from it on, by far and then by less, wherever that gains."""
+    """Moves one boundary after another to other cuts, by more and then by fewer of them, wherever that gains."""
     best = start
-    last = len(start.boundaries) - 1
     for step in STEPS:
-        for block in range(1, last):
-            for past, places in product({block + 1, last}, (-step, step)):
-                moved = _moved(best.boundaries, range(block, past), places, cuts, least)
-                if moved is not None and (seconds := costs.seconds(moved)) < best.seconds:
-                    best = _Division(seconds, moved)
+        for block, places in product(range(1, len(start.boundaries) - 1), (-step, step)):
+            before, here, after = best.boundaries[block - 1 : block + 2]
+            place = bisect_left(cuts, here) + places
+            if 0 <= place < len(cuts) and before + least <= cuts[place] <= after - least:
+                moved = (*best.boundaries[:block], cuts[place], *best.boundaries[block + 1 :])
+                best = min(best, _Division(costs.seconds(moved), moved), key=lambda division: division.seconds)
     return best
-
-
-def _moved(
-    boundaries: tuple[int, ...], blocks: range, places: int, cuts: list[int], least: int
-) -> tuple[int, ...] | None:
-    """Where `blocks` begin moved by so many cuts; None if any block would then be smaller than `least`."""
-    moved = list(boundaries)
-    for block in blocks:
-        place = bisect_left(cuts, boundaries[block]) + places
-        if not 0 <= place < len(cuts):
-            return None
-        moved[block] = cuts[place]
-    around = pairwise(moved[blocks.start - 1 : blocks.stop + 1])
-    return tuple(moved) if all(past - first >= least for first, past in around) else None

@@ -56,6 +56,12 @@ def test_bars_show_which_block_runs_when(run_command: RunCommand) -> None:
     assert len(compute) < COLUMNS * 0.7
 
 
+def test_a_block_too_short_for_a_column_has_one(run_command: RunCommand) -> None:
+    _, output = run_command(*LLAMA, "--hardware", "v100-pcie", "--batch", 1, "--tp", 8, "--seqlen", 32768)
+    compute = output.split(" blocks compute ")[1].split(" all-reduce ")[0]
+    assert [numeral for numeral, _ in groupby(compute)] == list("123456")
+
+
 @pytest.mark.parametrize("hardware", ["h200", "v100-pcie", "ascend-910b"])
 def test_hidden_and_exposed_are_all_of_the_all_reduce(hardware: str) -> None:
     found = outcome(hardware)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -176,7 +177,8 @@ def test_blocks_that_balance_both_lanes_are_no_faster_than_those_that_are_chosen
                 assert chosen <= (1 + plan.SIMPLER + 1e-3) * simulate(compute, transfers, 0.0).seconds
 
 
-def test_more_time_for_attention_makes_later_blocks_of_a_causal_sequence_smaller() -> None:
+def test_later_blocks_of_a_causal_sequence_are_smaller_for_they_see_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "NUMBERS_OF_BLOCKS", (2,))
     equal = transport(1e-3)
     causal, full = (choose(workload, ComputeCost(9e-4, 1e-4, 1e-6), [equal]) for workload in (CAUSAL, FULL))
     assert causal.rows[0] > full.rows[0]
@@ -224,7 +226,7 @@ def test_sequences_that_must_stay_whole_do(batch_size: int, seqlen: int) -> None
 
 def test_cuts_between_sequences_are_preferred() -> None:
     costly = replace(COMPUTE, block_seconds=1e-5)
-    found = choose(BATCH, costly, [transport(5e-4)])
+    found = choose(BATCH, costly, [transport(3e-4)])
     assert len(found.rows) > 1
     assert all(row % 2048 == 0 for row in boundaries(found.rows))
 
@@ -305,18 +307,17 @@ def test_more_bandwidth_makes_no_plan_slower(
 def test_no_cuts_gain_much_over_those_that_are_found(
     workload: Workload, slowdown: float, whole: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "CUTS", 32)
     monkeypatch.setattr(plan, "NUMBERS_OF_BLOCKS", (2, 3, 4))
     monkeypatch.setattr(plan, "PATIENCE", 9)
     costs = Costs(workload, replace(COMPUTE, block_seconds=1e-5), transport(whole, latency=2e-5, slowdown=slowdown))
-    cuts = range(0, workload.rows, 256)[2:-1]
+    cuts = range(0, workload.rows, workload.rows // 32)[1:]
     inner = [division for blocks in (1, 2, 3) for division in combinations(cuts, blocks)]
     divisions = [(0, *one, workload.rows) for one in inner if all(past - row >= 512 for row, past in pairwise(one))]
     least = min(costs.seconds(division) for division in divisions)
-    assert plan.divide(workload, costs)[0] <= (1 + 2 * plan.SIMPLER) * least
+    assert plan.divide(workload, costs)[0] <= (1 + plan.SIMPLER) * least
 
 
-@pytest.mark.parametrize("whole", [8e-4, 1.2e-3, 1.5e-3])
+@pytest.mark.parametrize("whole", [4e-4, 1e-3, 3e-3])
 def test_long_sequences_get_blocks_that_are_as_good(whole: float) -> None:
     communication = transport(whole)
     short = choose(CAUSAL, COMPUTE, [communication])
@@ -327,22 +328,24 @@ def test_long_sequences_get_blocks_that_are_as_good(whole: float) -> None:
     assert long.seconds <= short.seconds
 
 
-def test_few_divisions_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("batch_size", "seqlen"), [(1, 1 << 20), (64, 8192), (4096, 512)])
+@pytest.mark.parametrize(("whole", "most"), [(1e-6, 1000), (1e-4, 2000), (1e-3, 8000), (1e-2, 8000)])
+def test_few_blocks_are_looked_at(
+    batch_size: int, seqlen: int, whole: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that any shape is planned in milliseconds, and sooner where more blocks gain nothing."""
     looked_at = 0
-    known = Costs.seconds
+    known = Costs.after
 
-    def counted(self: Costs, division: tuple[int, ...]) -> float:
+    def counted(self: Costs, *block: Any) -> Any:
         nonlocal looked_at
         looked_at += 1
-        return known(self, division)
+        return known(self, *block)
 
-    monkeypatch.setattr(Costs, "seconds", counted)
-    for batch_size, seqlen in ((1, 1 << 20), (64, 8192), (4096, 512)):
-        workload = replace(CAUSAL, batch_size=batch_size, seqlen_q=seqlen, seqlen_k=seqlen)
-        for whole in (1e-6, 1e-4, 5e-4, 1e-3, 1e-2):
-            looked_at = 0
-            choose(workload, ComputeCost(0.1, 0.1, 1e-7), [transport(whole)])
-            assert 1 <= looked_at < 500
+    monkeypatch.setattr(Costs, "after", counted)
+    workload = replace(CAUSAL, batch_size=batch_size, seqlen_q=seqlen, seqlen_k=seqlen)
+    choose(workload, ComputeCost(0.1, 0.1, 1e-7), [transport(whole)])
+    assert 1 <= looked_at <= most
 
 
 def test_serial_takes_the_transport_that_is_fastest_alone() -> None:

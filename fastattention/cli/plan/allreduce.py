@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
+from string import ascii_lowercase
 
 from rich import box
 from rich.table import Table
@@ -20,7 +21,7 @@ from fastattention.sizes import format_bytes
 
 NOTE = "Every time is predicted from rates. docs/tensor_parallel.md says which of them were measured."
 COLUMNS = 60  # of the bars
-NUMERALS = "123456789abcdefghijklmnopqrstuvwxyz"  # of blocks
+NUMERALS = "123456789" + ascii_lowercase  # of blocks
 STYLES = {"compute": "green", "all-reduce": "yellow"}
 
 
@@ -149,18 +150,18 @@ def _bars(name: str, timeline: Timeline, seconds: float) -> Text:
     bars = Text()
     for lane, events in (("compute", timeline.compute), ("all-reduce", timeline.communication)):
         bars.append(f"  {name:6} {lane:10} ")
-        bars.append(_lane(events, seconds).rstrip() + "\n", style=STYLES[lane])
+        bars.append(_lane(events, seconds) + "\n", style=STYLES[lane])
         name = ""
     return bars
 
 
 def _lane(events: tuple[Event, ...], seconds: float) -> str:
-    lane = [" "] * COLUMNS
+    """Every block has a column at least, so that short ones push those after them to the right."""
+    lane = ""
     for numeral, event in zip(NUMERALS, events, strict=False):
-        first = min(round(event.start / seconds * COLUMNS), COLUMNS - 1)
-        past = max(round(event.end / seconds * COLUMNS), first + 1)
-        lane[first:past] = numeral * (past - first)
-    return "".join(lane)
+        lane = lane.ljust(round(event.start / seconds * COLUMNS))
+        lane += numeral * max(round(event.end / seconds * COLUMNS) - len(lane), 1)
+    return lane
 
 
 def _transports(workload: Workload, compute: ComputeCost, machine: Machine, chosen: str) -> Table:

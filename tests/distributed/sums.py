@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from conformance.calls import Call, build_call
 from conformance.case import Case, DenseCase, KvCacheCase
+from conformance.devices import moved
 from conformance.oracle import FACTOR, largest_error
 from torch import Tensor
 
@@ -27,6 +29,7 @@ class Sum:
     plan: tuple[int, ...] | str
     dtype: torch.dtype = torch.float32
     bias: bool = False
+    hidden: int = HIDDEN
 
     @property
     def rows(self) -> int:
@@ -37,24 +40,30 @@ class Sum:
         call = build_call(replace(self.case, name=f"{self.case.name} on rank {rank}"), self.dtype)
         columns = self.case.nheads * self.case.headdim_of_v
         generator = torch.Generator().manual_seed(rank)
-        w_o = torch.randn(HIDDEN, columns, generator=generator) * columns**-0.5
+        w_o = torch.randn(self.hidden, columns, generator=generator) * columns**-0.5
         return call, w_o.to(self.dtype)
 
     def bias_tensor(self) -> Tensor | None:
         """The same on every rank."""
-        return torch.linspace(-1.0, 1.0, HIDDEN).to(self.dtype) if self.bias else None
+        return torch.linspace(-1.0, 1.0, self.hidden).to(self.dtype) if self.bias else None
 
 
-def run_part(one: Sum, groups: str = "world", **changes: Any) -> Tensor:
-    """The call on this rank; `changes` to its arguments."""
+def arguments_of(one: Sum, device: str = "cpu") -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    """The function that makes the call on this rank, and its arguments."""
     call, w_o = one.part(dist.get_rank())
-    arguments = dict(call.arguments)
-    function = attention_linear_allreduce
-    if isinstance(one.case, KvCacheCase):
-        function = attention_linear_allreduce_with_kvcache
-        del arguments["rotary_interleaved"], arguments["num_splits"]
-    arguments |= {"w_o": w_o, "bias": one.bias_tensor(), "plan": one.plan, "group": group_named(groups)} | changes
-    return function(**arguments)
+    bias = one.bias_tensor()
+    arguments = dict(call.arguments if device == "cpu" else moved(call, device).arguments)
+    arguments |= {"w_o": w_o.to(device), "bias": None if bias is None else bias.to(device), "plan": one.plan}
+    if isinstance(one.case, DenseCase):
+        return attention_linear_allreduce, arguments
+    del arguments["rotary_interleaved"], arguments["num_splits"]
+    return attention_linear_allreduce_with_kvcache, arguments
+
+
+def run_part(one: Sum, groups: str = "world", device: str = "cpu", **changes: Any) -> Tensor:
+    """The call on this rank; `changes` to its arguments. The result is on the CPU."""
+    function, arguments = arguments_of(one, device)
+    return function(**arguments | {"group": group_named(groups)} | changes).cpu()
 
 
 @functools.cache

@@ -59,8 +59,6 @@ class CopyEngine(Transport):
         self._end = 0  # where the rows of the call under way end
         if self._reason is None:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-            # Ranks meet here while copies of the block before are under way.
-            self._ahead = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def why_not(self, transfer: Transfer) -> str | None:
         """Of the group, the same for every transfer; or its dtype."""
@@ -84,9 +82,7 @@ class CopyEngine(Transport):
         block = _Block(partial, out, share, self._turn, last=out.data_ptr() + out.nbytes == self._end)
         self._take_parts(block)
         self._turn = 1 - self._turn
-        self._ahead.wait_stream(torch.cuda.current_stream(self._device))
-        self._meet(Point.COMPUTED, block, self._ahead)
-        self._stream.wait_stream(self._ahead)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._fetch_parts(block)
         return _Sum(self, block, self._stream.record_event())
 
@@ -103,13 +99,13 @@ class CopyEngine(Transport):
     def collect(self, block: _Block) -> torch.cuda.Event:
         """The other shares, each from the rank that added it up, once this one is; an event at the end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._meet(Point.ADDED_UP, block, self._stream)
+        self._meet(Point.ADDED_UP, block)
         for rank in self._in_turn():
             begin, nbytes = self._share_of(rank, block)
             if nbytes:
                 self._copy(block.out.data_ptr() + begin, self._at(rank, block) + begin, nbytes)
         if block.last:
-            self._meet(Point.READ, block, self._stream)  # the next call writes what peers read in this one
+            self._meet(Point.READ, block)  # the next call writes what peers read in this one
         end: torch.cuda.Event = self._stream.record_event()
         return end
 
@@ -125,6 +121,7 @@ class CopyEngine(Transport):
                 self._parts[block.turn] = torch.empty(self._size * block.share, dtype=torch.uint8, device=self._device)
 
     def _fetch_parts(self, block: _Block) -> None:
+        self._meet(Point.COMPUTED, block)
         begin, nbytes = self._share_of(self._rank, block)
         parts = self._places_of_parts(block)
         for rank in self._in_turn() if nbytes else ():
@@ -150,9 +147,9 @@ class CopyEngine(Transport):
         """The other ranks, from the next one on."""
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
-    def _meet(self, point: Point, block: _Block, stream: torch.cuda.Stream) -> None:
+    def _meet(self, point: Point, block: _Block) -> None:
         assert self._peers is not None
-        self._peers.meet(point, block.turn, stream.cuda_stream)
+        self._peers.meet(point, block.turn, self._stream.cuda_stream)
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         copy_async(target, source, nbytes, self._stream.cuda_stream)

@@ -37,6 +37,7 @@ from fastattention.cli.machine import describe_machine
 from fastattention.distributed import attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, agreement_of
 from fastattention.distributed.transports import TRANSPORTS
+from fastattention.distributed.trials import Candidate
 from fastattention.errors import UnsupportedError
 
 RESULTS = Path(__file__).parent / "results"
@@ -145,6 +146,10 @@ class Share:
 
     def _product(self, attended: Tensor) -> None:
         torch.mm(attended, self.w_o.t(), out=self.out.view(-1, self.w_o.shape[0]))
+
+
+def _as_record(one: Candidate) -> dict[str, Any]:
+    return {"rows": one.rows, "transport": one.transport.name}
 
 
 def agreed_on(share: Share, transport: str) -> Agreed:
@@ -289,7 +294,8 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
         "seconds": seconds,
         "derived": {kind: derived(contest, each) for kind, each in seconds.items()},
         "plans": {
-            name: {"rows": agreed.rows, "transport": agreed.transport.name} for name, agreed in contest.plans.items()
+            name: {"eager": _as_record(agreed.called), "graph": _as_record(agreed.captured)}
+            for name, agreed in contest.plans.items()
         },
         "refused": contest.refused,
         "difference": differences,

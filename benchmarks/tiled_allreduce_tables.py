@@ -26,7 +26,7 @@ def _show_kind(row: dict[str, Any], kind: str, seconds: dict[str, float]) -> Non
     for name, taken in seconds.items():
         cells = [name, _milliseconds(taken)]
         if name in figures["speedup"]:
-            plan = row["plans"][name]
+            plan = row["plans"][name][kind]
             blocks = " ".join(_runs(plan["rows"]))
             cells += [f"{figures['speedup'][name]:.2f}", f"{figures['hidden'][name]:.0%}", plan["transport"], blocks]
         table.add_row(*cells)

@@ -23,8 +23,12 @@ from fastattention.distributed.costs import TransportCost, Workload
 from fastattention.distributed.exchange import from_rank_0, gather
 from fastattention.distributed.plan import choose
 from fastattention.distributed.transports import Transfer, Transport
+from fastattention.distributed.trials import Candidate, run_trials
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import Problem
+
+# Calls that are alike, and the transports that were tried.
+Verdict = tuple[calibrate.Kind, tuple[str, ...]]
 
 MOST_KEPT = 4096  # agreements of a group; as many as validated problems
 
@@ -41,10 +45,15 @@ class Key(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The blocks of a call, and who sums them."""
+    """How a call is made: as it is called, and where a CUDA graph is captured, whose launches cost nothing."""
 
-    rows: tuple[int, ...]
-    transport: Transport
+    called: Candidate
+    captured: Candidate
+
+    @classmethod
+    def on(cls, rows: tuple[int, ...], transport: Transport) -> Agreed:
+        """One way for both."""
+        return cls(*[Candidate(rows, transport)] * 2)
 
 
 class Agreement:
@@ -55,8 +64,9 @@ class Agreement:
         self.agreed: dict[Key, Agreed] = {}
         self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
         self._compute_costs = calibrate.ComputeCosts()
+        self._verdicts: dict[Verdict, tuple[str | None, str | None]] = {}
 
-    def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
+    def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Candidate:
         """The blocks of a call and their transport. Collective the first time, one look-up from then on.
 
         Raises ArgumentError on all ranks where their calls differ, UnsupportedError where no transport can serve it.
@@ -69,27 +79,56 @@ class Agreement:
             if len(self.agreed) == MOST_KEPT:
                 del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
             self.agreed[key] = known
-        return known
+        return known.captured if _is_capturing(key.problem.device) else known.called
 
     def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
         problem = key.problem
         transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, dist.get_world_size(group))
         able = self._able(key.transport, transfer, group)
         if len(able) == 1 and (key.rows is not None or not calibrate.worth_dividing(transfer)):
-            return Agreed(key.rows or (problem.total_q,), able[0])
+            return Agreed.on(key.rows or (problem.total_q,), able[0])
         costs = self._costs_of(able, transfer, group)
-        if key.rows is not None:
-            quickest = _quickest(costs, [count * transfer.nbytes // transfer.rows for count in key.rows])
-            return Agreed(key.rows, self.transports[quickest, problem.device])
+        rows = key.rows or (problem.total_q,)
+        quickest = _quickest(costs, [count * transfer.nbytes // transfer.rows for count in rows])
+        undivided = Candidate(rows, self.transports[quickest, problem.device])
+        if key.rows is not None or not calibrate.worth_dividing(transfer):
+            return Agreed(undivided, undivided)
+        return self._divide(call, transfer, costs, undivided, group)
+
+    def _divide(
+        self,
+        call: AttentionLinear,
+        transfer: Transfer,
+        costs: Sequence[TransportCost],
+        undivided: Candidate,
+        group: ProcessGroup,
+    ) -> Agreed:
+        """In the blocks that rank 0 chooses for each transport, if a trial shows that it pays, or undivided.
+
+        Of calls that are alike one is tried: the others take the transport that has won.
+        """
         workload = calibrate.workload_of(call, transfer.group_size)
-        rows, name = from_rank_0(lambda: self._choose(call, workload, costs), group)
-        return Agreed(rows, self.transports[name, problem.device])
+        plans = from_rank_0(lambda: self._choose(call, workload, costs), group)
+        divided = {
+            name: Candidate(rows, self.transports[name, transfer.device]) for name, rows in plans if len(rows) > 1
+        }
+        verdict = (calibrate.kind_of(call, workload), tuple(cost.name for cost in costs))
+        if verdict not in self._verdicts:
+            if not divided:
+                return Agreed(undivided, undivided)
+            winners = run_trials([undivided, *divided.values()], call, transfer, group)
+            called, captured = ([None, *divided][place] for place in winners)
+            self._verdicts[verdict] = called, captured
+        return Agreed(
+            *(undivided if name is None else divided.get(name, undivided) for name in self._verdicts[verdict])
+        )
 
     def _choose(
         self, call: AttentionLinear, workload: Workload, costs: Sequence[TransportCost]
-    ) -> tuple[tuple[int, ...], str]:
-        plan = choose(workload, self._compute_costs.of(call, workload), costs)
-        return plan.rows, plan.transport
+    ) -> list[tuple[str, tuple[int, ...]]]:
+        """The blocks for each transport."""
+        compute = self._compute_costs.of(call, workload)
+        return [(cost.name, choose(workload, compute, [cost]).rows) for cost in costs]
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
         """The transports that can serve `transfer`, made if need be."""
@@ -137,8 +176,12 @@ def _quickest(costs: Sequence[TransportCost], sizes: Sequence[int]) -> str:
     return min(costs, key=lambda cost: sum(map(cost.seconds, sizes))).name
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _check_not_capturing(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         raise ArgumentError(
             "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a plan first. Make "
             "the same call once before the capture"

@@ -153,7 +153,7 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
         else:
             key = Key(problem, hidden, asked.bias is not None, asked.backend, asked.transport, rows)
             agreed = agreement_of(group).of(key, call, group)
-            tiled_allreduce(call.compute, flat, agreed.rows, agreed.transport)
+            tiled_allreduce(call.compute, flat, *agreed)
     if asked.bias is not None:
         out += asked.bias
     return out

@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import socket
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ from fastattention.distributed.blocks import AttentionLinear, Piece, may_cut_seq
 from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
 from fastattention.distributed.exchange import from_rank_0, gather, largest
 from fastattention.distributed.plan import LEAST_BYTES, LEAST_ROWS
+from fastattention.distributed.timing import ROUNDS, called_seconds, module_of, queued_seconds, synchronize
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.problem import Layout, Problem
 
@@ -37,7 +37,6 @@ SMALLEST_BYTES = 64 << 10
 LARGEST_BYTES = 256 << 20
 LARGEST_BYTES_ON_CPU = 16 << 20
 GROWTH = 4  # from one size to the next
-ROUNDS = 3
 TABLE_SECONDS = 1.0  # a table ends before the size that would take it beyond
 HIDDEN = 1024  # columns of what is summed
 LONGEST_SLOWDOWN_SECONDS = 0.02  # an all-reduce about this long is long enough to see what it does to compute
@@ -83,7 +82,7 @@ def _identity(transports: Sequence[Transport], transfer: Transfer, group: Proces
 def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
-    return str(_module(device).get_device_name(device))
+    return str(module_of(device).get_device_name(device))
 
 
 def _path(identity: dict[str, Any]) -> Path:
@@ -150,7 +149,7 @@ class _Measurement:
     def _largest_bytes(self) -> float:
         if self._device.type == "cpu":
             return LARGEST_BYTES_ON_CPU
-        free, _ = _module(self._device).mem_get_info(self._device)
+        free, _ = module_of(self._device).mem_get_info(self._device)
         return min(LARGEST_BYTES, -self._agreed(-free) // 4)
 
     def _agreed(self, value: float) -> float:
@@ -162,7 +161,7 @@ class _Measurement:
     def _all_reduce_seconds(self, nbytes: int) -> float:
         out = self._rows(nbytes)
         partials = self._transport.partials(out)
-        seconds = _seconds(lambda: self._transport.all_reduce(partials, out).wait(), self._device)
+        seconds = queued_seconds(lambda: self._transport.all_reduce(partials, out).wait(), self._device)
         return self._agreed(seconds)
 
     def _slowdown(self, nbytes: int) -> float:
@@ -176,14 +175,14 @@ class _Measurement:
             for _ in range(count):
                 multiply()
 
-        once = _seconds(compute, self._device)
+        once = called_seconds(compute, self._device)
         count = max(round(self._all_reduce_seconds(nbytes) / once), 1)
-        alone = _seconds(compute, self._device)
+        alone = called_seconds(compute, self._device)
         under = []
         for _ in range(ROUNDS):
-            _synchronize(self._device)
+            synchronize(self._device)
             pending = [self._transport.all_reduce(*half) for half in halves]
-            under.append(_seconds(compute, self._device, warm_up=False, rounds=1))
+            under.append(called_seconds(compute, self._device, warm_up=False, rounds=1))
             for each in pending:
                 each.wait()
         return self._agreed(max(median(under) / alone - 1.0, 0.0))
@@ -217,22 +216,30 @@ def workload_of(call: AttentionLinear, group_size: int) -> Workload:
     )
 
 
+Kind = tuple[Problem, int, str]
+
+
+def kind_of(call: AttentionLinear, workload: Workload) -> Kind:
+    """What calls have in common that are alike, to a factor of two in each length."""
+    like = replace(
+        call.problem,
+        batch_size=_magnitude(workload.batch_size),
+        seqlen_q=_magnitude(workload.seqlen_q),
+        seqlen_k=_magnitude(workload.seqlen_k),
+        total_q=0,
+    )
+    return like, workload.hidden, call.backend
+
+
 class ComputeCosts:
-    """What calls take on this rank. Calls that are alike, to a factor of two in each length, are measured once."""
+    """What calls take on this rank. Calls that are alike are measured once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Problem, int, str], tuple[Workload, ComputeCost]] = {}
+        self._known: dict[Kind, tuple[Workload, ComputeCost]] = {}
 
     def of(self, call: AttentionLinear, workload: Workload) -> ComputeCost:
         """The cost of a call: measured, or that of a call like it in proportion to the work."""
-        like = replace(
-            call.problem,
-            batch_size=_magnitude(workload.batch_size),
-            seqlen_q=_magnitude(workload.seqlen_q),
-            seqlen_k=_magnitude(workload.seqlen_k),
-            total_q=0,
-        )
-        key = (like, workload.hidden, call.backend)
+        key = kind_of(call, workload)
         if key not in self._known:
             self._known[key] = (workload, measure_compute(call, workload))
         measured, cost = self._known[key]
@@ -269,7 +276,7 @@ def measure_compute(call: AttentionLinear, workload: Workload) -> ComputeCost:
 
 
 def _compute_seconds(work: Callable[[], object], device: torch.device) -> float:
-    return _seconds(work, device, at_most=COMPUTE_SECONDS)
+    return queued_seconds(work, device, at_most=COMPUTE_SECONDS)
 
 
 def _ends_of_blocks(workload: Workload) -> list[int]:
@@ -277,34 +284,3 @@ def _ends_of_blocks(workload: Workload) -> list[int]:
     between = workload.whole_sequences or workload.batch_size >= BLOCKS
     unit = workload.seqlen_q if between else 1
     return sorted({workload.rows // unit * block // BLOCKS * unit for block in range(BLOCKS + 1)})
-
-
-def _module(device: torch.device) -> Any:
-    """torch.cuda, or what another kind of device has in its place."""
-    return getattr(torch, device.type)
-
-
-def _synchronize(device: torch.device) -> None:
-    """Waits for the current stream alone, so that sums on other streams go on."""
-    if device.type != "cpu":
-        _module(device).current_stream(device).synchronize()
-
-
-def _seconds(
-    work: Callable[[], object],
-    device: torch.device,
-    warm_up: bool = True,
-    rounds: int = ROUNDS,
-    at_most: float = math.inf,
-) -> float:
-    """Median of some rounds; of fewer, if together they take longer than `at_most`."""
-    if warm_up:
-        work()
-    times: list[float] = []
-    while not times or (len(times) < rounds and sum(times) < at_most):
-        _synchronize(device)
-        start = time.perf_counter()
-        work()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times)

@@ -49,8 +49,8 @@ def divide(problem: Problem) -> Division | None:
     divisible = (
         problem.layout is Layout.DENSE
         and problem.is_causal
-        and not (problem.has_bias or problem.has_alibi)
-        and 0 < problem.seqlen_q < problem.seqlen_k
+        and not (problem.has_bias or problem.has_alibi or problem.has_sinks)  # each part would count a sink
+        and 1 < problem.seqlen_q < problem.seqlen_k
     )
     if not divisible:
         return None

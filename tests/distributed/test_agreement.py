@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from conformance.case import DenseCase
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention import ArgumentError
-from fastattention.distributed import agreement, calibrate
+from fastattention.distributed import agreement, calibrate, trials
 from fastattention.distributed.costs import ComputeCost, TransportCost
 from fastattention.distributed.plan import Plan, choose
 from fastattention.distributed.transports.c10d import C10d
@@ -31,6 +32,7 @@ def forget() -> None:
         known.agreed.clear()
         known._costs.clear()
         known._compute_costs._known.clear()
+        known._verdicts.clear()
 
 
 def rank_dependent_plan(workload: object, compute: ComputeCost, transports: tuple[TransportCost, ...]) -> Plan:
@@ -46,6 +48,7 @@ def planning(choose: Any = choose) -> Iterator[None]:
         mock.patch.object(calibrate, "LEAST_BYTES", 1),
         mock.patch.object(calibrate, "LEAST_ROWS", 1),
         mock.patch.object(agreement, "choose", choose),
+        mock.patch.object(trials, "LEAST_GAIN", -math.inf),  # blocks always win
     ):
         yield
 
@@ -54,7 +57,7 @@ def run_with_clocks_of_their_own(one: Sum) -> tuple[torch.Tensor, list[tuple[int
     forget()
     with planning(choose=rank_dependent_plan):
         out = run_part(one)
-    return out, [agreed.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
+    return out, [agreed.called.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
 
 
 def test_the_plan_is_that_of_rank_0(team: Team) -> None:
@@ -67,7 +70,7 @@ def run_measured(one: Sum) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     forget()
     with planning():
         out = run_part(one)
-    return out, [agreed.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
+    return out, [agreed.called.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
 
 
 def test_a_measured_plan_gives_the_right_sum(team: Team) -> None:

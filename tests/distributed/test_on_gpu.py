@@ -254,7 +254,7 @@ def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ..
     before = set(known.agreed)
     outs = [run_with(one, transport) for _ in range(2)]
     [key] = set(known.agreed) - before
-    return *outs, known.agreed[key].rows, known.agreed[key].transport.name
+    return *outs, known.agreed[key].called.rows, known.agreed[key].called.transport.name
 
 
 PLANNED = {"batch_size": 4, "seqlen_q": 1024, "seqlen_k": 1024, "nheads": 4, "nheads_k": 2, "headdim": 64}

@@ -12,6 +12,8 @@ from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, join, split
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
+_LEAST_CORNER = 512  # queries that pay for a second launch and a merge
+
 
 class SdpaBackend(Backend):
     """scaled_dot_product_attention where it can express the call, plain torch in float32 where it cannot."""
@@ -43,8 +45,9 @@ class SdpaBackend(Backend):
         return join(problem, inputs, [_attend(problem, part, generator) for part in parts])
 
     def prefers_corner(self, corner: Problem) -> bool:
-        """Where torch's kernels know only squares, and give lse."""
-        return with_lse.can_serve(corner)
+        """Where cuDNN's kernel is there, which knows only squares; fewer queries are one call of FlashAttention."""
+        worth_it = corner.seqlen_q >= _LEAST_CORNER and with_lse.can_serve(corner)
+        return worth_it and with_lse.kernel_of(corner) == "cudnn"
 
     def describe(self) -> str:
         """Version of torch and which of its kernels are switched on."""
@@ -60,7 +63,8 @@ def _is_enabled(kernel: str) -> bool:
 
 def _attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
     if with_lse.can_serve(problem):
-        return with_lse.attend(problem, part)
+        result = with_lse.attend(problem, part)
+        return result if problem.return_lse else result._replace(lse=None)
     if fused.can_express(problem) and part.q.numel() and part.k.numel():
         return AttentionOutput(fused.attend(problem, part), None)
     return math.attend(problem, part, generator)

@@ -1,4 +1,8 @@
-"""torch's fused kernels of a GPU that give lse too: cuDNN's and FlashAttention's, by the operators below autograd."""
+"""torch's fused kernels of a GPU, by the operators below autograd.
+
+They give lse too, and FlashAttention aligns a causal mask to the bottom right, where scaled_dot_product_attention does
+neither.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ _FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopp
 
 
 def can_serve(problem: Problem) -> bool:
-    """Whether one of them computes what the call asks for: all keys, or the square lower triangle of them."""
+    """Whether one of them serves what scaled_dot_product_attention does not."""
     return (
-        problem.return_lse
+        (problem.return_lse or _is_lower_right(problem))
         and problem.device.type == "cuda"
         and torch.version.hip is None
         and problem.layout is Layout.DENSE
@@ -25,15 +29,15 @@ def can_serve(problem: Problem) -> bool:
         and problem.headdim % _HEADDIM_MULTIPLE == 0
         and problem.softmax_scale > 0.0
         and _is_plain(problem)
-        and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q == problem.seqlen_k))
+        and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q <= problem.seqlen_k))
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
-        and _kernel(problem) is not None
+        and kernel_of(problem) is not None
     )
 
 
 def attend(problem: Problem, part: Part) -> AttentionOutput:
     """Attention of a part of a problem that `can_serve` accepted."""
-    kernel = _kernel(problem)
+    kernel = kernel_of(problem)
     causal = not _sees_everything(problem)
     aten, scale = torch.ops.aten, problem.softmax_scale
     if kernel == "cudnn":
@@ -46,15 +50,19 @@ def attend(problem: Problem, part: Part) -> AttentionOutput:
     return AttentionOutput(out, lse.view(out.shape[:3]))
 
 
-def _kernel(problem: Problem) -> str | None:
-    """The one that torch has switched on and the GPU is new enough for."""
+def kernel_of(problem: Problem) -> str | None:
+    """The one that torch has switched on, the GPU is new enough for, and the mask fits: "cudnn" or "flash"."""
     capability = _capability(problem.device)
-    enabled = torch.backends.cuda
-    if capability >= _FIRST_CUDNN and enabled.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+    cudnn: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    if cudnn and capability >= _FIRST_CUDNN and not _is_lower_right(problem):
         return "cudnn"
-    if capability >= _FIRST_FLASH and enabled.flash_sdp_enabled():  # type: ignore[no-untyped-call]
-        return "flash"
-    return None
+    flash: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return "flash" if flash and capability >= _FIRST_FLASH else None
+
+
+def _is_lower_right(problem: Problem) -> bool:
+    """Causal, with more keys than queries."""
+    return problem.is_causal and problem.seqlen_q < problem.seqlen_k
 
 
 @functools.cache

@@ -244,8 +244,9 @@ def test_blocks_that_begin_within_causal_sequences(
     one = dense("corners", (200, 900, 700), dtype, hidden=256, **LONG)  # two begin within: at 200, and at 1100
     results = gpus.run(run_counting_corners, one, transport, backend)
     check(one, [out for out, _ in results])
-    has_kernels = torch.cuda.get_device_capability() >= (8, 0)
-    assert {calls for _, calls in results} == {4 if backend == "sdpa" and has_kernels else 0}
+    # The 200 rows at the end of the second block are one call of FlashAttention.
+    has_cudnn = torch.cuda.get_device_capability() >= (9, 0)
+    assert {calls for _, calls in results} == {2 if backend == "sdpa" and has_cudnn else 0}
 
 
 def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ...], str]:

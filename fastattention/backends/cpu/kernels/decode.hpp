@@ -176,6 +176,25 @@ public:
         accumulate_block<kGroup>(Dot{}, block, head, probabilities_, units_, acc_o_, acc_stride_, call_->params->headdim_v);
     }
 
+    // Whether `attend_run` can stand for `attend` where no row hides a key.
+    bool takes_runs() const {
+        return !modifies_ && call_->params->headdim % Dot::kChunk == 0 && call_->params->headdim_v % Dot::kChunk == 0;
+    }
+
+    // Whole blocks of keys that all rows see.
+    void attend_run(const Run& run) {
+        const int64_t headdim = call_->params->headdim, headdim_v = call_->params->headdim_v;
+        for (int64_t j = 0; j < run.n; j += Dot::kBlock) {
+            const char *keys = run.keys + j * run.key_stride, *values = run.values + j * run.value_stride;
+            const char* next_keys = j + Dot::kBlock < run.n ? keys + Dot::kBlock * run.key_stride : run.next_keys;
+            Dot::template score_run<kGroup>(keys, run.key_stride, queries_, headdim, scores_,
+                                            {values, run.value_stride, headdim_v * 2});
+            softmax(Dot::kBlock * kGroup);
+            Dot::template accumulate_run<kGroup>(values, run.value_stride, probabilities_, acc_o_, acc_stride_, headdim_v,
+                                                 {next_keys, run.key_stride, headdim * 2});
+        }
+    }
+
     // Hands the results of the first n rows to the split.
     void finish(int64_t first_row, int64_t n) {
         for (int64_t g = 0; g < n; ++g) {
@@ -317,9 +336,20 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     if constexpr (kQuantised<Element>)
         block.scales = {call.key_scales(s, split.kv_head), call.value_scales(s, split.kv_head),
                         call.params->k_scale_stride_head, call.params->v_scale_stride_head};
-    for (int64_t key = begin; key < end; key += block.size) {
+    // Keys that all rows see.
+    const int64_t full_begin = s.mask.row_begin(last_token), full_end = smaller(end, s.mask.row_end(first_token));
+    for (int64_t key = begin; key < end;) {
+        if constexpr (Dot::kRuns) {
+            if (num_heads == 1 && groups[0].takes_runs() && key >= full_begin && key + Dot::kBlock <= full_end) {
+                const Run run = Run::locate(k, v, key, full_end, Dot::kBlock);
+                groups[0].attend_run(run);
+                key += run.n;
+                if (run.n > 0) continue;
+            }
+        }
         block.locate(k, v, key, end);
         for (int64_t head = 0; head < num_heads; ++head) groups[head].attend(block, head);
+        key += block.size;
     }
     for (int64_t head = 0; head < num_heads; ++head) groups[head].finish(first_row, n);
     Dot::end();

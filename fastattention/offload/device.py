@@ -133,14 +133,15 @@ class CudaDevice(Device):
 
     def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
         """On the stream for uploads."""
-        return self._copy(self._up, copies, after)
+        self._copy(self._up, copies, after)
+        return self._up.record_event()
 
     def download(self, copies: Sequence[Copy]) -> Event:
         """On the stream for downloads."""
-        event = self._copy(self._down, copies, (self.mark(),))
+        self._copy(self._down, copies, (self.mark(),))
         for _, source in copies:
             source.record_stream(self._down)  # may be a temporary, whose memory must not be given away yet
-        return event
+        return self._down.record_event()
 
     def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Event:
         """On a stream of its own: this thread goes on, and the driver calls the function when its turn comes."""
@@ -194,13 +195,12 @@ class CudaDevice(Device):
         return self._cpu[key]
 
     @staticmethod
-    def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+    def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event]) -> None:
         for event in after:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        return stream.record_event()
 
 
 class _Interface:

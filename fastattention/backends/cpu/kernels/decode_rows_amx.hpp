@@ -3,8 +3,8 @@
 //   scores: 16 keys where they lie, 32 elements of each, x the queries, two elements of all of them in a row
 //   values: the probabilities of 32 keys, a row each query, x values of 32 keys, two keys side by side, 16 columns at a time
 //
-// Keys and values of a block are 8 KB each at headdim 128, and each is fetched while the other is multiplied: memory is never
-// idle, and read in two runs that take short turns (docs/experiments.md).
+// Keys and values of a block are 8 KB each at headdim 128, and each is fetched while the other is multiplied, line by line:
+// memory is never idle, and never asked for more at once than a core can have on its way (docs/experiments.md).
 #pragma once
 
 namespace FA_NAMESPACE {

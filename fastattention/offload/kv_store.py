@@ -151,7 +151,7 @@ class CooperativeKVStore:
         parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
         if on_cpu is not None:
-            self._device.wait(on_cpu.end)
+            self._device.wait(on_cpu.span.end)
             parts.append((on_cpu.out, on_cpu.lse))
         layer.finish(k.shape[1])
         self._staging.finish(visit)

@@ -46,6 +46,7 @@ RESULTS = Path(__file__).parent / "results"
 CHUNK = 16384  # tokens that fill a cache at once
 POLICIES = (Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID)
 READ_BYTES = 1 << 30
+SETTLING_STEPS = 8  # in which the share of a hybrid comes to follow what its steps take; no more than a page of tokens
 PINNED_COPIES = 6  # of its cache that Transformers' offloading leaves in host memory for a while, at most
 
 
@@ -82,7 +83,7 @@ class Run:
 
     def __init__(self, case: Case, shape: ModelShape, device: Device, hardware: Hardware, dtype: torch.dtype) -> None:
         self.case, self.shape, self._hardware = case, shape, hardware
-        self.share = 0.0
+        self.share, self._settled = 0.0, False
         self.page = page_of(case, shape, dtype)
         self.store = CooperativeKVStore(
             shape.num_layers, case.batch_size, self.page, device, self._caps(), lambda layers, tokens: self.share
@@ -118,9 +119,15 @@ class Run:
                 self.store.append(layer, k, v)
 
     def use(self, policy: Policy) -> None:
-        """From the next step on."""
+        """From the next step on, with the cache as it was filled. The store corrects a hybrid's predicted share."""
         layers = self.case.num_layers_cpu
         self.share = upload_fraction(policy, self._workload, self._hardware, layers, self._staging_bytes)
+        self.rewind()
+        if policy is Policy.HYBRID and not self._settled:
+            for _ in range(SETTLING_STEPS):
+                self.step().tolist()
+            self._settled = True
+            self.rewind()
 
     def predicted(self, policy: Policy) -> float:
         """Seconds of a step, by the model."""
@@ -150,7 +157,6 @@ def measure(run: Run, policies: tuple[Policy, ...], rounds: int, steps: int) -> 
     times: dict[str, list[float]] = {policy.value: [] for policy in policies}
     for _ in range(rounds):
         for policy in policies:
-            run.rewind()
             run.use(policy)
             times[policy.value] += run.timed_steps(steps)
     return times
@@ -161,7 +167,6 @@ def errors(run: Run, policies: tuple[Policy, ...]) -> dict[str, float]:
     found = {}
     expected: Tensor | None = None
     for policy in policies:
-        run.rewind()
         run.use(policy)
         run.step()
         hidden = run.decoder.hidden.to(torch.float64)

@@ -5,7 +5,7 @@
 A bare decoder (bare_decoder.py) decodes with a cache of random numbers under an artificial budget of GPU memory, which
 keeps a given number of layers in host memory. All policies use the same cache, in turns. "classical" is our own upload
 of all such layers: pinned, ahead of use, double-buffered. Transformers' offloaded cache comes with Transformers' own
-model of the same shape. Bandwidths are measured in the same run, and printed with the results.
+model of the same shape. Bandwidths are measured in the same run, for the pages of each case.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +46,7 @@ RESULTS = Path(__file__).parent / "results"
 CHUNK = 16384  # tokens that fill a cache at once
 POLICIES = (Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID)
 READ_BYTES = 1 << 30
+SETTLING_STEPS = 8  # in which the share of a hybrid comes to follow what its steps take; no more than a page of tokens
 PINNED_COPIES = 6  # of its cache that Transformers' offloading leaves in host memory for a while, at most
 
 
@@ -64,9 +66,16 @@ CASES = (
     Case("llama-3-8b", 131072, 32, quantised=True),
     Case("llama-3-8b", 32768, 8),
     Case("llama-3-8b", 524288, 8),
+    Case("llama-3-8b", 1048576, 32, quantised=True),
     *(Case("llama-2-7b", 65536, layers) for layers in (8, 32)),
     Case("llama-2-7b", 32768, 8),
 )
+
+
+def page_of(case: Case, shape: ModelShape, dtype: torch.dtype) -> PageShape:
+    """What the cache of a case is kept in."""
+    cache_dtype = torch.int8 if case.quantised else None
+    return PageShape(PAGE_SIZE, shape.nheads_k, shape.headdim, shape.headdim, dtype, cache_dtype)
 
 
 class Run:
@@ -74,9 +83,8 @@ class Run:
 
     def __init__(self, case: Case, shape: ModelShape, device: Device, hardware: Hardware, dtype: torch.dtype) -> None:
         self.case, self.shape, self._hardware = case, shape, hardware
-        self.share = 0.0
-        cache_dtype = torch.int8 if case.quantised else None
-        self.page = PageShape(PAGE_SIZE, shape.nheads_k, shape.headdim, shape.headdim, dtype, cache_dtype)
+        self.share, self._settled = 0.0, False
+        self.page = page_of(case, shape, dtype)
         self.store = CooperativeKVStore(
             shape.num_layers, case.batch_size, self.page, device, self._caps(), lambda layers, tokens: self.share
         )
@@ -111,9 +119,15 @@ class Run:
                 self.store.append(layer, k, v)
 
     def use(self, policy: Policy) -> None:
-        """From the next step on."""
+        """From the next step on, with the cache as it was filled. The store corrects a hybrid's predicted share."""
         layers = self.case.num_layers_cpu
         self.share = upload_fraction(policy, self._workload, self._hardware, layers, self._staging_bytes)
+        self.rewind()
+        if policy is Policy.HYBRID and not self._settled:
+            for _ in range(SETTLING_STEPS):
+                self.step().tolist()
+            self._settled = True
+            self.rewind()
 
     def predicted(self, policy: Policy) -> float:
         """Seconds of a step, by the model."""
@@ -143,7 +157,6 @@ def measure(run: Run, policies: tuple[Policy, ...], rounds: int, steps: int) -> 
     times: dict[str, list[float]] = {policy.value: [] for policy in policies}
     for _ in range(rounds):
         for policy in policies:
-            run.rewind()
             run.use(policy)
             times[policy.value] += run.timed_steps(steps)
     return times
@@ -154,7 +167,6 @@ def errors(run: Run, policies: tuple[Policy, ...]) -> dict[str, float]:
     found = {}
     expected: Tensor | None = None
     for policy in policies:
-        run.rewind()
         run.use(policy)
         run.step()
         hidden = run.decoder.hidden.to(torch.float64)
@@ -258,17 +270,27 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def run_cases(
-    cases: tuple[Case, ...], device: Device, hardware: Hardware, dtype: torch.dtype, rounds: int, steps: int
+    cases: tuple[Case, ...],
+    device: Device,
+    hardware_for: Callable[[PageShape], Hardware],
+    dtype: torch.dtype,
+    rounds: int,
+    steps: int,
 ) -> list[dict[str, Any]]:
     """Every case; a resident one tells those after it what a layer costs beyond its bytes."""
     rows = []
+    overhead: float | None = None
     for case in cases:
+        hardware = hardware_for(page_of(case, PRESETS[case.model], dtype))
+        if overhead is not None:
+            hardware = replace(hardware, layer_overhead_seconds=overhead)
         row = answer(case, device, hardware, dtype, rounds, steps)
         MESSAGES.print(case, {name: f"{1e3 * seconds:.1f} ms" for name, seconds in row["seconds"].items()})
         rows.append(row)
         if not case.num_layers_cpu:
             hardware = calibrated(hardware, case, PRESETS[case.model], row["seconds"]["resident"])
-            row["layer_overhead_seconds"] = hardware.layer_overhead_seconds
+            row["layer_overhead_seconds"] = overhead = hardware.layer_overhead_seconds
+        row["hardware"] = asdict(hardware)
     return rows
 
 
@@ -296,15 +318,12 @@ def save(record: dict[str, Any], output: Path) -> None:
 def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
     """Measure the current GPU and its host; write long_context.json into `output`."""
     dtype, device = torch.bfloat16, CudaDevice(torch.device("cuda", torch.cuda.current_device()))
-    page = PageShape(PAGE_SIZE, 8, 128, 128, dtype)
-    hardware = measure_hardware(device.torch_device, page)
     cores = torch.get_num_threads()
     reading = read_bandwidth([count for count in (1, 2, 4, 8, 12, cores - 1, cores) if count <= cores])
-    OUTPUT.print(hardware)
     OUTPUT.print("CPU reads, GB/s by threads:", {count: round(rate / 1e9, 1) for count, rate in reading.items()})
-    rows = run_cases(CASES, device, hardware, dtype, rounds, steps)
+    rows = run_cases(CASES, device, partial(measure_hardware, device.torch_device), dtype, rounds, steps)
     machine = describe_machine()
-    record = {"schema": SCHEMA, "question": "long_context", "machine": machine, "hardware": asdict(hardware)}
+    record = {"schema": SCHEMA, "question": "long_context", "machine": machine}
     record |= {"cpu_read_bytes_per_s": reading, "rows": rows}
     save(record, output)  # what follows may take more memory than the host has
     offloaded_by_transformers(

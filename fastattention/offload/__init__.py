@@ -4,6 +4,7 @@ kv_store.py       CooperativeKVStore: all layers, their budgets, a step
 layer.py          one layer: its pages on both sides, and attention to them
 pages.py          pages and the pools that hand them out; host_memory.py has those of the CPU
 staging.py        uploads ahead of their use
+balance.py        how much of a hybrid is uploaded, by what its steps take
 hand_over.py      queries down to the CPU, results up
 cpu_attention.py  what the CPU is to do with them
 micro_batches.py  parts of a batch at once, each in a thread and a line of computation of its own

@@ -21,6 +21,21 @@ from fastattention.errors import ArgumentError, CacheFullError
 Event = Any
 
 
+class Span(NamedTuple):
+    """When something takes place, without what it waits for; both know their time."""
+
+    begin: Event
+    end: Event
+
+
+class Upload(NamedTuple):
+    """When an upload takes place. before: the end of the one before it, whoever asked for that; None for the first."""
+
+    before: Event
+    begin: Event
+    end: Event
+
+
 class Copy(NamedTuple):
     """Numbers to move between the device and host memory: two tensors of one shape, both contiguous."""
 
@@ -72,16 +87,20 @@ class Device(abc.ABC):
         """Lets the computation go on only after `event`."""
 
     @abc.abstractmethod
-    def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
-        """Copies from host memory, after earlier uploads and the given events; returns the end of it."""
+    def seconds_between(self, begin: Event, end: Event) -> float | None:
+        """Between events of a Span or an Upload, negative if `end` came first; None while either is still to come."""
+
+    @abc.abstractmethod
+    def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Upload:
+        """Copies from host memory, after earlier uploads and the given events."""
 
     @abc.abstractmethod
     def download(self, copies: Sequence[Copy]) -> Event:
         """Copies to host memory, after earlier downloads and the computation so far; returns the end of it."""
 
     @abc.abstractmethod
-    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Event:
-        """A job whose work reads nbytes of host memory, after earlier ones and the given events; returns its end.
+    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Span:
+        """A job whose work reads nbytes of host memory, after earlier ones and the given events.
 
         Work that could not be done raises in a later call, with NaN as its results.
         """
@@ -118,6 +137,7 @@ class CudaDevice(Device):
             raise ArgumentError(f"device={device}: layers can be kept in CPU memory beside a CUDA device only")
         self.torch_device = device
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._uploaded: torch.cuda.Event | None = None  # the end of the last upload
         self._branches: list[torch.cuda.Stream] = []
         self._cpu: dict[int, torch.cuda.Stream] = {}  # for every stream that computes
         self._running = Running()
@@ -131,28 +151,40 @@ class CudaDevice(Device):
         """The current stream waits."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)
 
-    def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+    def seconds_between(self, begin: Event, end: Event) -> float | None:
+        """By the GPU's clock, whatever the streams."""
+        if not (begin.query() and end.query()):
+            return None
+        return 1e-3 * float(begin.elapsed_time(end))
+
+    def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Upload:
         """On the stream for uploads."""
-        return self._copy(self._up, copies, after)
+        before = self._uploaded
+        begin = self._begin(self._up, after)
+        self._copy(self._up, copies)
+        self._uploaded = end = _timed_event(self._up)
+        return Upload(before, begin, end)
 
     def download(self, copies: Sequence[Copy]) -> Event:
         """On the stream for downloads."""
-        event = self._copy(self._down, copies, (self.mark(),))
+        self._down.wait_event(self.mark())
+        self._copy(self._down, copies)
         for _, source in copies:
             source.record_stream(self._down)  # may be a temporary, whose memory must not be given away yet
-        return event
+        return self._down.record_event()
 
-    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Event:
+    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Span:
         """On a stream of its own: this thread goes on, and the driver calls the function when its turn comes."""
         self._running.check()
         stream = self._cpu_stream()
         running = self._running.keep(job)
         try:
-            self._copy(stream, job.down, after)
+            begin = self._begin(stream, after)
+            self._copy(stream, job.down)
             launch_host_function(job.work.function, job.work.argument, stream.cuda_stream)
         finally:
-            running.end = stream.record_event()
-        return running.end
+            running.end = _timed_event(stream)
+        return Span(begin, running.end)
 
     def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
         """A stream, kept: torch keeps memory for every stream that it has seen."""
@@ -194,13 +226,24 @@ class CudaDevice(Device):
         return self._cpu[key]
 
     @staticmethod
-    def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+    def _begin(stream: torch.cuda.Stream, after: Sequence[Event]) -> torch.cuda.Event:
+        """Lets a stream wait, and returns the point at which it has."""
         for event in after:
             stream.wait_event(event)
+        return _timed_event(stream)
+
+    @staticmethod
+    def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> None:
         with torch.cuda.stream(stream):
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        return stream.record_event()
+
+
+def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """The point that a stream has reached, which will know its time."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    stream.record_event(event)
+    return event
 
 
 class _Interface:

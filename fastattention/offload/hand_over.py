@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.offload.device import Copy, CpuJob, CpuWork, Device, Event, Shared
+from fastattention.offload.device import Copy, CpuJob, CpuWork, Device, Event, Shared, Span
 from fastattention.threads import get_num_threads
 
 FEW_THREADS = 4
 
 
 class Results(NamedTuple):
-    """What the CPU finds, as tensors of the device: valid from `end` until the next job begins."""
+    """What the CPU finds, as tensors of the device: valid from the end of `span` until the next job begins."""
 
     out: Tensor  # (batch_size, seqlen_q, nheads, headdim_v)
     lse: Tensor  # float32 (batch_size, nheads, seqlen_q)
-    end: Event
+    span: Span
 
 
 # From q, out and lse in CPU memory, where q is not yet, and a number of threads.
@@ -50,8 +50,9 @@ class HandOver:
         lse = self._shared("lse", (batch_size, nheads, seqlen_q), torch.float32)
         work = prepare(queries.host, out.host, lse.host, attention_threads())
         after = [event for event in (self._device.mark(), ready) if event is not None]
-        self._end = self._device.run_on_cpu(CpuJob([Copy(queries.host, q)], work), nbytes, after)
-        return Results(out.device, lse.device, self._end)
+        span = self._device.run_on_cpu(CpuJob([Copy(queries.host, q)], work), nbytes, after)
+        self._end = span.end
+        return Results(out.device, lse.device, span)
 
     def wait(self) -> None:
         """Lets the computation go on only after all jobs."""

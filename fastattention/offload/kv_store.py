@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattention.errors import ArgumentError, CacheFullError
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.merge import merge_attn_states
+from fastattention.offload.balance import Seen, ShareBalance
 from fastattention.offload.device import CpuWork, Device
 from fastattention.offload.hand_over import HandOver, Results
 from fastattention.offload.host_memory import HostMemory
@@ -19,7 +20,7 @@ from fastattention.offload.layer import AttendOptions, Layer
 from fastattention.offload.memory import STAGING_BUFFERS, ceil_div, least_pages, staging_pages
 from fastattention.offload.order import leaving_order
 from fastattention.offload.pages import PagePool, PageShape
-from fastattention.offload.staging import Piece, Staging
+from fastattention.offload.staging import Piece, Staging, Visit
 
 # More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
 MOST_QUERIES_ON_CPU = 32
@@ -51,7 +52,8 @@ class CooperativeKVStore:
     uploaded in time and attended to by the device, or part by part both; the parts are merged exactly.
 
     shape: of a page; cache_dtype is that of CPU memory, the device holds `dtype`
-    share: how much of the layers in CPU memory is uploaded every step, 0 to 1, from their number and their tokens
+    share: how much of the layers in CPU memory is uploaded every step, 0 to 1, from their number and their tokens;
+    between 0 and 1 it is a prediction, which the store corrects by what steps are seen to take (balance.py)
 
     A step uses the layers in order, each once. Before its first layer there is room for all of them, or CacheFullError
     is raised and the store is as it was. A step that ended early, by whatever exception, is undone by the next.
@@ -88,6 +90,7 @@ class CooperativeKVStore:
             device, self._host, self._layers, batch_size=batch_size, tokens=staging_tokens, count=STAGING_BUFFERS,
             remedy=budget.gpu_remedy,
         )  # fmt: skip
+        self._balance = ShareBalance(device)
         self._length = 0
         self._settled = True  # whether all layers hold that many tokens, and no pages for more
 
@@ -151,8 +154,9 @@ class CooperativeKVStore:
         parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
         if on_cpu is not None:
-            self._device.wait(on_cpu.end)
+            self._device.wait(on_cpu.span.end)
             parts.append((on_cpu.out, on_cpu.lse))
+        self._balance.saw(_seen(visit, on_cpu))
         layer.finish(k.shape[1])
         self._staging.finish(visit)
         outs, lses = zip(*parts, strict=True)
@@ -198,6 +202,7 @@ class CooperativeKVStore:
     def _end(self, index: int) -> None:
         """After a layer of a step."""
         if index == len(self._layers) - 1:
+            self._balance.end_step()
             self._length, self._settled = self._layers[index].length, True
 
     def _settle(self) -> None:
@@ -222,7 +227,9 @@ class CooperativeKVStore:
         for layer in moved:
             layer.demote()
         if going:
-            self._staging.share = self._share_of(len(going), going[0].length)
+            predicted = self._share_of(len(going), going[0].length)
+            num_pages = going[0].host_tokens // page_size
+            self._staging.share = self._balance.begin_step(predicted, num_pages)
 
     def _to_move(self, tokens: int, whole_at_once: bool) -> list[Layer]:
         moved: list[Layer] = []
@@ -274,6 +281,13 @@ class CooperativeKVStore:
                 f"{self._budget.gpu} bytes on the device are too few for {num_layers} layers and batch_size="
                 f"{batch_size}: at least {with_buffers * page_bytes} are needed; {self._budget.gpu_remedy}"
             )
+
+
+def _seen(visit: Visit, on_cpu: Results | None) -> Seen | None:
+    """What the balance compares of a visit whose uploads have all been asked for."""
+    if on_cpu is None or not visit.uploads:
+        return None
+    return Seen(visit.uploads, on_cpu.span, visit.end, visit.layer.host_tokens - visit.end)
 
 
 def _attend_to_piece(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:

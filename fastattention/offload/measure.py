@@ -39,7 +39,7 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
     cpu = _CpuAttention(shape)
 
     def upload() -> None:
-        device.upload([Copy(target, uploaded)], []).synchronize()
+        device.upload([Copy(target, uploaded)], []).end.synchronize()
 
     def copy_on_gpu() -> None:
         target.copy_(other)
@@ -104,7 +104,7 @@ def _together(device: Device, cpu: _CpuAttention, copy: Copy) -> float:
         uploads = [device.upload([copy], []) for _ in range(2)]
         cpu.attend()
         spent = time.perf_counter() - start
-        uploads[-1].synchronize()
+        uploads[-1].end.synchronize()
         uploading = time.perf_counter() - start
         # Each by the time that it took itself: the tail of the longer one runs alone.
         rates.append(cpu.nbytes / spent + 2 * copy.source.nbytes / uploading)
@@ -122,7 +122,7 @@ def _hand_over_seconds(device: Device, cpu: _CpuAttention, headdim_v: int) -> fl
     def seconds(count: int) -> float:
         def attend() -> None:
             for prepare in (cpu.prepare, *[cpu.prepare_one_token] * count):
-                device.wait(hand_over.attend(q, headdim_v, 0, prepare).end)
+                device.wait(hand_over.attend(q, headdim_v, 0, prepare).span.end)
             device.mark().synchronize()
 
         return _seconds(attend)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastattention.errors import CacheFullError
-from fastattention.offload.device import Copy, Device, Event
+from fastattention.offload.device import Copy, Device, Event, Upload
 from fastattention.offload.memory import ceil_div
 from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pages, runs
 
@@ -63,6 +63,7 @@ class Visit:
     end: int
     issued: int = 0
     pieces: deque[Piece] = field(default_factory=deque)
+    uploads: list[Upload] = field(default_factory=list)
     begun: bool = False
 
 
@@ -199,7 +200,9 @@ class Staging:
                     to = row + position
                     copies.append(Copy(target[to : to + count], source[page : page + count]))
         after = [buffer.free] if visit.layer.downloaded is None else [buffer.free, visit.layer.downloaded]
-        visit.pieces.append(Piece(buffer, begin, end, self._device.upload(copies, after)))
+        upload = self._device.upload(copies, after)
+        visit.uploads.append(upload)
+        visit.pieces.append(Piece(buffer, begin, end, upload.end))
         visit.issued = end
 
     def _drop_all_after(self, visit: Visit) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastattention.errors import CacheFullError
-from fastattention.offload.device import Copy, CpuJob, Device, Shared
+from fastattention.offload.device import Copy, CpuJob, Device, Shared, Span, Upload
 
 
 @dataclass
@@ -176,15 +176,20 @@ class PretendDevice(Device):
         self.now = max(self.now, event.time)
 
     @may_fail
+    def seconds_between(self, begin: Point, end: Point) -> float | None:
+        return end.time - begin.time if max(begin.time, end.time) <= self.now else None
+
+    @may_fail
     @alone
-    def upload(self, copies: Sequence[Copy], after: Sequence[Point]) -> Point:
+    def upload(self, copies: Sequence[Copy], after: Sequence[Point]) -> Upload:
         nbytes = self._nbytes(copies)
         begin = max([self.uploaded_until, *(event.time for event in after)])
         self._check_upload(copies, after, begin)
         self.uploaded_bytes += nbytes
+        before = Point(self.uploaded_until)
         self.uploaded_until = begin + nbytes / self.rates.link
         self._up.append(Transfer(self._up, copies, after))
-        return Point(self.uploaded_until, self._up[-1])
+        return Upload(before, Point(begin), Point(self.uploaded_until, self._up[-1]))
 
     @may_fail
     @alone
@@ -202,7 +207,7 @@ class PretendDevice(Device):
 
     @may_fail
     @alone
-    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Point]) -> Point:
+    def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Point]) -> Span:
         for event in after:
             self._reach(event)
         self.cpu_bytes += nbytes
@@ -211,7 +216,7 @@ class PretendDevice(Device):
         job.work.run()
         begin = max([self.cpu_until, *(event.time for event in after)])
         self.cpu_until = begin + self.rates.hand_over + nbytes / self.rates.cpu
-        return Point(self.cpu_until)
+        return Span(Point(begin), Point(self.cpu_until))
 
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         memory = torch.empty(tuple(shape), dtype=dtype)

@@ -154,6 +154,20 @@ def test_undoing_is_finished_by_the_next_step_when_it_is_interrupted(error: Base
     assert at > 8
 
 
+def test_a_share_that_steps_have_changed_goes_on_after_interrupted_ones() -> None:
+    pair = full(0.4)
+    for at in range(0, 60, 7):
+        pair.steps(4)
+        pair.device.faults.arm(at, KeyboardInterrupt())
+        with suppress(KeyboardInterrupt):
+            pair.attend(1)
+        pair.device.faults.disarm()
+        pair.attend(1)
+        pair.truncate(33)
+    assert 0.0 < pair.store._staging.share < 1.0
+    assert pair.store._staging.share != 0.4
+
+
 @every_share
 def test_beams_after_an_interrupted_step(share: float) -> None:
     """Pages that an interrupted step took are not shared as if they held something."""

@@ -219,7 +219,7 @@ def test_a_buffer_is_filled_again_only_when_it_has_been_read(monkeypatch: pytest
 def test_the_cpu_reads_only_what_is_not_uploaded() -> None:
     pair = twin(0.5)
     pair.append(160)
-    pair.steps(2)
+    pair.steps(2)  # none of them has corrected the share yet
     before = pair.device.cpu_bytes
     pair.attend(1)
     assert pair.device.cpu_bytes - before == pair.num_layers * 80 * pair.shape.token_bytes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.backends.registry import get_backend
-from fastattention.offload.device import CudaDevice
+from fastattention.offload.device import Copy, CudaDevice
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions, Padding
 from fastattention.offload.pages import PageShape
@@ -37,12 +37,16 @@ class Delayed(CudaDevice):
         return event
 
 
+def this_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def make_store(share: float, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> CooperativeKVStore:
     shape = PageShape(PAGE_SIZE, NHEADS_K, HEADDIM, HEADDIM, dtype, cache_dtype)
     pages = BATCH_SIZE * -(-(PROMPT + STEPS) // PAGE_SIZE)
     on_device = PageShape(PAGE_SIZE, NHEADS_K, HEADDIM, HEADDIM, dtype).nbytes
     caps = MemoryCaps(8 * pages * on_device, NUM_LAYERS * pages * shape.nbytes)
-    device = Delayed(torch.device("cuda", torch.cuda.current_device()))
+    device = Delayed(this_gpu())
     store = CooperativeKVStore(NUM_LAYERS, BATCH_SIZE, shape, device, caps, lambda layers, tokens: share)
     for tensors in (store._gpu.pages, *(buffer.pages for buffer in store._staging._buffers)):
         for tensor in tensors.tensors():
@@ -98,6 +102,43 @@ def as_stored(
     end = length // PAGE_SIZE * PAGE_SIZE
     rounded = dequantise(*quantise(tokens[:, :end], cache_dtype))
     return torch.cat([rounded, tokens[:, end:]], dim=1)
+
+
+def test_times_are_known_once_events_are_over_and_not_before() -> None:
+    device = CudaDevice(this_gpu())
+    copy = Copy(torch.empty(1 << 20, device="cuda"), torch.ones(1 << 20).pin_memory())
+    device.upload([copy], [])
+    torch.cuda._sleep(200 * CYCLES)
+    upload = device.upload([copy], [device.mark()])
+    assert device.seconds_between(upload.begin, upload.end) is None
+    assert device.seconds_between(upload.before, upload.begin) is None
+    torch.cuda.synchronize()
+    taken = device.seconds_between(upload.begin, upload.end)
+    waited = device.seconds_between(upload.before, upload.begin)
+    back = device.seconds_between(upload.end, upload.before)
+    assert taken is not None
+    assert waited is not None
+    assert back is not None
+    assert 0.0 < taken < waited
+    assert back == pytest.approx(-(taken + waited), rel=1e-3)
+
+
+def test_a_share_between_0_and_1_follows_the_steps() -> None:
+    torch.manual_seed(0)
+    store = make_store(0.4, torch.float16, None)
+    shares = []
+    for tokens in (PROMPT, *[1] * 30):
+        for index in range(NUM_LAYERS):
+            k, v = (random_tokens(tokens, NHEADS_K, torch.float16) for _ in "kv")
+            if tokens == PROMPT:
+                store.append(index, k, v)
+            else:
+                store.attend(index, random_tokens(tokens, NHEADS, torch.float16), k, v, AttendOptions())
+        torch.cuda.synchronize()
+        shares.append(store._staging.share)
+    assert shares[2] == 0.4
+    assert len(set(shares[3:])) > 10
+    assert 0.0 < min(shares) <= max(shares) < 1.0
 
 
 def test_nothing_is_pinned_when_a_store_is_gone() -> None:

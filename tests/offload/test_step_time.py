@@ -13,19 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
-from fastattention.offload.layer import AttendOptions
-from fastattention.offload.pages import PageShape
-from offload.pretend import PretendDevice, Rates
+from offload.clocked import SHAPE, Clocked, S, W, hybrid_share
+from offload.pretend import Rates
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
-W = 1.0
-TOKENS = 512
-SHAPE = PageShape(page_size=4, nheads_k=1, headdim=16, headdim_v=16, dtype=torch.float32)
-S = TOKENS * SHAPE.token_bytes
 STEPS, STEADY = 8, 4  # all, and the last of them that count
 
 every_link = pytest.mark.parametrize("link", [S / 2, S / 8, S / 20], ids=["fast link", "link", "slow link"])
@@ -41,26 +34,14 @@ class Run(NamedTuple):
 
 
 def run(num_layers: int, on_cpu: int, share: float, link: float, cpu: float, hand_over: float = 0.0) -> Run:
-    """Steps after a prompt of TOKENS, with room for all but `on_cpu` layers."""
-    device = PretendDevice(Rates(link, cpu, hand_over))
-    layer = TOKENS // SHAPE.page_size + 2
-    pages = (num_layers - on_cpu) * layer + on_cpu + layer  # the prompt of a layer passes through
-    gpu = pages * SHAPE.nbytes * 8 // 7  # buffers take an eighth
-    store = CooperativeKVStore(num_layers, 1, SHAPE, device, MemoryCaps(gpu, 1 << 24), lambda layers, tokens: share)
-    k = torch.zeros(1, TOKENS, 1, 16)
-    for index in range(num_layers):
-        store.append(index, k, k)
-    assert sum(store.layers_on_cpu) == on_cpu
-    begin, uploaded = 0.0, 0
-    for step in range(STEPS):
-        if step == STEPS - STEADY:
-            begin, uploaded = device.now, device.uploaded_bytes
-        for index in range(num_layers):
-            device.compute(W)
-            store.attend(index, k[:, :1], k[:, :1], k[:, :1], AttendOptions())
-    seconds = device.now - begin
-    busy = (device.uploaded_bytes - uploaded) / link / seconds
-    return Run(seconds / STEADY, busy, store.usage.gpu_bytes - store._gpu.used * SHAPE.nbytes)
+    """The last of some steps."""
+    clocked = Clocked(num_layers, on_cpu, share, Rates(link, cpu, hand_over))
+    clocked.steps(STEPS - STEADY)
+    uploaded = clocked.device.uploaded_bytes
+    seconds = clocked.steps(STEADY)
+    busy = (clocked.device.uploaded_bytes - uploaded) / link / STEADY / seconds
+    store = clocked.store
+    return Run(seconds, busy, store.usage.gpu_bytes - store._gpu.used * SHAPE.nbytes)
 
 
 @every_link
@@ -88,7 +69,7 @@ def test_hybrid(num_layers: int, on_cpu: int, link: float, ratio: float) -> None
     """The link is busy from the beginning of the step to its end."""
     t0, cpu = num_layers * W, ratio * link
     model = t0 + max(0.0, (on_cpu * S - link * t0) / (cpu + link))
-    share = min(1.0, link * model / (on_cpu * S))
+    share = hybrid_share(num_layers, on_cpu, link, cpu)
     found = run(num_layers, on_cpu, share, link, cpu)
     assert found.step == pytest.approx(model, rel=0.04)
     if share < 1.0:

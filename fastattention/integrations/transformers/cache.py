@@ -228,8 +228,10 @@ class FastAttentionCache(Cache):
 
     def _window_bytes(self, batch_size: int, dtype: torch.dtype) -> int:
         """What layers with a window may take of the GPU."""
-        model = replace(self._model, dtype_bytes=dtype.itemsize)
-        return Workload(model, batch_size, sys.maxsize).window_kv_bytes
+        return Workload(self._model_in(dtype), batch_size, sys.maxsize).window_kv_bytes
+
+    def _model_in(self, dtype: torch.dtype) -> ModelShape:
+        return replace(self._model, dtype_bytes=dtype.itemsize)
 
     def _share(self, gpu_bytes: int, num_layers_cpu: int, tokens: int) -> float:
         """How much of the layers on the CPU is uploaded in every step, when the store may take gpu_bytes of the GPU."""
@@ -237,7 +239,7 @@ class FastAttentionCache(Cache):
         assert self._store is not None
         batch_size = self._store.batch_size if self._half is None else self._half.batch_size
         predict: Predict = seconds_per_token if self._half is None else seconds_per_token_in_halves
-        model = replace(self._model, dtype_bytes=self._store.shape.dtype.itemsize)
+        model = self._model_in(self._store.shape.dtype)
         workload = Workload(model, batch_size, tokens, self._cpu_cache_dtype is not None, self._page_size)
         staging = workload.staging_bytes(gpu_bytes)
         policies = [self._policy] if self._policy else [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID]
@@ -254,6 +256,7 @@ def dynamic_layers(config: PretrainedConfig) -> list[Any]:
 def model_shape(config: PretrainedConfig) -> ModelShape:
     """Dimensions of a model, by its configuration; those of its MLP only as far as they are usual."""
     nheads = config.num_attention_heads
+    dtype = getattr(config, "dtype", None)
     layers = dynamic_layers(config)
     windows = {
         index: layer.sliding_window
@@ -269,6 +272,7 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         vocab_size=config.vocab_size,
+        dtype_bytes=dtype.itemsize if isinstance(dtype, torch.dtype) else 2,
         window=max(windows.values(), default=None),
         window_layers=frozenset(windows),
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),

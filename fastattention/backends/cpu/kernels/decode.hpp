@@ -176,6 +176,26 @@ public:
         accumulate_block<kGroup>(Dot{}, block, head, probabilities_, units_, acc_o_, acc_stride_, call_->params->headdim_v);
     }
 
+    // Whether `attend_run` can stand for `attend` where no row hides a key.
+    bool takes_runs() const {
+        return !modifies_ && call_->params->headdim % Dot::kChunk == 0 && call_->params->headdim_v % Dot::kChunk == 0;
+    }
+
+    // Whole blocks of keys that all rows see.
+    void attend_run(const Run& run) {
+        constexpr int64_t kSize = sizeof(Element);
+        const int64_t headdim = call_->params->headdim, headdim_v = call_->params->headdim_v;
+        for (int64_t j = 0; j < run.n; j += Dot::kBlock) {
+            const char *keys = run.keys + j * run.key_stride, *values = run.values + j * run.value_stride;
+            const char* next_keys = j + Dot::kBlock < run.n ? keys + Dot::kBlock * run.key_stride : run.next_keys;
+            Dot::template score_run<kGroup>(keys, run.key_stride, queries_, headdim, scores_,
+                                            {values, run.value_stride, headdim_v * kSize});
+            softmax(Dot::kBlock * kGroup);
+            Dot::template accumulate_run<kGroup>(values, run.value_stride, probabilities_, acc_o_, acc_stride_, headdim_v,
+                                                 {next_keys, run.key_stride, headdim * kSize});
+        }
+    }
+
     // Hands the results of the first n rows to the split.
     void finish(int64_t first_row, int64_t n) {
         for (int64_t g = 0; g < n; ++g) {
@@ -317,9 +337,20 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     if constexpr (kQuantised<Element>)
         block.scales = {call.key_scales(s, split.kv_head), call.value_scales(s, split.kv_head),
                         call.params->k_scale_stride_head, call.params->v_scale_stride_head};
-    for (int64_t key = begin; key < end; key += block.size) {
+    // Keys that all rows see.
+    const int64_t full_begin = s.mask.row_begin(last_token), full_end = smaller(end, s.mask.row_end(first_token));
+    for (int64_t key = begin; key < end;) {
+        if constexpr (Dot::kRuns) {
+            if (num_heads == 1 && groups[0].takes_runs() && key >= full_begin && key + Dot::kBlock <= full_end) {
+                const Run run = Run::locate(k, v, key, full_end, Dot::kBlock);
+                groups[0].attend_run(run);
+                key += run.n;
+                if (run.n > 0) continue;
+            }
+        }
         block.locate(k, v, key, end);
         for (int64_t head = 0; head < num_heads; ++head) groups[head].attend(block, head);
+        key += block.size;
     }
     for (int64_t head = 0; head < num_heads; ++head) groups[head].finish(first_row, n);
     Dot::end();
@@ -340,30 +371,6 @@ static void decode_splits(const Call& call, const DecodeSplit* splits, int64_t n
         } else {
             decode_rows<Element, typename Dot::Grouped, kMaxGroup>(call, splits, num_heads, row, n);
         }
-    }
-}
-
-// Exact merge of the splits of one key head, `stride` apart, by the running maxima and sums of each.
-template <class Element>
-static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride, int64_t columns) {
-    const Sequence& s = call.sequences[splits[0].sequence];
-    float acc_o[kMaxHeaddim + 2 * Vec::kWidth];
-    for (int64_t row = 0; row < call.rows(s); ++row) {
-        float row_max = -kInfinity, row_sum = 0.0f;
-        for (int64_t i = 0; i < num_splits; ++i)
-            row_max = splits[i * stride].row_max[row] > row_max ? splits[i * stride].row_max[row] : row_max;
-        memset(acc_o, 0, columns * sizeof(float));
-        // Without any key the weights are 0; with a NaN in a sum, that stays.
-        const float shift = row_max == -kInfinity ? 0.0f : row_max;
-        for (int64_t i = 0; i < num_splits; ++i) {
-            const DecodeSplit& split = splits[i * stride];
-            const float weight = exp2(split.row_max[row] - shift);
-            const float* from = split.acc_o + row * columns;
-            row_sum += weight * split.row_sum[row];
-            for (int64_t c = 0; c < columns; c += Vec::kWidth)
-                store(acc_o + c, fma(load(from + c), broadcast(weight), load(acc_o + c)));
-        }
-        store_result<Element>(call, s, query_row(call, splits[0].kv_head, row), acc_o, row_max, row_sum);
     }
 }
 

@@ -71,6 +71,39 @@ struct Block {
     }
 };
 
+// Keys and values of one head that lie equally far apart, and the first key after them.
+struct Run {
+    const char *keys, *values, *next_keys;
+    int64_t key_stride, value_stride;  // in bytes
+    int64_t n;
+
+    // From key `begin` on, of a range that ends at `end`; whole blocks.
+    static Run locate(const Rows& k, const Rows& v, int64_t begin, int64_t end, int64_t block) {
+        const int64_t n = v.equally_spaced(begin, k.equally_spaced(begin, end - begin)) / block * block;
+        return {k(begin), v(begin), k(smaller(begin + n, end - 1)), k.stride_row, v.stride_row, n};
+    }
+};
+
+// Runs through equally spaced rows to prefetch, a cache line at a time.
+class RowFetch {
+public:
+    // bytes: of a row.
+    RowFetch(const char* first, int64_t stride, int64_t bytes)
+        : at_(first), end_(first + bytes), stride_(stride), gap_(stride - round_up(bytes, 64)) {}
+
+    __attribute__((always_inline)) void prefetch_line() {
+        prefetch(at_);
+        at_ += 64;
+        if (at_ < end_) return;
+        at_ += gap_;
+        end_ += stride_;
+    }
+
+private:
+    const char *at_, *end_;
+    const int64_t stride_, gap_;
+};
+
 // Runs through the rows to prefetch while one head of a block is processed: token by token and in each through the heads.
 template <class Element>
 class PrefetchCursor {
@@ -86,22 +119,33 @@ public:
           head_stride_(rows.head_stride),
           headdim_(rows.headdim) {}
 
-    // The whole of the next row.
-    __attribute__((always_inline)) void prefetch_next() { prefetch_next(0, headdim_); }
+    // The next cache line of a row, or the first of the row after it.
+    __attribute__((always_inline)) void prefetch_line() {
+        constexpr int64_t kLine = 64 / sizeof(Element);
+        prefetch(reinterpret_cast<const Element*>(*row_) + head_ * head_stride_ + column_);
+        column_ += kLine;
+        if (column_ < headdim_) return;
+        column_ = 0;
+        next_row();
+    }
 
     // n elements of the next row, from `column` on.
     __attribute__((always_inline)) void prefetch_next(int64_t column, int64_t n) {
         prefetch_bytes(reinterpret_cast<const Element*>(*row_) + head_ * head_stride_ + column,
                        n * static_cast<int64_t>(sizeof(Element)));
+        next_row();
+    }
+
+private:
+    __attribute__((always_inline)) void next_row() {
         if (++head_ == heads_) {
             head_ = 0;
             ++row_;
         }
     }
 
-private:
     char* const* row_;
-    int64_t head_;
+    int64_t head_, column_ = 0;
     const int64_t heads_, head_stride_, headdim_;
 };
 

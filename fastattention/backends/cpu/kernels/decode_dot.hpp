@@ -13,6 +13,7 @@ struct Wide {
     static constexpr int kKeysPerStep = 1;      // of values
     static constexpr int kColumnVectors = 1;    // accumulators of one chunk of columns
     static constexpr bool kPrecise = true;      // the exponential
+    static constexpr bool kRuns = false;        // has score_run and accumulate_run, for equally spaced rows
     // Keys of a block and by which prefetching runs ahead; keys of a block of heads that take turns.
     static constexpr int64_t kBlock = kBlockKeys, kAhead = kAheadKeys;
     static constexpr int64_t kTurn = kQuantised<Element> ? kQuantisedTurnKeys : kTurnKeys;

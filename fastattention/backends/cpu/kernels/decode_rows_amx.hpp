@@ -3,24 +3,25 @@
 //   scores: 16 keys where they lie, 32 elements of each, x the queries, two elements of all of them in a row
 //   values: the probabilities of 32 keys, a row each query, x values of 32 keys, two keys side by side, 16 columns at a time
 //
-// Keys and values of a block are 8 KB each at headdim 128, and each is fetched while the other is multiplied: memory is never
-// idle, and read in two runs that take short turns (docs/experiments.md).
+// Keys and values of a block are 8 KB each at headdim 128, and each is fetched while the other is multiplied, line by line:
+// memory is never idle, and never asked for more at once than a core can have on its way (docs/experiments.md).
 #pragma once
 
 namespace FA_NAMESPACE {
 
 struct Bfloat16Tiles : Paired {
     using Grouped = Bfloat16Tiles;
+    static constexpr bool kRuns = true;
     static constexpr int64_t kBlock = 32, kAhead = 32, kTurn = 32;
     static constexpr int kUnits = 16;  // pairs of elements or keys in a tile
 
-    // Results of values in tiles 0 and 1, probabilities in 2, keys or values in 3 and 4, queries in 5, scores in 6 and 7.
+    // Results of values in tiles 0 and 1, values in 2 and 3, probabilities in 4, keys in 5, queries in 6, scores in 7.
     template <int kGroup>
     FA_INLINE void begin() {
         alignas(64) static constexpr struct {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 4 * kGroup, 4 * kGroup, 4 * kGroup};
-            uint8_t rows[16] = {kGroup, kGroup, kGroup, 16, 16, 16, 16, 16};
+            uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 4 * kGroup, 4 * kGroup};
+            uint8_t rows[16] = {kGroup, kGroup, 16, 16, kGroup, 16, 16, 16};
         } config;
         _tile_loadconfig(&config);
     }
@@ -47,6 +48,15 @@ struct Bfloat16Tiles : Paired {
         for (int g = 0; g < kGroup; ++g) store(probabilities + g * kUnits, to[g]);
     }
 
+    // Scores of a block of equally spaced keys.
+    template <int kGroup>
+    FA_INLINE void score_run(const char* keys, int64_t stride, const float* queries, int64_t headdim, float* scores,
+                             RowFetch ahead);
+    // acc_o += probabilities x a block of equally spaced values.
+    template <int kGroup>
+    FA_INLINE void accumulate_run(const char* values, int64_t stride, const float* probabilities, float* acc_o,
+                                  int64_t acc_stride, int64_t headdim_v, RowFetch ahead);
+
 private:
     // to[i * (kGroup / kCount)]: every kCount-th number of kCount vectors, from number i on.
     template <int kGroup, int kCount>
@@ -70,7 +80,7 @@ private:
 
 // Rows of a block as a tile takes them: equally spaced, in whole chunks.
 struct TileRows {
-    const Bfloat16* first;
+    const char* first;
     int64_t stride;  // in bytes
 };
 
@@ -85,13 +95,13 @@ FA_INLINE bool equally_spaced(char* const* addresses, int64_t n) {
 FA_INLINE TileRows tile_rows(const BlockRows<Bfloat16>& keys, int64_t offset, int64_t headdim, Bfloat16* copies) {
     constexpr int64_t kKeys = Bfloat16Tiles::kBlock, kChunk = Bfloat16Tiles::kChunk;
     if (headdim % kChunk == 0 && equally_spaced(keys.addresses, kKeys))
-        return {keys[0] + offset, keys.addresses[1] - keys.addresses[0]};
+        return {reinterpret_cast<const char*>(keys[0] + offset), keys.addresses[1] - keys.addresses[0]};
     const int64_t stride = round_up(headdim, kChunk);
     for (int64_t j = 0; j < kKeys; ++j)
         for (int64_t c = 0; c < headdim; c += kChunk)
             store(reinterpret_cast<float*>(copies + j * stride + c),
                   load_pairs_partial(keys[j] + offset + c, static_cast<int>(smaller(headdim - c, kChunk))));
-    return {copies, stride * static_cast<int64_t>(sizeof(Bfloat16))};
+    return {reinterpret_cast<const char*>(copies), stride * static_cast<int64_t>(sizeof(Bfloat16))};
 }
 
 // Chunks of a row: known to the compiler for the commonest headdim, so that its loops are unrolled.
@@ -104,96 +114,101 @@ FA_INLINE void with_chunks(int64_t headdim, Use&& use) {
     }
 }
 
+// scores = keys x queries, for 32 equally spaced keys; meanwhile 32 rows are fetched.
+template <int kGroup, class Chunks, class Fetch>
+FA_INLINE void score_keys(TileRows keys, const float* queries, Chunks chunks, Fetch& ahead, float* scores) {
+    constexpr int64_t kUnits = Bfloat16Tiles::kUnits;
+    for (int64_t half = 0; half < 2; ++half) {
+        _tile_zero(7);
+        for (int64_t c = 0; c < chunks(); ++c) {
+#pragma GCC unroll 16
+            for (int64_t line = 0; line < kUnits; ++line) ahead.prefetch_line();
+            _tile_loadd(6, queries + c * kUnits * kGroup, 4 * kGroup);
+            _tile_loadd(5, keys.first + half * kUnits * keys.stride + c * 64, keys.stride);
+            _tile_dpbf16ps(7, 5, 6);
+        }
+        _tile_stored(7, scores + half * kUnits * kGroup, 4 * kGroup);
+    }
+}
+
 // As the template of decode.hpp. All 32 keys: past the last one rows repeat it.
 template <int kGroup>
 static void score_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t head, const float* queries, int64_t,
                         int64_t headdim, float* scores) {
-    constexpr int64_t kKeys = Bfloat16Tiles::kBlock, kChunk = Bfloat16Tiles::kChunk;
-    alignas(64) Bfloat16 copies[kKeys * kMaxHeaddim];
+    alignas(64) Bfloat16 copies[Bfloat16Tiles::kBlock * kMaxHeaddim];
     const TileRows keys = tile_rows(block.keys, head * block.keys.head_stride, headdim, copies);
-    const Bfloat16* const below = keys.first + kKeys / 2 * (keys.stride / static_cast<int64_t>(sizeof(Bfloat16)));
     PrefetchCursor<Bfloat16> ahead = block.heads > 1 ? PrefetchCursor<Bfloat16>(block.keys, block, head)
                                                      : PrefetchCursor<Bfloat16>(block.values, block, head, 0);
-    _tile_zero(6);
-    _tile_zero(7);
     with_chunks(headdim, [&](auto chunks) __attribute__((always_inline)) {
-        int64_t fetched = 0;
-        auto fetch_until = [&](int64_t tile) __attribute__((always_inline)) {
-            for (; fetched < tile * kKeys / (2 * chunks()); ++fetched) ahead.prefetch_next();
-        };
-        for (int64_t c = 0; c < chunks(); ++c) {
-            fetch_until(2 * c + 1);
-            _tile_loadd(5, queries + c * Bfloat16Tiles::kUnits * kGroup, 4 * kGroup);
-            _tile_loadd(3, keys.first + c * kChunk, keys.stride);
-            _tile_dpbf16ps(6, 3, 5);
-            fetch_until(2 * c + 2);
-            _tile_loadd(4, below + c * kChunk, keys.stride);
-            _tile_dpbf16ps(7, 4, 5);
-        }
+        score_keys<kGroup>(keys, queries, chunks, ahead, scores);
     });
-    _tile_stored(6, scores, 4 * kGroup);
-    _tile_stored(7, scores + kKeys / 2 * kGroup, 4 * kGroup);
 }
 
-// Values of 32 keys, `columns` of them, as two tiles for every 32 columns.
-template <bool kPartial, class Chunks, class Prefetch>
-FA_INLINE void interleave_values(const Block<Bfloat16>& block, int64_t offset, int64_t columns, Chunks chunks,
-                                 Prefetch&& prefetch_next, float* tiles) {
-    constexpr int64_t kChunk = Bfloat16Tiles::kChunk, kTile = Bfloat16Tiles::kUnits * Vec::kWidth;
-    for (int64_t j = 0; j < Bfloat16Tiles::kBlock; j += 2) {
-        prefetch_next();
-        prefetch_next();
-        const Bfloat16 *first = block.values[j] + offset, *second = block.values[j + 1] + offset;
-        float* const to = tiles + j / 2 * Vec::kWidth;
-        for (int64_t c = 0; c < chunks(); ++c) {
-            const int n = static_cast<int>(smaller(columns - c * kChunk, kChunk));
-            const Vec a = kPartial ? load_pairs_partial(first + c * kChunk, n) : load_pairs(first + c * kChunk);
-            const Vec b = kPartial ? load_pairs_partial(second + c * kChunk, n) : load_pairs(second + c * kChunk);
-            store(to + 2 * c * kTile, interleave_low(a, b));
-            store(to + (2 * c + 1) * kTile, interleave_high(a, b));
-        }
-    }
+template <int kGroup>
+__attribute__((always_inline)) inline void Bfloat16Tiles::score_run(const char* keys, int64_t stride, const float* queries, int64_t headdim,
+                                        float* scores, RowFetch ahead) {
+    with_chunks(headdim, [&](auto chunks) __attribute__((always_inline)) {
+        score_keys<kGroup>({keys, stride}, queries, chunks, ahead, scores);
+    });
 }
 
-// acc_o += probabilities x values, of as many columns as there are tiles.
-template <class Chunks>
-FA_INLINE void multiply_values(const float* tiles, Chunks chunks, float* acc_o, int64_t acc_stride) {
+// acc_o += probabilities (in tile 4) x values of 32 keys, up to 32 columns of them. row(j): of key j.
+template <bool kPartial, class Row, class Fetch>
+FA_INLINE void accumulate_chunk(Row&& row, int columns, float* acc_o, int64_t acc_stride, Fetch& ahead) {
     constexpr int64_t kTile = Bfloat16Tiles::kUnits * Vec::kWidth;
-    for (int64_t c = 0; c < chunks(); ++c, acc_o += 2 * Vec::kWidth, tiles += 2 * kTile) {
-        _tile_loadd(0, acc_o, acc_stride * 4);
-        _tile_loadd(1, acc_o + Vec::kWidth, acc_stride * 4);
-        _tile_loadd(3, tiles, 64);
-        _tile_dpbf16ps(0, 2, 3);
-        _tile_loadd(4, tiles + kTile, 64);
-        _tile_dpbf16ps(1, 2, 4);
-        _tile_stored(0, acc_o, acc_stride * 4);
-        _tile_stored(1, acc_o + Vec::kWidth, acc_stride * 4);
+    alignas(64) float tiles[2 * kTile];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < Bfloat16Tiles::kBlock; j += 2) {
+        ahead.prefetch_line();
+        ahead.prefetch_line();
+        const Vec a = kPartial ? load_pairs_partial(row(j), columns) : load_pairs(row(j));
+        const Vec b = kPartial ? load_pairs_partial(row(j + 1), columns) : load_pairs(row(j + 1));
+        store(tiles + j / 2 * Vec::kWidth, interleave_low(a, b));
+        store(tiles + kTile + j / 2 * Vec::kWidth, interleave_high(a, b));
     }
+    _tile_loadd(0, acc_o, acc_stride * 4);
+    _tile_loadd(1, acc_o + Vec::kWidth, acc_stride * 4);
+    _tile_loadd(2, tiles, 64);
+    _tile_dpbf16ps(0, 4, 2);
+    _tile_loadd(3, tiles + kTile, 64);
+    _tile_dpbf16ps(1, 4, 3);
+    _tile_stored(0, acc_o, acc_stride * 4);
+    _tile_stored(1, acc_o + Vec::kWidth, acc_stride * 4);
+}
+
+// acc_o += probabilities x values of 32 keys. row(j): of key j; meanwhile 32 rows are fetched, two lines for every two loaded:
+// memory is never idle, and never asked for more at once than it has room for.
+template <class Row, class Fetch>
+FA_INLINE void accumulate_values(Row&& row, const float* probabilities, float* acc_o, int64_t acc_stride, int64_t headdim_v,
+                                 Fetch& ahead) {
+    constexpr int64_t kChunk = Bfloat16Tiles::kChunk;
+    _tile_loadd(4, probabilities, 64);
+    int64_t column = 0;
+    auto chunk = [&](int64_t j) __attribute__((always_inline)) { return row(j) + column; };
+    for (; column + kChunk <= headdim_v; column += kChunk)
+        accumulate_chunk<false>(chunk, kChunk, acc_o + column, acc_stride, ahead);
+    if (column < headdim_v)
+        accumulate_chunk<true>(chunk, static_cast<int>(headdim_v - column), acc_o + column, acc_stride, ahead);
 }
 
 // As the template of decode.hpp.
 template <int kGroup>
 static void accumulate_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t head, const float* probabilities,
                              const float*, float* acc_o, int64_t acc_stride, int64_t headdim_v) {
-    constexpr int64_t kColumns = 128;  // at a time: 8 KB of tiles stay in the first-level cache
-    alignas(64) float tiles[kColumns * Bfloat16Tiles::kUnits];
     PrefetchCursor<Bfloat16> ahead = block.heads > 1 ? PrefetchCursor<Bfloat16>(block.values, block, head)
                                                      : PrefetchCursor<Bfloat16>(block.keys, block, head, block.size);
-    _tile_loadd(2, probabilities, 64);
-    for (int64_t column = 0; column < headdim_v; column += kColumns) {
-        const int64_t columns = smaller(kColumns, headdim_v - column), offset = head * block.values.head_stride + column;
-        auto prefetch_next = [&]() __attribute__((always_inline)) {
-            if (column == 0) ahead.prefetch_next();
-        };
-        with_chunks(columns, [&](auto chunks) __attribute__((always_inline)) {
-            if (columns % Bfloat16Tiles::kChunk == 0) {
-                interleave_values<false>(block, offset, columns, chunks, prefetch_next, tiles);
-            } else {
-                interleave_values<true>(block, offset, columns, chunks, prefetch_next, tiles);
-            }
-            multiply_values(tiles, chunks, acc_o + column, acc_stride);
-        });
-    }
+    const int64_t offset = head * block.values.head_stride;
+    auto row = [&](int64_t j) __attribute__((always_inline)) { return block.values[j] + offset; };
+    accumulate_values(row, probabilities, acc_o, acc_stride, headdim_v, ahead);
+}
+
+template <int kGroup>
+__attribute__((always_inline)) inline void Bfloat16Tiles::accumulate_run(const char* values, int64_t stride, const float* probabilities, float* acc_o,
+                                             int64_t acc_stride, int64_t headdim_v, RowFetch ahead) {
+    auto row = [&](int64_t j) __attribute__((always_inline)) {
+        return reinterpret_cast<const Bfloat16*>(values + j * stride);
+    };
+    accumulate_values(row, probabilities, acc_o, acc_stride, headdim_v, ahead);
 }
 
 }  // namespace FA_NAMESPACE

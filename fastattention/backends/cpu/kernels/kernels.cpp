@@ -32,6 +32,7 @@ using namespace fastattention;
 #include "decode_rows_amx.hpp"
 #endif
 #include "decode.hpp"
+#include "decode_merge.hpp"
 #include "decode_packed.hpp"
 #ifdef FA_HAS_AMX
 #include "decode_packed_amx.hpp"

@@ -39,6 +39,13 @@ struct Rows {
         }
     }
 
+    // How many of the n rows from `row` on lie stride_row apart.
+    FA_HOST_DEVICE int64_t equally_spaced(int64_t row, int64_t n) const {
+        if (pages == nullptr) return n;
+        const int64_t left = page_size - (first + row) % page_size;
+        return left < n ? left : n;
+    }
+
     // The same rows of another head, `offset` bytes further on.
     FA_HOST_DEVICE Rows shifted(int64_t offset) const {
         Rows other = *this;

@@ -1,0 +1,30 @@
+// The end of a decode: the splits of a sequence, merged by log-sum-exp.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+// Exact merge of the splits of one key head, `stride` apart, by the running maxima and sums of each.
+template <class Element>
+static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride, int64_t columns) {
+    const Sequence& s = call.sequences[splits[0].sequence];
+    float acc_o[kMaxHeaddim + 2 * Vec::kWidth];
+    for (int64_t row = 0; row < call.rows(s); ++row) {
+        float row_max = -kInfinity, row_sum = 0.0f;
+        for (int64_t i = 0; i < num_splits; ++i)
+            row_max = splits[i * stride].row_max[row] > row_max ? splits[i * stride].row_max[row] : row_max;
+        memset(acc_o, 0, columns * sizeof(float));
+        // Without any key the weights are 0; with a NaN in a sum, that stays.
+        const float shift = row_max == -kInfinity ? 0.0f : row_max;
+        for (int64_t i = 0; i < num_splits; ++i) {
+            const DecodeSplit& split = splits[i * stride];
+            const float weight = exp2(split.row_max[row] - shift);
+            const float* from = split.acc_o + row * columns;
+            row_sum += weight * split.row_sum[row];
+            for (int64_t c = 0; c < columns; c += Vec::kWidth)
+                store(acc_o + c, fma(load(from + c), broadcast(weight), load(acc_o + c)));
+        }
+        store_result<Element>(call, s, query_row(call, splits[0].kv_head, row), acc_o, row_max, row_sum);
+    }
+}
+
+}  // namespace FA_NAMESPACE

@@ -34,7 +34,6 @@ def _has_corner(problem: Problem) -> bool:
     return (
         problem.layout is Layout.DENSE
         and problem.is_causal
-        and problem.window_left == -1
-        and not (problem.has_bias or problem.has_alibi)
-        and 0 < problem.seqlen_q < problem.seqlen_k
+        and not (problem.has_bias or problem.has_alibi or problem.has_sinks)  # each part would count a sink
+        and 1 < problem.seqlen_q < problem.seqlen_k  # a single query sees every key
     )

@@ -50,7 +50,7 @@ def divide(problem: Problem) -> Division | None:
         problem.layout is Layout.DENSE
         and problem.is_causal
         and not (problem.has_bias or problem.has_alibi or problem.has_sinks)  # each part would count a sink
-        and 1 < problem.seqlen_q < problem.seqlen_k
+        and 1 < problem.seqlen_q < problem.seqlen_k  # a single query sees every key
     )
     if not divisible:
         return None

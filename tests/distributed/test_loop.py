@@ -33,7 +33,7 @@ class Notes(Transport):
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
         first, last = int(partial[0, 0]), int(partial[-1, 0])
         self.note(f"sum {first}-{last}")
-        return _Note(self, f"wait {first}-{last}", partial, out)
+        return _Note(self, f"{first}-{last}", partial, out)
 
     def compute(self, start: int, stop: int, partial: Tensor) -> None:
         self.note(f"compute {start}-{stop - 1}")
@@ -41,11 +41,14 @@ class Notes(Transport):
 
 
 class _Note(Pending):
-    def __init__(self, notes: Notes, what: str, partial: Tensor, out: Tensor) -> None:
-        self.notes, self.what, self.partial, self.out = notes, what, partial, out
+    def __init__(self, notes: Notes, rows: str, partial: Tensor, out: Tensor) -> None:
+        self.notes, self.rows, self.partial, self.out = notes, rows, partial, out
+
+    def advance(self) -> None:
+        self.notes.note(f"advance {self.rows}")
 
     def wait(self) -> None:
-        self.notes.note(self.what)
+        self.notes.note(f"wait {self.rows}")
         torch.mul(self.partial, 2.0, out=self.out)
 
 
@@ -59,8 +62,17 @@ def test_a_block_is_being_summed_while_the_next_is_computed_and_all_are_waited_f
     notes = Notes()
     out = run(notes)
     computed = ["compute 0-1", "sum 0-1", "compute 2-4", "sum 2-4", "compute 5-5", "sum 5-5"]
-    assert notes.log == [*computed, "wait 0-1", "wait 2-4", "wait 5-5"]
+    log = [entry for entry in notes.log if not entry.startswith("advance")]
+    assert log == [*computed, "wait 0-1", "wait 2-4", "wait 5-5"]
     assert torch.equal(out, 2.0 * torch.arange(6.0)[:, None].expand(6, 4))
+
+
+def test_a_sum_is_advanced_once_that_of_the_next_block_has_begun() -> None:
+    notes = Notes()
+    run(notes, (2, 3, 1, 4))
+    sums = [entry for entry in notes.log if not entry.startswith("compute")]
+    assert sums[:7] == ["sum 0-1", "sum 2-4", "advance 0-1", "sum 5-5", "advance 2-4", "sum 6-9", "advance 5-5"]
+    assert sums[7:] == ["wait 0-1", "wait 2-4", "wait 5-5", "wait 6-9"]  # which advances the last
 
 
 def test_one_block_is_summed_at_once() -> None:
@@ -71,7 +83,7 @@ def test_one_block_is_summed_at_once() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize("where", ["compute 2-4", "sum 2-4", "compute 5-5"])
+@pytest.mark.parametrize("where", ["compute 2-4", "sum 2-4", "advance 0-1", "compute 5-5", "advance 2-4"])
 def test_sums_that_have_begun_are_waited_for_when_a_later_block_fails(where: str, error: BaseException) -> None:
     notes = Notes({where: error})
     with pytest.raises(type(error)) as raised:

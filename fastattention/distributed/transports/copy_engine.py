@@ -41,7 +41,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class CopyEngine(Transport):
     """Between GPUs of one host that can read each other's memory.
 
-    It keeps the bytes of the largest call that it has served, and of two of the largest blocks.
+    It keeps the bytes of the largest call that it has served, of two of the largest blocks, and what CUDA graphs use.
     """
 
     name = "copy_engine"
@@ -52,9 +52,9 @@ class CopyEngine(Transport):
         self._device = device
         self._reason = _why_not_group(group, device)
         self._peers: PeerMemory | None = None
-        self._parts = [
-            torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)
-        ]  # in turns; this rank's share
+        # Of this rank's share, in turns.
+        self._parts = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._in_graphs: set[object] = set()  # memory that graphs need, though larger may have taken its place
         self._turn = 0
         self._end = 0  # where the rows of the call under way end
         if self._reason is None:
@@ -81,6 +81,8 @@ class CopyEngine(Transport):
         share = -(-out.nbytes // (self._size * ALIGNMENT)) * ALIGNMENT
         block = _Block(partial, out, share, self._turn, last=out.data_ptr() + out.nbytes == self._end)
         self._take_parts(block)
+        if torch.cuda.is_current_stream_capturing():
+            self._in_graphs |= {self._peers, self._parts[block.turn]}
         self._turn = 1 - self._turn
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._fetch_parts(block)
@@ -111,6 +113,7 @@ class CopyEngine(Transport):
 
     def close(self) -> None:
         """Gives the memory back."""
+        self._in_graphs.clear()
         self._peers = None
         self._parts = [parts[:0].clone() for parts in self._parts]
 

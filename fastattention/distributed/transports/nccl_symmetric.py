@@ -21,7 +21,7 @@ LEAST_NCCL = (2, 27)  # the first that has them
 
 
 class NcclSymmetric(C10d):
-    """It keeps as many bytes as the largest call that it has served has."""
+    """It keeps as many bytes as the largest call that it has served has, and all that CUDA graphs use."""
 
     name = "nccl_symmetric"
 
@@ -30,6 +30,7 @@ class NcclSymmetric(C10d):
         self._reason = _why_not_group(group, device)
         self._pool: Any = None
         self._rows = torch.empty(0, dtype=torch.uint8, device=device)
+        self._in_graphs: dict[Any, Tensor] = {}  # pools, and their rows, though larger may have taken their place
         if self._reason is None:
             super().__init__(group, device)
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -40,12 +41,15 @@ class NcclSymmetric(C10d):
 
     def partials(self, out: Tensor) -> Tensor:
         """Rows in the pool."""
+        capturing = torch.cuda.is_current_stream_capturing()
         if self._rows.nbytes < out.nbytes:
-            if torch.cuda.is_current_stream_capturing():
+            if capturing:
                 raise ArgumentError(
                     "a pool cannot grow while a CUDA graph is captured: make the largest call once before"
                 )
             self._grow(out.nbytes)
+        if capturing:
+            self._in_graphs[self._pool] = self._rows
         return self._rows[: out.nbytes].view(out.dtype).view(out.shape)
 
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
@@ -63,9 +67,11 @@ class NcclSymmetric(C10d):
 
     def close(self) -> None:
         """Ends the communicator, after its pool."""
-        if self._pool is not None:
-            self._communicator.deregister_mem_pool(self._pool)
-            self._rows, self._pool = self._rows[:0].clone(), None
+        for pool in dict.fromkeys((*self._in_graphs, self._pool)):
+            if pool is not None:
+                self._communicator.deregister_mem_pool(pool)
+        self._rows, self._pool = self._rows[:0].clone(), None
+        self._in_graphs.clear()
         if self._reason is None:
             super().close()
 
@@ -74,7 +80,7 @@ class NcclSymmetric(C10d):
         torch.cuda.synchronize(self._device)
         if self._pool is None:  # a communicator is made at its first sum, and pools are registered with one
             super().all_reduce_now(*[torch.zeros(1, device=self._device)] * 2)
-        else:
+        elif self._pool not in self._in_graphs:
             self._communicator.deregister_mem_pool(self._pool)
         self._rows = self._rows[:0].clone()
         self._pool = torch.cuda.MemPool(self._communicator.mem_allocator)

@@ -88,7 +88,7 @@ def test_kernels_compile(chip: str) -> None:
     for usage in usages_of(chip):
         assert usage.resources.keys() == {entry.name for entry in usage.kernel.entries}
         assert all(0 < resources.registers <= MAX_REGISTERS for resources in usage.resources.values())
-        assert usage.code_bytes > 10_000
+        assert usage.code_bytes > 5_000
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def run_by_any(one: Sum) -> tuple[Tensor, str]:
     """The result in a pair of ranks, and whose it is."""
     out = run_part(one, "pairs", transport="auto")
     known = [each for group, each in agreement._agreements.items() if dist.get_world_size(group) == 2]
-    [name] = {agreed.transport.name for each in known for agreed in each.agreed.values()}
+    [name] = {agreed.called.transport.name for each in known for agreed in each.agreed.values()}
     return out, name
 
 

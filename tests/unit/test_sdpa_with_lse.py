@@ -35,12 +35,13 @@ FULL = Problem(
     return_lse=True,
 )
 SQUARE = replace(FULL, seqlen_k=11, window_right=0)
-CORNER = replace(FULL, window_right=0, return_lse=False)
+CORNER = replace(SQUARE, seqlen_q=600, seqlen_k=600)
+LOWER_RIGHT = replace(FULL, window_right=0)
 
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(with_lse, "_capability", lambda device: (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +93,19 @@ def test_what_they_cannot_compute_is_refused(problem: Problem, changes: dict[str
     assert not with_lse.can_serve(replace(problem, **changes))
 
 
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+def test_a_causal_call_with_more_keys_than_queries_is_flash_attentions(return_lse: bool) -> None:
+    problem = replace(LOWER_RIGHT, return_lse=return_lse)
+    assert with_lse.can_serve(problem)
+    assert with_lse.kernel_of(problem) == "flash"
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        assert not with_lse.can_serve(problem)
+
+
 @pytest.mark.parametrize(
-    "changes", [{"seqlen_k": 12}, {"seqlen_k": 10}, {"window_right": 3}, {"seqlen_k": 0, "window_right": -1}], ids=str
+    "changes", [{"seqlen_k": 10}, {"window_right": 3}, {"seqlen_k": 0, "window_right": -1}], ids=str
 )
-def test_masks_that_are_not_square_are_refused(changes: dict[str, Any]) -> None:
+def test_other_masks_are_refused(changes: dict[str, Any]) -> None:
     assert not with_lse.can_serve(replace(SQUARE, **changes))
 
 
@@ -120,17 +130,21 @@ def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_is_one_that_is_switched_on_and_fits_the_gpu(
     capability: tuple[int, int], enabled: list[SDPBackend], kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(with_lse, "_capability", lambda device: capability)
     with sdpa_kernel(enabled):
-        assert with_lse._kernel(FULL) == kernel
+        assert with_lse.kernel_of(FULL) == kernel
         assert with_lse.can_serve(FULL) == (kernel is not None)
-        assert SdpaBackend().prefers_corner(CORNER) == (kernel is not None)
+        assert SdpaBackend().prefers_corner(CORNER) == (kernel == "cudnn")
 
 
 @pytest.mark.parametrize("changes", REFUSED[1:], ids=str)
-def test_corners_are_preferred_only_where_both_parts_are_served(changes: dict[str, Any]) -> None:
+def test_corners_are_preferred_only_where_they_are_served(changes: dict[str, Any]) -> None:
     assert SdpaBackend().prefers_corner(CORNER)
     assert not SdpaBackend().prefers_corner(replace(CORNER, **changes))
+
+
+def test_a_corner_of_few_queries_is_no_call_of_its_own() -> None:
+    assert not SdpaBackend().prefers_corner(replace(CORNER, seqlen_q=511, seqlen_k=511))
 
 
 class Kernel:
@@ -160,19 +174,19 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     name = f"_scaled_dot_product_{request.param}_attention"
     places = {"cudnn": (6, 5, 4), "flash": (4, 3, None)}[request.param]
     computing = Kernel(name, places)  # type: ignore[arg-type]
-    monkeypatch.setattr(with_lse, "_kernel", lambda problem: request.param)
+    monkeypatch.setattr(with_lse, "kernel_of", lambda problem: request.param)
     monkeypatch.setattr(torch.ops.aten, name, computing)
     return computing
 
 
-@pytest.mark.parametrize("problem", [FULL, SQUARE], ids=["full", "square"])
+@pytest.mark.parametrize("problem", [FULL, SQUARE, LOWER_RIGHT], ids=["full", "square", "lower-right"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_operators_get_what_they_ask_for(kernel: Kernel, problem: Problem, dtype: torch.dtype) -> None:
     q = torch.randn(2, problem.seqlen_q, 4, 64).to(dtype)
     k, v = (torch.randn(2, problem.seqlen_k, 2, 64).to(dtype) for _ in range(2))
     part = Part(*(x.transpose(1, 2) for x in (q, k, v)), None, None, None)
     out, lse, mask = with_lse.attend(replace(problem, dtype=dtype), part)
-    options = Options(softmax_scale=problem.softmax_scale, causal=problem is SQUARE, return_lse=True)
+    options = Options(softmax_scale=problem.softmax_scale, causal=problem is not FULL, return_lse=True)
     expected = reference_attention(*prepare_dense(q, k, v, options))
     assert torch.equal(out, expected.out.transpose(1, 2).to(dtype))
     assert torch.equal(lse, expected.lse.float())

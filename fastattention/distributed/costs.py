@@ -212,7 +212,16 @@ MACHINES = {
                     # Chosen: gains of five measured loops (docs/tensor_parallel.md) are then predicted within 6%.
                     slowdown=1.3,
                 ),
-                _predicted("copy_engine", 400e9, latency=40e-6, slowdown=0.1, tp=4),  # no such transport has been run
+                TransportCost(
+                    "copy_engine",
+                    (
+                        (64 * KIB, 100e-6),  # assumed
+                        (64 * MIB, 390e-6),  # measured, and so are all larger
+                        (128 * MIB, 708e-6),
+                        (256 * MIB, 1339e-6),
+                    ),
+                    slowdown=0.02,  # measured: of a product
+                ),
             ),
             tp=4,
         ),

@@ -334,7 +334,7 @@ def measure(device: torch.device, options: Options) -> None:
     }
     rows: list[dict[str, Any]] = []
     record["rows"] = rows
-    with torch.inference_mode(), kernels_of_torch():
+    with torch.no_grad(), kernels_of_torch():
         for case in options.cases:
             rows.append(answer(case, options, device))
             save(record, options.output)

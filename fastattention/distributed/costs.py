@@ -1,7 +1,7 @@
 """What a tensor-parallel attention block takes: the work of a call, and the time of its compute and of its all-reduce.
 
 Plain Python. A call's compute and a group's all-reduce are measured where the call runs; a Machine predicts both from
-rates. docs/tensor_parallel.md has the model.
+rates. docs/tensor_parallel_plan.md has the model.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ MACHINES = {
                         (256 * MIB, 1206e-6),
                         (512 * MIB, 2460e-6),
                     ),
-                    # Chosen: gains of five measured loops (docs/tensor_parallel.md) are then predicted within 6%.
+                    # Chosen: gains of five measured loops (docs/tensor_parallel_plan.md) are then predicted within 6%.
                     slowdown=1.3,
                 ),
                 TransportCost(

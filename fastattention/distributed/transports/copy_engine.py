@@ -41,6 +41,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class CopyEngine(Transport):
     """Between GPUs of one host that can read each other's memory.
 
+    Streams wait for flags without end: where a rank dies or fails within a call, those of the others are stuck.
     It keeps the bytes of the largest call that it has served, of two of the largest blocks, and what CUDA graphs use.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import overlap
@@ -13,6 +14,7 @@ import tiled_allreduce
 import torch
 import torch.distributed as dist
 from overlap import Activity, common, length, union
+from tiled_allreduce_trace import activities as activities_of
 from tiled_allreduce_trace import after_mark
 
 
@@ -115,6 +117,26 @@ def test_a_call_is_what_follows_the_mark() -> None:
     mark = ("at::cuda::(anonymous namespace)::spin_kernel(long)", 2.0, 3.0)
     found = activities(("ncclDevKernel_Barrier", 0.0, 1.0), mark, ("gemm", 3.0, 4.0))
     assert after_mark(found) == found[2:]
+
+
+def event(name: str, device: str, start: int, duration: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=lambda: name,
+        device_type=lambda: f"DeviceType.{device}",
+        start_ns=lambda: start,
+        duration_ns=lambda: duration,
+    )
+
+
+def test_times_of_a_trace_begin_with_the_first_on_the_device_and_lose_no_nanosecond() -> None:
+    begin = 1_700_000_000_123_456_789
+    events = [
+        event("gemm", "CUDA", begin + 2_001, 3),
+        event("cudaLaunchKernel", "CPU", begin - 500, 100),
+        event("ncclDevKernel", "CUDA", begin, 1_000),
+    ]
+    profiler: Any = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
+    assert activities_of(profiler) == [("ncclDevKernel", 0.0, 1e-6), ("gemm", 2_001 / 1e9, 2_004 / 1e9)]
 
 
 def test_the_benchmark_measures_every_case_on_processes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

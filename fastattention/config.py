@@ -66,7 +66,7 @@ def check_numbers() -> bool:
 
 
 def kernel_cache() -> Path:
-    """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine.
+    """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine, and for what its all-reduces take.
 
     Unset or empty: fastattention in XDG_CACHE_HOME, or in ~/.cache.
     """
@@ -74,3 +74,13 @@ def kernel_cache() -> Path:
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastattention"
+
+
+def peer_to_peer_disabled() -> bool:
+    """NCCL_P2P_DISABLE: 1 keeps GPUs from reading each other's memory directly, as it does NCCL."""
+    return os.environ.get("NCCL_P2P_DISABLE") == "1"
+
+
+def collective_settings() -> dict[str, str]:
+    """Every NCCL_... and HCCL_... variable: on them depends how fast devices exchange data."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "HCCL_"))}

@@ -242,5 +242,22 @@ def plan_offload(
         command.plan(options, output)
 
 
+@plan.command("allreduce")
+def plan_allreduce(
+    model: Annotated[str, typer.Option(help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b.")],
+    tp: Annotated[int, typer.Option(min=2, help="Devices that share the model, by tensor parallelism.")],
+    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of every prompt.")],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    hardware: Annotated[str, typer.Option(help="Assumed rates: h200, v100-pcie or ascend-910b.")] = "h200",
+    output: Annotated[Path | None, typer.Option(help="Draw the timeline: a file ending in .png or .svg.")] = None,
+) -> None:
+    """Blocks of a prompt whose all-reduce runs under the attention of the next. All predicted; needs no device."""
+    from fastattention.cli.plan import allreduce as command
+
+    options = command.Options(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)
+    with errors_as_messages():
+        command.plan(options, output)
+
+
 if __name__ == "__main__":
     app()

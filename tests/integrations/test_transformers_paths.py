@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,10 +33,13 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        for name in ("fast_attn_func", "fast_attn_varlen_func", "fast_attn_with_kvcache"):
-            monkeypatch.setattr(masks, name, self._recorded(name, getattr(masks, name)))
+        functions = masks.Functions(*map(self._recorded, masks.AT_ONCE))
+        forward = functools.partial(integration.fast_attention_forward, functions=functions)
+        monkeypatch.setitem(AttentionInterface._global_mapping, "fast_attention", forward)
 
-    def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+
         def call(*args: Any, **kwargs: Any) -> Any:
             self.made.append((name, args, kwargs))
             return function(*args, **kwargs)

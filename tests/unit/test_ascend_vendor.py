@@ -227,11 +227,11 @@ def test_heads_that_do_not_divide_are_never_called(operator: str, name: str, hea
 
 
 def test_without_torch_npu_the_reason_says_so() -> None:
-    code = "from fastattention.backends.ascend import vendor; import sys; print('torch_npu' in sys.modules); "
-    code += "print(vendor.why_unavailable())"
+    code = "from fastattention.backends.ascend import vendor; import sys, torch; print('torch_npu' in sys.modules); "
+    code += "print(vendor.why_unavailable()); print(vendor.why_not_linear_all_reduce(9, 9, 9, torch.float16, 2))"
     command = [sys.executable, "-c", code]
-    loaded, reason = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split(
-        "\n"
-    )[:2]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    loaded, *reasons = printed.splitlines()
     assert loaded == "False"
-    assert "torch_npu" in reason
+    assert len(reasons) == 2
+    assert all("torch_npu" in reason for reason in reasons)

@@ -176,7 +176,7 @@ def test_the_backend_is_unavailable_without_bindings(monkeypatch: pytest.MonkeyP
         raise CompileError("kernels are launched through cuda-bindings [a test]")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "_driver", missing)
+    monkeypatch.setattr(module, "driver_bindings", missing)
     assert CudaBackend().why_unavailable() == "kernels are launched through cuda-bindings [a test]"
 
 
@@ -188,7 +188,7 @@ def test_gpus_are_asked_before_processors() -> None:
 def test_without_compiler_and_built_kernels_the_backend_is_not_available(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "_driver", lambda: None)
+    monkeypatch.setattr(module, "driver_bindings", lambda: None)
     monkeypatch.setattr(compiler, "why_unavailable", lambda: "no NVRTC")
     monkeypatch.setattr(cache, "BUILT_AHEAD", tmp_path / "absent")
     assert module.why_unavailable() == "no NVRTC"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import signal
 import subprocess
@@ -185,7 +186,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(CompileError, match="No space left on device"):
         cache.write_atomically(tmp_path / "kernel.cubin", b"code")
     assert list(tmp_path.iterdir()) == []
@@ -195,7 +196,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache.os, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.write_atomically(tmp_path / "kernel.cubin", b"code")
     assert list(tmp_path.iterdir()) == []
@@ -233,7 +234,7 @@ def test_a_killed_writer_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal, sys\n"
         "from fastattention.backends.cuda.jit import cache\n"
-        "cache.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "cache.write_atomically(pathlib.Path(sys.argv[1]), b'code')\n"
     )
     killed = subprocess.run([sys.executable, "-c", program, str(path)], check=False)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import fastattention
-from fastattention.backends.cuda.params import AppendParams, AttentionParams, MergeParams, Params
+from fastattention.backends.cuda.params import AppendParams, AttentionParams, MergeParams, Params, SumParams
 
 HEADER = Path(fastattention.__file__).parent / "backends" / "cuda" / "kernels" / "params.h"
 
 every_struct = pytest.mark.parametrize(
-    "struct", [AttentionParams, AppendParams, MergeParams], ids=lambda struct: struct.__name__
+    "struct", [AttentionParams, AppendParams, MergeParams, SumParams], ids=lambda struct: struct.__name__
 )
 
 
@@ -34,7 +34,8 @@ def names(struct: type[Params]) -> list[str]:
 
 
 def test_the_header_has_no_other_struct() -> None:
-    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == ["AttentionParams", "AppendParams", "MergeParams"]
+    structs = ["AttentionParams", "AppendParams", "MergeParams", "SumParams"]
+    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == structs
 
 
 @every_struct

@@ -1,4 +1,4 @@
-"""Variants of kernels: KernelConfig attends, AppendConfig writes caches, MergeConfig merges parts."""
+"""Variants of kernels: KernelConfig attends, AppendConfig writes caches, MergeConfig merges parts, SumConfig adds."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ COMBINE_WARPS = 8  # of a CTA that merges the partial results of a row; kernels/
 APPEND_WARPS = 4  # likewise kernels/append.cuh
 MERGE_WARPS = 4  # likewise kernels/merge.cuh
 MERGE_COLUMNS = 128  # that each of them takes
+SUM_WARPS = 8  # likewise kernels/sum_parts.cuh
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,36 @@ class MergeConfig:
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
             "FA_FLOAT32_PARTS": str(int(self.parts_dtype == "float32")),
             "FA_FLOAT32_OUT": str(int(self.out_dtype == "float32")),
+        }
+
+
+@dataclass(frozen=True)
+class SumConfig:
+    """One variant of kernels/sum_parts.cuh. dtype: "float16", "bfloat16" or "float32"."""
+
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"sum_parts_{self.dtype}"
+
+    @property
+    def source(self) -> str:
+        """The header in kernels/ that is compiled."""
+        return "sum_parts.cuh"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_sum_parts", 32 * SUM_WARPS, 0),)
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/element.cuh and kernels/columns.cuh are compiled with."""
+        return {
+            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
+            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
+            "FA_FLOAT32_PARTS": str(int(self.dtype == "float32")),
         }
 
 

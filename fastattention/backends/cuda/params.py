@@ -97,3 +97,10 @@ class MergeParams(Params):
         i="num_parts batch_size tokens nheads headdim_v",
     )
     _pointers, _rest = _formats(_fields_)
+
+
+class SumParams(Params):
+    """Of sum_parts.cuh."""
+
+    _fields_ = _fields(Q="parts[] shared out", q="count", i="num_parts")
+    _pointers, _rest = _formats(_fields_)

@@ -7,10 +7,12 @@ import torch
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.packed_cache import REFUSAL
-from fastattention.backends.sdpa import fused, math
+from fastattention.backends.sdpa import fused, math, with_lse
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, join, split
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+
+_LEAST_CORNER = 512  # queries that pay for a second launch and a merge
 
 
 class SdpaBackend(Backend):
@@ -39,8 +41,13 @@ class SdpaBackend(Backend):
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         unmasked = fused.can_express(problem) and not (problem.has_alibi or problem.has_bias)
         generator = _generator(problem, inputs)
-        parts = split(problem, inputs, q, whole_batch=fits or unmasked)
+        parts = split(problem, inputs, q, whole_batch=fits or unmasked or with_lse.can_serve(problem))
         return join(problem, inputs, [_attend(problem, part, generator) for part in parts])
+
+    def prefers_corner(self, corner: Problem) -> bool:
+        """Where cuDNN's kernel is there, which knows only squares; fewer queries are one call of FlashAttention."""
+        worth_it = corner.seqlen_q >= _LEAST_CORNER and with_lse.can_serve(corner)
+        return worth_it and with_lse.kernel_of(corner) == "cudnn"
 
     def describe(self) -> str:
         """Version of torch and which of its kernels are switched on."""
@@ -55,6 +62,9 @@ def _is_enabled(kernel: str) -> bool:
 
 
 def _attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
+    if with_lse.can_serve(problem):
+        result = with_lse.attend(problem, part)
+        return result if problem.return_lse else result._replace(lse=None)
     if fused.can_express(problem) and part.q.numel() and part.k.numel():
         return AttentionOutput(fused.attend(problem, part), None)
     return math.attend(problem, part, generator)

@@ -1,13 +1,18 @@
-"""What the pictures of plans have in common: which files they can be."""
+"""What the pictures of plans have in common: which files they can be, and the bars of their timelines."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastattention.cli.console import require_extra
 from fastattention.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # an extra, which may be absent when an output is checked
+
 SUFFIXES = (".png", ".svg")
+LABELLED = 0.02  # of the width: what a bar must have to hold its label
 
 
 def check_output(path: Path) -> None:
@@ -17,3 +22,10 @@ def check_output(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise ArgumentError(f"output={str(path)!r} cannot be written: its folder does not exist")
     require_extra("plot", "matplotlib")
+
+
+def draw_bar(panel: Axes, row: int, start: float, end: float, label: str, color: str, width: float) -> None:
+    """A bar of a lane with its label in it; `width` is that of the panel."""
+    panel.barh(row, end - start, left=start, height=0.8, color=color, edgecolor="white", lw=0.3)
+    if end - start > LABELLED * width:
+        panel.text((start + end) / 2, row, label, ha="center", va="center", fontsize=7, color="white")

@@ -12,6 +12,7 @@ from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.simulator.core import CUBE, CUBE_PIPES, VECTOR_PIPES, VECTORS
 from fastattention.backends.ascend.simulator.events import Event
 from fastattention.backends.ascend.simulator.tiles import Tiling
+from fastattention.cli.plan.picture import draw_bar
 
 COLORS = {
     "queries": "#937860",
@@ -33,7 +34,6 @@ WHAT_PIPES_DO = {
     (VECTORS[0], "MTE3"): "UB to memory",
 }
 MERGED_GAP = 1.0  # cycles: slices that follow each other so closely are drawn as one bar
-LABELLED = 0.02  # of the width: what a bar must have to hold its tile's number
 
 
 def write_timeline(events: list[Event], tiling: Tiling, chip: Chip, heading: str, path: Path, cycles: float) -> None:
@@ -69,11 +69,8 @@ def _draw(panel: Axes, row: int, events: list[Event], chip: Chip, cycles: float)
     for stage, tile, start, end in _bars(events):
         if start >= cycles:
             continue
-        width = min(end, cycles) - start
-        panel.barh(row, width * scale, left=start * scale, height=0.8, color=COLORS[stage], edgecolor="white", lw=0.3)
-        if width > LABELLED * cycles:
-            middle = (start + width / 2) * scale
-            panel.text(middle, row, str(tile), ha="center", va="center", fontsize=7, color="white")
+        shown = min(end, cycles)
+        draw_bar(panel, row, start * scale, shown * scale, str(tile), COLORS[stage], cycles * scale)
 
 
 def _bars(events: list[Event]) -> list[tuple[str, int, float, float]]:

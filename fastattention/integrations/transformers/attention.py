@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.transformers.masks import (
+    AT_ONCE,
     DenseMask,
+    Functions,
     Scores,
     SequenceMask,
     Window,
@@ -37,6 +39,7 @@ def fast_attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: object | None = None,
+    functions: Functions = AT_ONCE,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as Transformers' AttentionInterface asks for it.
@@ -50,6 +53,7 @@ def fast_attention_forward(
     dropout, scaling, softcap: dropout_p, softmax_scale and softcap of fast_attn_func; softcap None is off
     s_aux: sinks, (nheads,)
     position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
+    functions: who computes it
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a batch packed by the caller. Others are
         ignored, unless they would change the result.
     Returns (out, None): out is (batch_size, seqlen_q, nheads, headdim_v); there are no weights to return.
@@ -57,7 +61,7 @@ def fast_attention_forward(
     masks that do not fit.
     """
     _refuse_unsupported(cache, kwargs)
-    scores = Scores(scaling, softcap or 0.0, s_aux, dropout)
+    scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
         return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores), None
     assert isinstance(value, Tensor)

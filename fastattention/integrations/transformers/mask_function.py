@@ -35,14 +35,16 @@ def fast_attention_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config: object | None = None,
+    packs: bool = True,
     **_: Any,
 ) -> SequenceMask | Tensor:
     """The mask of one kind of layer, as Transformers' AttentionMaskInterface asks for it.
 
     Queries are tokens q_offset to q_offset + q_length - 1, keys are tokens kv_offset to kv_offset + kv_length - 1. A
     query sees a key when mask_function says so and attention_mask, bool (batch_size, tokens), does not call the key
-    padding (False). Returns a tensor, bool (batch_size, 1, q_length, kv_length), for patterns that no SequenceMask can
-    say, for models that ask for one to compute with, and for padding that torch.compile traces and must not read.
+    padding (False). packs=False leaves prompts with padding on the left where they lie, if that can be said.
+    Returns a tensor, bool (batch_size, 1, q_length, kv_length), for patterns that no SequenceMask can say, for models
+    that ask for one to compute with, and for padding that torch.compile traces and must not read.
     Raises UnsupportedError when the model would not hand the mask to the attention function.
     """
     if isinstance(attention_mask, SequenceMask):
@@ -63,7 +65,7 @@ def fast_attention_mask(
     unreadable = isinstance(q_offset, Tensor) or (attention_mask is not None and is_tracing(attention_mask))
     if pattern is None or unreadable:
         return as_tensor()
-    call = _Call((batch_size, 1, q_length, kv_length), int(q_offset), kv_offset, pattern, device, as_tensor)
+    call = _Call((batch_size, 1, q_length, kv_length), int(q_offset), kv_offset, pattern, device, packs, as_tensor)
     if pattern.sequence_ids is not None:
         return call.sequences(pattern.sequence_ids)
     # Models that compute with their mask forbid to skip it. So does `generate`, when it decodes into a static cache.
@@ -80,6 +82,7 @@ class _Call(NamedTuple):
     kv_offset: int
     pattern: Pattern
     device: torch.device | str
+    packs: bool
     as_tensor: Callable[[], Tensor]
 
     def mask(self, attention_mask: Tensor | None) -> SequenceMask | Tensor:
@@ -129,7 +132,8 @@ class _Call(NamedTuple):
         if windowed and not contiguous:
             return self.as_tensor()
         aligned = not positional or bool((end == num_keys).all())
-        if contiguous and aligned and q_length < num_keys and not torch.is_grad_enabled():
+        in_place = q_length < num_keys or not self.packs
+        if contiguous and aligned and in_place and not torch.is_grad_enabled():
             return CachedMask(*common, end, first)
         if windowed and not self.pattern.causal and q_length != num_keys:
             return self.as_tensor()

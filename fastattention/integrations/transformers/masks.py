@@ -34,13 +34,25 @@ _NOT_A_TENSOR = (
 )
 
 
+class Functions(NamedTuple):
+    """Who computes a layer: functions with the arguments of these."""
+
+    dense: Callable[..., Any] = fast_attn_func
+    packed: Callable[..., Any] = fast_attn_varlen_func
+    kvcache: Callable[..., Any] = fast_attn_with_kvcache
+
+
+AT_ONCE = Functions()
+
+
 class Scores(NamedTuple):
-    """How a layer turns scores into weights, whatever the mask."""
+    """How a layer turns scores into weights, and by which functions, whatever the mask."""
 
     softmax_scale: float | None  # None is headdim ** -0.5
     softcap: float  # 0 is off
     sinks: Tensor | None  # (nheads,)
     dropout_p: float
+    functions: Functions = AT_ONCE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,7 +134,7 @@ class CachedMask(SequenceMask):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scores: Scores) -> Tensor:
         if bias is not None or scores.dropout_p:
             return self._attend_as_tensor(q, k, v, bias, scores)
-        out: Tensor = fast_attn_with_kvcache(
+        out: Tensor = scores.functions.kvcache(
             q, k, v, cache_seqlens=self.cache_seqlens, cache_leftpad=self.cache_leftpad,
             softmax_scale=scores.softmax_scale, causal=self.causal, window_size=self.window, softcap=scores.softcap,
             sinks=scores.sinks,
@@ -163,8 +175,8 @@ def attend_dense(
     causal: bool = False,
     window: Window = (-1, -1),
 ) -> Tensor:
-    """fast_attn_func with a layer's scores."""
-    out: Tensor = fast_attn_func(
+    """fast_attn_func, or what stands for it, with a layer's scores."""
+    out: Tensor = scores.functions.dense(
         q, k, v, scores.dropout_p, scores.softmax_scale, causal, window, scores.softcap, attn_bias=bias,
         sinks=scores.sinks,
     )  # fmt: skip
@@ -183,8 +195,8 @@ def attend_packed(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> Tensor:
-    """fast_attn_varlen_func with a layer's scores."""
-    out: Tensor = fast_attn_varlen_func(
+    """fast_attn_varlen_func, or what stands for it, with a layer's scores."""
+    out: Tensor = scores.functions.packed(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scores.dropout_p, scores.softmax_scale,
         causal, window, scores.softcap, sinks=scores.sinks,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ascend.vendor import acl_stub, inference, training
+from ascend.vendor import acl_stub, communication, inference, training
 
 
 def skip_without_torch_npu() -> None:
@@ -37,3 +37,4 @@ def import_torch_npu() -> None:
     inference_of_shapes._npu_fusion_attention_warning_printed = True  # type: ignore[attr-defined]
     training.register()
     inference.register()
+    communication.register()

@@ -6,14 +6,16 @@ operators.py  one call of an operator: its arguments by name, checked, since the
 prefill.py    dense and packed sequences
 cache.py      keys and values in a cache, rows or pages; also dense sequences, whose cache is full
 quantised.py  int8 caches, and int8 queries, keys and values; no public function reaches these yet
+linear_all_reduce.py  no attention: the product that follows it and the sum over ranks, as one operator
 
-torch_npu has two operators. npu_fused_infer_attention_score is documented for inference and takes caches;
+torch_npu has two operators of attention. npu_fused_infer_attention_score is documented for inference and takes caches;
 npu_fusion_attention is documented for training, and takes packed sequences, float32, sinks and any head dimension.
 Nothing here imports torch_npu: whoever has tensors on an NPU has imported it, and it registers torch.ops.npu.
 """
 
 from fastattention.backends.ascend.vendor.dispatch import forward, why_rather_not
 from fastattention.backends.ascend.vendor.limits import why_not
+from fastattention.backends.ascend.vendor.linear_all_reduce import linear_all_reduce, why_not_linear_all_reduce
 from fastattention.backends.ascend.vendor.operators import why_unavailable
 from fastattention.backends.ascend.vendor.quantised import (
     KeyValueScales,
@@ -28,9 +30,11 @@ __all__ = [
     "forward",
     "forward_int8",
     "forward_int8_kv",
+    "linear_all_reduce",
     "why_not",
     "why_not_int8",
     "why_not_int8_kv",
+    "why_not_linear_all_reduce",
     "why_rather_not",
     "why_unavailable",
 ]

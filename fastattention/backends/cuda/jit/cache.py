@@ -9,12 +9,10 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import os
-import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from fastattention import config
+from fastattention import config, files
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.errors import CompileError
@@ -75,14 +73,8 @@ def cached_path(kernel: Variant, target: int) -> Path:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file that others see complete or not at all. Raises CompileError where nothing can be written."""
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.write_atomically(path, content)
     except OSError as error:
         raise _unusable("written", path, error) from error
 

@@ -18,7 +18,7 @@ _MAX_LAUNCH_CONFIGS = 1024
 
 
 @functools.cache
-def _driver() -> Any:
+def driver_bindings() -> Any:
     """cuda.bindings.driver. Raises CompileError when it is not installed."""
     try:
         from cuda.bindings import driver
@@ -33,7 +33,7 @@ def _driver() -> Any:
 def why_unavailable() -> str | None:
     """Why kernels cannot be launched here, or None. Needs no GPU to answer."""
     try:
-        _driver()
+        driver_bindings()
     except CompileError as error:
         return str(error)
     return None if cache.BUILT_AHEAD.is_dir() else compiler.why_unavailable()
@@ -50,7 +50,7 @@ def _checked(result: tuple[Any, ...], doing: str) -> Any:
 @functools.cache
 def device_limits(device_index: int) -> Limits:
     """What a device offers kernels, asked from the driver."""
-    driver = _driver()
+    driver = driver_bindings()
     _checked(driver.cuInit(0), "starting CUDA")
     device = _checked(driver.cuDeviceGet(device_index), f"opening cuda:{device_index}")
     names = driver.CUdevice_attribute
@@ -73,7 +73,7 @@ class Function:
     """One entry of a variant, loaded on a device."""
 
     def __init__(self, entry: Entry, handle: Any) -> None:
-        self._launch = _driver().cuLaunchKernel
+        self._launch = driver_bindings().cuLaunchKernel
         self._handle, self._num_threads, self._shared_bytes = handle, entry.num_threads, entry.shared_bytes
 
     def launch(self, params: ctypes.Structure, num_blocks: int, stream: int) -> None:
@@ -91,7 +91,7 @@ class OverlappingFunction(Function):
 
     def __init__(self, entry: Entry, handle: Any) -> None:
         super().__init__(entry, handle)
-        self._launch = _driver().cuLaunchKernelEx
+        self._launch = driver_bindings().cuLaunchKernelEx
         self._configs: dict[tuple[int, int], Any] = {}  # by number of CTAs and stream: making one takes microseconds
 
     def launch(self, params: ctypes.Structure, num_blocks: int, stream: int) -> None:
@@ -102,7 +102,7 @@ class OverlappingFunction(Function):
         _check_launch(status)
 
     def _config(self, num_blocks: int, stream: int) -> Any:
-        driver = _driver()
+        driver = driver_bindings()
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
@@ -143,7 +143,7 @@ class Kernel:
     functions: tuple[Function, ...]  # of the variant's entries
 
     def __init__(self, config: Variant, target: int) -> None:
-        driver = _driver()
+        driver = driver_bindings()
         self._module = _checked(driver.cuModuleLoadData(cache.cubin(config, target)), f"loading {config.name}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         functions = []

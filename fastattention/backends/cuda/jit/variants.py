@@ -11,7 +11,14 @@ import torch
 
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, AppendConfig, KernelConfig, MergeConfig, Variant
+from fastattention.backends.cuda.kernel_config import (
+    CACHE_FORMATS,
+    AppendConfig,
+    KernelConfig,
+    MergeConfig,
+    SumConfig,
+    Variant,
+)
 from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
@@ -150,7 +157,7 @@ def variants_of(
     arch: int | None = None,
     features: Sequence[Feature] = tuple(Feature),
 ) -> list[Variant]:
-    """Every variant that such calls can need on a GPU, each once: forwards, decodes, appends to caches, and merges.
+    """Every variant that such calls can need on a GPU, each once: forwards, decodes, appends, merges and sums.
 
     arch: the code path; None is the GPU's own.
     """
@@ -167,6 +174,7 @@ def variants_of(
         ),
         (AppendConfig(*append) for append in itertools.product(names, formats)),
         _merges_of(names) if Feature.PLAIN in features else (),
+        map(SumConfig, ("float32", *names)) if Feature.PLAIN in features else (),
     )
     return list(dict.fromkeys(variants))
 

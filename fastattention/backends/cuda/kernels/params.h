@@ -116,4 +116,12 @@ struct MergeParams {
     int32_t batch_size, tokens, nheads, headdim_v;
 };
 
+struct SumParams {
+    const void* parts[kMostParts];
+    void *shared, *out;  // each gets the sum; `shared` may be a part
+
+    int64_t count;  // of numbers
+    int32_t num_parts;
+};
+
 }  // namespace fastattention

@@ -1,0 +1,378 @@
+"""How fast is attention with its projection and all-reduce in row blocks, beside the three one after the other?
+
+    python benchmarks/tiled_allreduce.py --tp 4
+
+It starts one process for each GPU. "serial" is plain torch: attention, product, all-reduce, nothing of ours. The others
+are attention_linear_allreduce with torch's attention too, so that what differs is the blocks and who sums. All take
+turns, called one by one ("eager") and replayed from CUDA graphs ("graph"). Results are compared with those of serial.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from ranks import run_ranks
+from tiled_allreduce_tables import show, show_traces
+from tiled_allreduce_trace import trace
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from fastattention import config
+from fastattention.cli.bench.report import SCHEMA
+from fastattention.cli.console import MESSAGES
+from fastattention.cli.machine import describe_machine
+from fastattention.distributed import attention_linear_allreduce
+from fastattention.distributed.agreement import Agreed, agreement_of
+from fastattention.distributed.transports import TRANSPORTS
+from fastattention.distributed.trials import Candidate
+from fastattention.errors import UnsupportedError
+
+RESULTS = Path(__file__).parent / "results"
+SERIAL, COMPUTE, ALL_REDUCE = "serial", "compute", "all-reduce"
+CALLS = 4  # in a row, timed together
+WARM_UP = 2
+LARGEST_DIFFERENCE = (
+    0.02  # from serial, of the largest number: a row of a wrong rank or block would differ by all of it
+)
+TIME_LIMIT = 560.0  # seconds for everything
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One attention layer, over all ranks."""
+
+    hidden: int
+    nheads: int
+    nheads_k: int
+    headdim: int = 128
+
+
+MODELS = {"7B": Model(4096, 32, 32), "70B": Model(8192, 64, 8)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A causal call."""
+
+    model: str
+    batch_size: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+CASES = (
+    *(Case("70B", *sizes) for sizes in ((8, 2048, 2048), (4, 4096, 4096), (1, 8192, 8192), (1, 32768, 32768))),
+    *(Case("7B", *sizes) for sizes in ((1, 8192, 8192), (8, 2048, 2048))),
+    *(Case("70B", *sizes) for sizes in ((8, 1, 4096), (1, 128, 4096))),  # too little to divide
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every rank is told."""
+
+    cases: tuple[Case, ...]
+    rounds: int
+    graphs: bool
+    trace: bool
+    output: Path
+    dtype: torch.dtype = torch.bfloat16
+
+
+class Share:
+    """A rank's heads of a case, and the functions that are timed. All write to `out`."""
+
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
+        model, size = MODELS[case.model], dist.get_world_size()
+        nheads, nheads_k = model.nheads // size, max(model.nheads_k // size, 1)
+        generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+        self.q = random(case.batch_size, case.seqlen_q, nheads, model.headdim)
+        self.k, self.v = (random(case.batch_size, case.seqlen_k, nheads_k, model.headdim) for _ in range(2))
+        self.w_o = random(model.hidden, nheads * model.headdim) * (model.nheads * model.headdim) ** -0.5
+        self.out = torch.empty(case.batch_size, case.seqlen_q, model.hidden, device=device, dtype=dtype)
+        self._is_square = case.seqlen_q == case.seqlen_k
+        self._mask = None
+        if not self._is_square and case.seqlen_q > 1:  # a single query sees every key
+            self._mask = causal_lower_right(case.seqlen_q, case.seqlen_k)
+        self._attended = self.attention()
+        self._summed = torch.zeros_like(self.out)
+
+    def parts(self) -> dict[str, Work]:
+        """What serial consists of, each alone."""
+        return {
+            "attention": self.attention,
+            "product": lambda: self._product(self._attended),
+            COMPUTE: lambda: self._product(self.attention()),
+            ALL_REDUCE: lambda: dist.all_reduce(self._summed),
+        }
+
+    def attention(self) -> Tensor:
+        """All rows, by torch: (rows, nheads * headdim)."""
+        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, self._mask, is_causal=self._is_square, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).reshape(-1, self.w_o.shape[1])
+
+    def serial(self) -> None:
+        """One after the other, by torch."""
+        self._product(self.attention())
+        dist.all_reduce(self.out)
+
+    def ours(self, transport: str) -> None:
+        """In blocks, by the plan that is agreed on."""
+        attention_linear_allreduce(
+            self.q, self.k, self.v, self.w_o, causal=True, backend="sdpa", transport=transport, out=self.out
+        )
+
+    def _product(self, attended: Tensor) -> None:
+        torch.mm(attended, self.w_o.t(), out=self.out.view(-1, self.w_o.shape[0]))
+
+
+def _as_record(one: Candidate) -> dict[str, Any]:
+    return {"rows": one.rows, "transport": one.transport.name}
+
+
+def agreed_on(share: Share, transport: str) -> Agreed:
+    """The blocks of the call that `share.ours(transport)` has made."""
+    group = dist.group.WORLD
+    assert group is not None
+    shapes = (share.q.shape, share.k.shape[1:], share.w_o.shape[0])
+    for key, agreed in agreement_of(group).agreed.items():
+        one = key.problem
+        q_shape = (one.batch_size, one.seqlen_q, one.nheads, one.headdim)
+        k_shape = (one.seqlen_k, one.nheads_k, one.headdim)
+        if key.transport == transport and (q_shape, k_shape, key.hidden) == shapes:
+            return agreed
+    raise AssertionError(f"nothing has been agreed on for {transport}")
+
+
+class Contest:
+    """All that is compared in a case, in both kinds. Makes the calls that ranks have to agree on."""
+
+    def __init__(self, share: Share, graphs: bool) -> None:
+        self.share = share
+        self.refused: dict[str, str] = {}
+        self.plans: dict[str, Agreed] = {}
+        share.serial()
+        self._expected = share.out.clone()
+        eager: dict[str, Work] = {SERIAL: share.serial}
+        for name in ("auto", *TRANSPORTS):
+            try:
+                share.ours(name)
+            except UnsupportedError as error:
+                self.refused[name] = str(error)
+                continue
+            self.plans[name] = agreed_on(share, name)
+            eager[name] = partial(share.ours, name)
+        self.kinds = {"eager": {**eager, **share.parts()}}
+        if graphs:
+            self.kinds["graph"] = dict(self._graphs())
+
+    def _graphs(self) -> Iterator[tuple[str, Work]]:
+        for name, work in self.kinds["eager"].items():
+            try:
+                yield name, graphed(work)
+            except RuntimeError as error:
+                self.refused[f"{name}, graph"] = str(error)
+
+    def differences(self) -> dict[str, dict[str, float]]:
+        """By kind and name: the largest difference from serial, of its largest number.
+
+        Raises AssertionError where that is too much, or the ranks have different bits.
+        """
+        return {
+            kind: {name: self._difference(name, works[name]) for name in self.plans if name in works}
+            for kind, works in self.kinds.items()
+        }
+
+    def _difference(self, name: str, work: Work) -> float:
+        out = self.share.out.fill_(torch.nan)
+        work()
+        bits = out.view(torch.int32)
+        largest = bits.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        assert torch.equal(bits, largest), f"{name}: ranks have different results"
+        difference = ((out - self._expected).abs().max() / self._expected.abs().max()).item()
+        assert difference <= LARGEST_DIFFERENCE, f"{name} is off by {difference:.2g} of the largest number"
+        return difference
+
+
+def graphed(work: Work) -> Work:
+    """A replay of `work`."""
+    for _ in range(WARM_UP):
+        work()
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own threads may call CUDA meanwhile
+        work()
+    meet()
+    return graph.replay
+
+
+def meet() -> None:
+    """All ranks' work is done, on the device too."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Work, device: torch.device) -> float:
+    """Of a call, among several in a row."""
+    meet()
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            work()
+        return (time.perf_counter() - start) / CALLS
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(CALLS):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3 / CALLS
+
+
+def medians(contest: Contest, rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Seconds by kind and name: the median of the rounds, on the slowest rank."""
+    works = [(kind, name, work) for kind, named in contest.kinds.items() for name, work in named.items()]
+    times: list[list[float]] = [[] for _ in works]
+    for turn in range(WARM_UP + rounds):
+        for found, (_, _, work) in zip(times, works, strict=True):
+            seconds = seconds_of(work, device)
+            if turn >= WARM_UP:
+                found.append(seconds)
+    slowest = torch.tensor([median(found) for found in times], device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    seconds_by_kind: dict[str, dict[str, float]] = {kind: {} for kind in contest.kinds}
+    for (kind, name, _), seconds in zip(works, slowest.tolist(), strict=True):
+        seconds_by_kind[kind][name] = seconds
+    return seconds_by_kind
+
+
+def derived(contest: Contest, seconds: dict[str, float]) -> dict[str, Any]:
+    """Of one kind: the least that any division could take, and how far each of ours comes."""
+    serial, compute, transfer = (seconds[name] for name in (SERIAL, COMPUTE, ALL_REDUCE))
+    ours = {name: seconds[name] for name in contest.plans if name in seconds}
+    return {
+        "bound": max(compute, transfer),
+        "speedup": {name: serial / taken for name, taken in ours.items()},
+        "hidden": {name: 1 - (taken - compute) / transfer for name, taken in ours.items()},
+    }
+
+
+def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]:
+    """The figures of a case."""
+    contest = Contest(Share(case, device, options.dtype), options.graphs)
+    differences = contest.differences()
+    seconds = medians(contest, options.rounds, device)
+    return {
+        **asdict(case),
+        "seconds": seconds,
+        "derived": {kind: derived(contest, each) for kind, each in seconds.items()},
+        "plans": {
+            name: {"eager": _as_record(agreed.called), "graph": _as_record(agreed.captured)}
+            for name, agreed in contest.plans.items()
+        },
+        "refused": contest.refused,
+        "difference": differences,
+    }
+
+
+def traced(case: Case, options: Options, device: torch.device) -> dict[str, Any]:
+    """By kind and name: one call on this rank, in a trace. Inflation is over serial, which computes all rows alone."""
+    contest = Contest(Share(case, device, options.dtype), options.graphs)
+    found: dict[str, Any] = {}
+    for kind, works in contest.kinds.items():
+        overlaps = {name: trace(works[name]) for name in (SERIAL, *contest.plans) if name in works}
+        alone = overlaps[SERIAL].compute
+        found[kind] = {
+            name: {**one._asdict(), "hidden": one.hidden, "inflation": one.inflation(alone)}
+            for name, one in overlaps.items()
+        }
+    return found
+
+
+def kernels_of_torch() -> AbstractContextManager[None]:
+    """Attention by cuDNN wherever it can, for all that is compared."""
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    chosen: AbstractContextManager[None] = sdpa_kernel(kernels, set_priority=True)
+    return chosen
+
+
+def measure(device: torch.device, options: Options) -> None:
+    """All cases, on every rank; rank 0 shows them and writes them down after each. Traces come last: they slow."""
+    record = {"schema": SCHEMA, "question": "tiled_allreduce", "machine": describe_machine()}
+    record |= {
+        "world_size": dist.get_world_size(),
+        "nccl": torch.cuda.nccl.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
+        "nccl_p2p_disable": config.peer_to_peer_disabled(),
+        "rounds": options.rounds,
+    }
+    rows: list[dict[str, Any]] = []
+    record["rows"] = rows
+    with torch.no_grad(), kernels_of_torch():
+        for case in options.cases:
+            rows.append(answer(case, options, device))
+            save(record, options.output)
+        for row, case in zip(rows, options.cases, strict=True) if options.trace else ():
+            row["trace"] = traced(case, options, device)
+            save(record, options.output)
+    if dist.get_rank() == 0:
+        show(rows)
+        show_traces(rows)
+
+
+def save(record: dict[str, Any], output: Path) -> None:
+    """Rank 0 writes tiled_allreduce.json; without peer-to-peer access, under another name."""
+    if dist.get_rank() == 0:
+        output.mkdir(parents=True, exist_ok=True)
+        name = "tiled_allreduce_no_p2p" if record["nccl_p2p_disable"] else "tiled_allreduce"
+        (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        row = record["rows"][-1]
+        MESSAGES.print(row["model"], row["batch_size"], row["seqlen_q"], row["derived"], row["refused"])
+
+
+def main(
+    tp: int = 4,
+    rounds: int = 9,
+    graphs: bool = True,
+    trace: bool = False,
+    model: str = "70B",
+    lengths: str = "",
+    output: Path = RESULTS,
+) -> None:
+    """Measure the GPUs of this host; write tiled_allreduce.json into `output`.
+
+    --lengths 32768,65536: instead of all cases, these, one sequence of --model each.
+    """
+    long = tuple(Case(model, 1, int(length), int(length)) for length in lengths.split(",") if length)
+    options = Options(long or CASES, rounds, graphs, trace, output)
+    run_ranks(measure, [options], tp, "cuda", TIME_LIMIT)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,60 @@
+"""What streams do besides launching kernels: copies, and flags in memory by which streams of several GPUs meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastattention.backends.cuda.jit.module import driver_bindings
+from fastattention.errors import CompileError
+
+
+def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Enqueues a copy between addresses of this process, of any GPUs that it can reach."""
+    (status,) = driver_bindings().cuMemcpyAsync(target, source, nbytes, stream)
+    _check(status, f"copying {nbytes} bytes")
+
+
+class Meeting:
+    """A point that streams of several GPUs reach together, without a kernel: each raises a flag at every other.
+
+    mine: addresses of the flags that others raise, in this GPU's memory; theirs: of those that this one raises. Each is
+    32 bits and 0 at first. They are lowered again before anybody goes on, so that a meeting can be had over and over,
+    also by graphs; but between two of one kind every stream must have had another meeting.
+    """
+
+    def __init__(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
+        self._operations = [_write(address, 1) for address in theirs]
+        for address in mine:
+            self._operations += [_wait(address), _write(address, 0)]
+
+    def enqueue(self, stream: int) -> None:
+        """On a stream of the current device. What it has done before is visible to all, once they go on."""
+        operations = self._operations
+        (status,) = driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0)
+        _check(status, "waiting for other GPUs")
+
+
+def _write(address: int, value: int) -> Any:
+    driver = driver_bindings()
+    made = driver.CUstreamBatchMemOpParams()
+    made.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+    made.writeValue.operation = made.operation
+    made.writeValue.address, made.writeValue.value = driver.CUdeviceptr(address), value
+    made.writeValue.flags = 0  # whatever the stream has done before is visible first
+    return made
+
+
+def _wait(address: int) -> Any:
+    driver = driver_bindings()
+    made = driver.CUstreamBatchMemOpParams()
+    made.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+    made.waitValue.operation = made.operation
+    made.waitValue.address, made.waitValue.value = driver.CUdeviceptr(address), 1
+    made.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+    return made
+
+
+def _check(status: Any, doing: str) -> None:
+    if status:
+        raise CompileError(f"{doing}: the CUDA driver answers {status.name}")

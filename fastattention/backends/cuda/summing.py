@@ -1,0 +1,40 @@
+"""The sum of parts of one size, by kernels/sum_parts.cuh: what a collective needs between its copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.kernel_config import SUM_WARPS, SumConfig
+from fastattention.backends.cuda.merging import DTYPE_NAMES
+from fastattention.backends.cuda.params import MOST_PARTS, SumParams
+from fastattention.backends.cuda.plan import Step
+
+NUMBERS_OF_CTA = SUM_WARPS * 32 * 4
+
+
+def sum_step(dtype: torch.dtype, count: int) -> Step:
+    """The launch for `count` numbers."""
+    return Step(SumConfig(DTYPE_NAMES[dtype]), 0, -(-count // NUMBERS_OF_CTA))
+
+
+def sum_params(parts: Sequence[int], shared: int, out: int, count: int) -> SumParams:
+    """Its parameters. parts: addresses of up to MOST_PARTS, added up in their order."""
+    missing = (0,) * (MOST_PARTS - len(parts))
+    params = SumParams.make(SumParams.template(count, len(parts)), *parts, *missing, shared, out)
+    assert isinstance(params, SumParams)
+    return params
+
+
+def sum_parts(
+    parts: Sequence[int], shared: int, out: int, count: int, dtype: torch.dtype, device_index: int, stream: int
+) -> None:
+    """Enqueues the sum of `count` numbers at each of `parts` to `shared` and to `out`, all of them addresses.
+
+    Numbers are float16, bfloat16 or float32, added in float32 and rounded once. The device must be the current one.
+    """
+    step = sum_step(dtype, count)
+    kernel = module.load_kernel(SumConfig(DTYPE_NAMES[dtype]), device_index)
+    kernel.functions[step.entry].launch(sum_params(parts, shared, out, count), step.num_blocks, stream)

@@ -1,0 +1,218 @@
+"""Attention, its output projection, and the sum over the ranks of a tensor-parallel group, one under the other.
+
+    out = sum over ranks of (attention of the rank's heads) @ w_o.T  +  bias
+
+computed by blocks of rows: while one block is summed, the next one is computed. docs/tensor_parallel.md has the model.
+
+Arguments of both functions beside those of `fastattention.interface`:
+
+w_o: (hidden, nheads * headdim_v), the columns of the projection's weight that belong to this rank's heads: of a weight
+    (hidden, group_size * nheads * headdim_v), as nn.Linear has it, the rank-th part along the second axis.
+bias: (hidden,), the whole bias on every rank. Added once, after the sum.
+group: the torch.distributed.ProcessGroup whose ranks have the heads; None is the default group.
+plan: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are counted through
+    all sequences, one after the other. A single block is computed, then summed. The same on every rank.
+transport: who sums: "auto", or a name of `fastattention.distributed.transports`.
+out: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory with the other arguments.
+
+All ranks of the group make the same calls in the same order, as with every collective. The first call of a kind
+(shapes, mask, plan) is compared over the ranks and, unless a plan is given, measured: it cannot be captured in a CUDA
+graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile.
+
+Raises ArgumentError for a wrong argument, and on all ranks where their calls differ; UnsupportedError where no backend
+or no transport can serve the call; both before any sum has begun. A sum that fails, or is not done within the timeout
+of the group, raises what torch.distributed raises; `out` then holds nothing of use. Only copy_engine has no timeout:
+where a rank dies or fails within a call, the others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastattention.backends.registry import select_backend
+from fastattention.dispatch import runs_eagerly
+from fastattention.distributed import transports
+from fastattention.distributed.agreement import Key, agreement_of
+from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
+from fastattention.distributed.exchange import check_group
+from fastattention.distributed.tiled_allreduce import tiled_allreduce
+from fastattention.errors import ArgumentError
+from fastattention.interface import WindowSize
+from fastattention.problem import Inputs, Problem
+from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache
+from fastattention.validation.common import check_like_q, check_shape, needs_grad, read_int, read_options, signature
+
+
+def attention_linear_allreduce(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w_o: Tensor,
+    bias: Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    plan: str | Sequence[int] = "auto",
+    backend: str = "auto",
+    transport: str = "auto",
+    out: Tensor | None = None,
+) -> Tensor:
+    """fast_attn_func on this rank's heads, times its part of the output projection, summed over the ranks.
+
+    q: (batch_size, seqlen_q, nheads, headdim), this rank's heads
+    k: (batch_size, seqlen_k, nheads_k, headdim)
+    v: (batch_size, seqlen_k, nheads_k, headdim_v)
+
+    The other arguments and the errors are those of this module and of `fastattention.interface`. With alibi_slopes and
+    without causal, no block may begin within a sequence.
+    Returns out (batch_size, seqlen_q, hidden) in the dtype of q, the same bits on every rank.
+    """
+    options = read_options(softmax_scale, causal, window_size, softcap)
+    problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
+    return _run(problem, inputs, _Sum(w_o, bias, out, group, plan, backend, transport))
+
+
+def attention_linear_allreduce_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    w_o: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    plan: str | Sequence[int] = "auto",
+    backend: str = "auto",
+    transport: str = "auto",
+    out: Tensor | None = None,
+) -> Tensor:
+    """The same to a cache that already holds the tokens of q, as in a chunked prefill.
+
+    k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, k_scale, v_scale: as in
+        `fast_attn_with_kvcache`. cache_seqlens counts the tokens of q too; nothing is appended.
+
+    The other arguments, the result and the errors are those of `attention_linear_allreduce`.
+    """
+    arguments = KvCacheArguments(
+        q, k_cache, v_cache, None, None, None, None, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, attn_bias, sinks, k_scale, v_scale,
+    )  # fmt: skip
+    problem, inputs = prepare_kvcache(arguments, read_options(softmax_scale, causal, window_size, softcap))
+    return _run(problem, inputs, _Sum(w_o, bias, out, group, plan, backend, transport))
+
+
+class _Sum(NamedTuple):
+    """The arguments beyond those of attention, as given."""
+
+    w_o: Tensor
+    bias: Tensor | None
+    out: Tensor | None
+    group: ProcessGroup | None
+    plan: str | Sequence[int]
+    backend: str
+    transport: str
+
+
+def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
+    hidden = _check_tensors(problem, inputs.q, asked)
+    rows = _read_plan(asked.plan, problem)
+    transports.check_name(asked.transport)
+    select_backend(problem, asked.backend)
+    group = check_group(asked.group, problem.device)
+    out = asked.out
+    if out is None:
+        out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, hidden)
+    if problem.total_q:
+        call = AttentionLinear(problem, inputs, asked.w_o, asked.backend)
+        flat = out.view(problem.total_q, hidden)
+        if dist.get_world_size(group) == 1:
+            call.compute(0, problem.total_q, flat)
+        else:
+            key = Key(problem, hidden, asked.bias is not None, asked.backend, asked.transport, rows)
+            agreed = agreement_of(group).of(key, call, group)
+            tiled_allreduce(call.compute, flat, *agreed)
+    if asked.bias is not None:
+        out += asked.bias
+    return out
+
+
+def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:
+    """Checks w_o, bias and out by shape, dtype and device, and that the call is one we can make. Returns hidden."""
+    like_q = signature("q", q)
+    w_o = signature("w_o", asked.w_o)
+    columns = problem.nheads * problem.headdim_v
+    if len(w_o.shape) != 2 or w_o.shape[1] != columns:
+        raise ArgumentError(
+            f"w_o must be (hidden, nheads * headdim_v) = (any, {problem.nheads} * {problem.headdim_v} = {columns}), "
+            f"the columns of this rank's heads, got shape {tuple(w_o.shape)}"
+        )
+    check_like_q("w_o", w_o, like_q)
+    hidden = w_o.shape[0]
+    if asked.bias is not None:
+        bias = signature("bias", asked.bias)
+        check_shape("bias", bias, (hidden,), "hidden")
+        check_like_q("bias", bias, like_q)
+    if asked.out is not None:
+        out = signature("out", asked.out)
+        check_shape("out", out, (problem.batch_size, problem.seqlen_q, hidden), "batch_size, seqlen_q, hidden")
+        check_like_q("out", out, like_q)
+        if not asked.out.is_contiguous():
+            raise ArgumentError(f"out must be contiguous, got strides {asked.out.stride()}")
+    if not runs_eagerly(q):
+        raise ArgumentError(
+            f"q is {type(q).__name__} on {q.device}, or the call is being traced; it must be a plain tensor that holds "
+            "data, outside torch.compile and dispatch modes (of a DTensor give to_local())"
+        )
+    if problem.needs_grad or needs_grad(asked.w_o, asked.bias, asked.out):
+        raise ArgumentError(
+            "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "
+            "torch.inference_mode()"
+        )
+    return hidden
+
+
+def _read_plan(plan: Any, problem: Problem) -> tuple[int, ...] | None:
+    """The rows of each block; None for "auto"."""
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block')
+        return None
+    if not isinstance(plan, Sequence):
+        raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')
+    rows = tuple(read_int("plan", count, 'the rows of each block, positive integers, or "auto"') for count in plan)
+    total = problem.total_q
+    if any(count < 1 for count in rows) or sum(rows) != total:
+        raise ArgumentError(
+            f"plan={list(rows)} must be positive and sum to batch_size * seqlen_q = {total}; the sum is {sum(rows)}"
+        )
+    if not may_cut_sequences(problem) and cuts_sequences(rows, problem.seqlen_q):
+        begins = [start for start in accumulate(rows) if start % problem.seqlen_q]
+        raise ArgumentError(
+            f"plan={list(rows)} has a block begin at row {begins[0]}, within a sequence: with alibi_slopes and without "
+            f"causal every block must begin at a multiple of seqlen_q={problem.seqlen_q}"
+        )
+    return rows

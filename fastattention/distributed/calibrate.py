@@ -1,0 +1,286 @@
+"""What plans are made from, measured where the calls run: all-reduces of a group, and the compute of a call.
+
+The times of all-reduces are kept on disk, one file for each kind of group: its hosts and devices, backend, versions and
+settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastattention import config, files
+from fastattention.distributed.blocks import AttentionLinear, Piece, may_cut_sequences
+from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
+from fastattention.distributed.exchange import from_rank_0, gather, largest
+from fastattention.distributed.plan import LEAST_BYTES, LEAST_ROWS
+from fastattention.distributed.timing import ROUNDS, called_seconds, module_of, queued_seconds, synchronize
+from fastattention.distributed.transports import Transfer, Transport
+from fastattention.problem import Layout, Problem
+
+SMALLEST_BYTES = 64 << 10
+LARGEST_BYTES = 256 << 20
+LARGEST_BYTES_ON_CPU = 16 << 20
+GROWTH = 4  # from one size to the next
+TABLE_SECONDS = 1.0  # a table ends before the size that would take it beyond
+HIDDEN = 1024  # columns of what is summed
+LONGEST_SLOWDOWN_SECONDS = 0.02  # an all-reduce about this long is long enough to see what it does to compute
+SIDE = 4096  # of the matrices whose product is compute
+SIDE_ON_CPU = 256
+COMPUTE_SECONDS = 0.3  # no further round of a call's parts once it has taken so long
+BLOCKS = 4  # into which a call is divided to see what that costs
+
+
+def transport_costs(
+    transports: Sequence[Transport], transfer: Transfer, group: ProcessGroup
+) -> tuple[TransportCost, ...]:
+    """What each transport takes in this group, for rows like those of `transfer`. Collective; the same on all ranks."""
+    identity = _identity(transports, transfer, group)
+    path = _path(identity)
+    known = from_rank_0(lambda: _read(path, identity), group)
+    if known is not None:
+        return known
+    costs = tuple(_Measurement(transport, transfer, group).cost() for transport in transports)
+    from_rank_0(lambda: _write(path, identity, costs), group)
+    return costs
+
+
+def worth_dividing(transfer: Transfer) -> bool:
+    """Whether there is enough to make two blocks of."""
+    return transfer.nbytes >= 2 * LEAST_BYTES and transfer.rows >= 2 * LEAST_ROWS
+
+
+def _identity(transports: Sequence[Transport], transfer: Transfer, group: ProcessGroup) -> dict[str, Any]:
+    """All that the times of all-reduces depend on."""
+    device = transfer.device
+    return {
+        "transports": [transport.name for transport in transports],
+        "dtype": str(transfer.dtype),
+        "ranks": gather([socket.gethostname(), _device_name(device)], group),
+        "backend": group._get_backend(device).name(),
+        "torch": torch.__version__,
+        "nccl": list(torch.cuda.nccl.version()) if device.type == "cuda" else [],  # type: ignore[no-untyped-call]
+        "settings": config.collective_settings(),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
+    return str(module_of(device).get_device_name(device))
+
+
+def _path(identity: dict[str, Any]) -> Path:
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    return config.kernel_cache() / "allreduce" / f"{name}.json"
+
+
+def _read(path: Path, identity: dict[str, Any]) -> tuple[TransportCost, ...] | None:
+    """The costs in a file; None where there is none, or none of ours."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["group"] != identity:
+            return None
+        return tuple(
+            TransportCost(cost["name"], tuple((size, seconds) for size, seconds in cost["table"]), cost["slowdown"])
+            for cost in content["transports"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, identity: dict[str, Any], costs: Sequence[TransportCost]) -> None:
+    content = json.dumps({"group": identity, "transports": [asdict(cost) for cost in costs]}, indent=1)
+    try:
+        files.write_atomically(path, content.encode())
+    except OSError as error:
+        warnings.warn(
+            f"the times of all-reduces cannot be kept in {path.parent}: {error.strerror or error}; the next process "
+            "measures them again. Set FASTATTENTION_CACHE to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def ascending(table: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The same with no size slower than a larger one: that was something else that kept the machine busy."""
+    quickest = list(accumulate((seconds for _, seconds in reversed(table)), min))
+    return tuple((size, seconds) for (size, _), seconds in zip(table, reversed(quickest), strict=True))
+
+
+class _Measurement:
+    """One transport in one group. All ranks take the same steps: what these depend on is agreed first."""
+
+    def __init__(self, transport: Transport, transfer: Transfer, group: ProcessGroup) -> None:
+        self._transport = transport
+        self._device, self._dtype = transfer.device, transfer.dtype
+        self._group = group
+
+    def cost(self) -> TransportCost:
+        """Its table, and what it does to compute."""
+        table: list[tuple[int, float]] = []
+        spent, limit, size = 0.0, self._largest_bytes(), SMALLEST_BYTES
+        while True:
+            seconds = self._all_reduce_seconds(size)
+            table.append((size, seconds))
+            spent += (ROUNDS + 1) * seconds
+            size *= GROWTH
+            if size > limit or spent + GROWTH * (ROUNDS + 1) * seconds > TABLE_SECONDS:
+                break
+        short = [size for size, seconds in table if seconds <= LONGEST_SLOWDOWN_SECONDS]
+        slowdown = self._slowdown(max(short, default=SMALLEST_BYTES))
+        return TransportCost(self._transport.name, ascending(table), slowdown)
+
+    def _largest_bytes(self) -> float:
+        if self._device.type == "cpu":
+            return LARGEST_BYTES_ON_CPU
+        free, _ = module_of(self._device).mem_get_info(self._device)
+        return min(LARGEST_BYTES, -self._agreed(-free) // 4)
+
+    def _agreed(self, value: float) -> float:
+        return largest([value], self._device, self._group)[0]
+
+    def _rows(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes // (HIDDEN * self._dtype.itemsize), HIDDEN, dtype=self._dtype, device=self._device)
+
+    def _all_reduce_seconds(self, nbytes: int) -> float:
+        out = self._rows(nbytes)
+        partials = self._transport.partials(out)
+        seconds = queued_seconds(lambda: self._transport.all_reduce(partials, out).wait(), self._device)
+        return self._agreed(seconds)
+
+    def _slowdown(self, nbytes: int) -> float:
+        """How much longer matrix products take under two all-reduces, alone each as long as all of the products."""
+        out = self._rows(2 * nbytes)
+        partials = self._transport.partials(out)
+        halves = list(zip(partials.chunk(2), out.chunk(2), strict=True))
+        count, multiply = 1, self._product()
+
+        def compute() -> None:
+            for _ in range(count):
+                multiply()
+
+        once = called_seconds(compute, self._device)
+        count = max(round(self._all_reduce_seconds(nbytes) / once), 1)
+        alone = called_seconds(compute, self._device)
+        under = []
+        for _ in range(ROUNDS):
+            synchronize(self._device)
+            pending = [self._transport.all_reduce(*half) for half in halves]
+            under.append(called_seconds(compute, self._device, warm_up=False, rounds=1))
+            for each in pending:
+                each.wait()
+        return self._agreed(max(median(under) / alone - 1.0, 0.0))
+
+    def _product(self) -> Callable[[], object]:
+        side = SIDE_ON_CPU if self._device.type == "cpu" else SIDE
+        left, right = (torch.randn(side, side, device=self._device).to(self._dtype) for _ in range(2))
+        return lambda: torch.mm(left, right)
+
+
+def workload_of(call: AttentionLinear, group_size: int) -> Workload:
+    """The work of a call on one rank. Reads the lengths of a cache, hence waits for its device."""
+    problem = call.problem
+    seqlen_k = problem.seqlen_k
+    if problem.layout is Layout.KVCACHE and call.inputs.cache_seqlens is not None:
+        seqlen_k = max(round(call.inputs.cache_seqlens.float().mean().item()), 0)
+    return Workload(
+        batch_size=problem.batch_size,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=seqlen_k,
+        nheads=problem.nheads,
+        nheads_k=problem.nheads_k,
+        headdim=problem.headdim,
+        headdim_v=problem.headdim_v,
+        hidden=call.weight.shape[1],
+        itemsize=problem.dtype.itemsize,
+        tp=group_size,
+        causal=problem.window_right == 0,
+        window_size=(problem.window_left, problem.window_right),
+        whole_sequences=not may_cut_sequences(problem),
+    )
+
+
+Kind = tuple[Problem, int, str]
+
+
+def kind_of(call: AttentionLinear, workload: Workload) -> Kind:
+    """What calls have in common that are alike, to a factor of two in each length."""
+    like = replace(
+        call.problem,
+        batch_size=_magnitude(workload.batch_size),
+        seqlen_q=_magnitude(workload.seqlen_q),
+        seqlen_k=_magnitude(workload.seqlen_k),
+        total_q=0,
+    )
+    return like, workload.hidden, call.backend
+
+
+class ComputeCosts:
+    """What calls take on this rank. Calls that are alike are measured once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Kind, tuple[Workload, ComputeCost]] = {}
+
+    def of(self, call: AttentionLinear, workload: Workload) -> ComputeCost:
+        """The cost of a call: measured, or that of a call like it in proportion to the work."""
+        key = kind_of(call, workload)
+        if key not in self._known:
+            self._known[key] = (workload, measure_compute(call, workload))
+        measured, cost = self._known[key]
+        rows = workload.rows / measured.rows
+        pairs = workload.attention_flop() / max(measured.attention_flop(), 1)
+        return replace(
+            cost, attention_seconds=cost.attention_seconds * pairs, linear_seconds=cost.linear_seconds * rows
+        )
+
+
+def _magnitude(length: int) -> int:
+    """The nearest power of two, so that lengths on either side of one are alike."""
+    return round(math.log2(max(length, 1)))
+
+
+def measure_compute(call: AttentionLinear, workload: Workload) -> ComputeCost:
+    """Runs a call, whole and in blocks, without its sums. Takes the memory of its results."""
+    device = call.problem.device
+    whole = Piece(0, workload.batch_size, 0, workload.seqlen_q)
+    attended = call.attend(whole)
+    partial = attended.new_empty(workload.rows, workload.hidden)
+    attention = _compute_seconds(lambda: call.attend(whole), device)
+    linear = _compute_seconds(lambda: torch.mm(attended, call.weight, out=partial), device)
+    ends = _ends_of_blocks(workload)
+    cuts = sum(1 + (workload.causal and end % workload.seqlen_q != 0) for end in ends[1:-1])
+    if not cuts:
+        return ComputeCost(attention, linear, 0.0)
+
+    def in_blocks() -> None:
+        for start, stop in pairwise(ends):
+            call.compute(start, stop, partial[start:stop])
+
+    return ComputeCost(attention, linear, max(_compute_seconds(in_blocks, device) - attention - linear, 0.0) / cuts)
+
+
+def _compute_seconds(work: Callable[[], object], device: torch.device) -> float:
+    return queued_seconds(work, device, at_most=COMPUTE_SECONDS)
+
+
+def _ends_of_blocks(workload: Workload) -> list[int]:
+    """Where blocks of about equal size begin and end: between sequences, if these are many or must be whole."""
+    between = workload.whole_sequences or workload.batch_size >= BLOCKS
+    unit = workload.seqlen_q if between else 1
+    return sorted({workload.rows // unit * block // BLOCKS * unit for block in range(BLOCKS + 1)})

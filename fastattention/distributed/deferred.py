@@ -1,0 +1,156 @@
+"""Attention that waits for its projection, so that the two can be computed, and summed over ranks, in row blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fastattention.distributed.attention_linear import (
+    attention_linear_allreduce,
+    attention_linear_allreduce_with_kvcache,
+)
+from fastattention.errors import ArgumentError
+from fastattention.interface import fast_attn_func, fast_attn_with_kvcache
+
+_OPTIONS = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "attn_bias", "sinks", "backend")
+_CACHE_OPTIONS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "k_scale", "v_scale")
+
+
+class DeferredAttention:
+    """A call of attention that has not been made: it stands for its out, in the place of the tensor.
+
+    A projection under TilingAllReduce makes the call in row blocks. Everything else that wants its numbers, any
+    function of torch, method, or operator with a tensor, gets the tensor, computed then. It can be given the shape that
+    projections ask for, (batch_size, seqlen_q, nheads * headdim_v), by `flatten(2)`, `reshape` or `view`, and still
+    waits. The tensors of the call must not change before it is made.
+    """
+
+    def __init__(
+        self,
+        attend: Callable[[], Tensor],
+        shape: torch.Size,
+        tiled: Callable[..., Tensor] | str,
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Of `attend`, which returns (batch_size, seqlen_q, nheads, headdim_v).
+
+        shape: what it stands for, that or (batch_size, seqlen_q, nheads * headdim_v)
+        tiled: the call with its projection, of (weight, bias, group=, plan=, transport=); or why there is none
+        tensors: arguments that gradients may be wanted of, all in the dtype of out
+        """
+        self._attend, self.shape, self._tiled, self._tensors = attend, shape, tiled, tensors
+
+    dtype = property(lambda self: self._tensors[0].dtype)
+    device = property(lambda self: self._tensors[0].device)
+
+    @property
+    def num_rows(self) -> int:
+        """batch_size * seqlen_q."""
+        return self.shape[0] * self.shape[1]
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredAttention | Tensor:
+        """Waits when heads are flattened; otherwise as of tensors."""
+        if start_dim in (2, -2) and end_dim in (3, -1) and len(self.shape) == 4:
+            return self._reshaped((*self.shape[:2], -1))
+        return self.compute().flatten(start_dim, end_dim)
+
+    def reshape(self, *shape: Any) -> DeferredAttention | Tensor:
+        """Waits when heads are flattened; otherwise as of tensors."""
+        return self._reshaped(shape if isinstance(shape[0], int) else tuple(shape[0]))
+
+    view = reshape
+
+    def contiguous(self) -> DeferredAttention:
+        """Itself."""
+        return self
+
+    def _reshaped(self, shape: tuple[int, ...]) -> DeferredAttention | Tensor:
+        flat = (*self.shape[:2], self.shape[2:].numel())
+        if len(shape) == 3 and all(given in (-1, size) for given, size in zip(shape, flat, strict=True)):
+            return DeferredAttention(self._attend, torch.Size(flat), self._tiled, self._tensors)
+        return self.compute().reshape(shape)
+
+    def compute(self) -> Tensor:
+        """The tensor, computed anew in every call."""
+        return self._attend().reshape(self.shape)
+
+    def why_not_tiled(self, weight: Tensor, bias: Tensor | None) -> str | None:
+        """Why `project` cannot serve these, or None. Wrong arguments are no reason: `project` raises for them."""
+        if isinstance(self._tiled, str):
+            return self._tiled
+        tensors = (*self._tensors, weight, *(() if bias is None else (bias,)))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return "gradients are wanted, which row blocks do not give; compute under torch.no_grad()"
+        if weight.dtype != self.dtype:
+            return f"the projection's weight is {weight.dtype} and attention's output {self.dtype}"
+        return None
+
+    def project(self, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+        """attention_linear_allreduce of the call: (batch_size, seqlen_q, hidden).
+
+        weight: (hidden, nheads * headdim_v), this rank's columns; bias: (hidden,), added once
+        how: group, plan and transport of attention_linear_allreduce
+        """
+        assert not isinstance(self._tiled, str)
+        return self._tiled(weight, bias, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copy, pickle and the like, of objects they know nothing about
+            raise AttributeError(name)
+        return getattr(self.compute(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.compute()[index]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def deferred_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> DeferredAttention:
+    """fast_attn_func that waits for its projection.
+
+    q, k, v: as in fast_attn_func: the heads of this rank
+    options: softmax_scale, causal, window_size, softcap, alibi_slopes, attn_bias, sinks and backend of fast_attn_func
+    Raises ArgumentError for other options; what is wrong with the tensors is said when they are used.
+    """
+    _check(options, _OPTIONS)
+    return _deferred(fast_attn_func, attention_linear_allreduce, (q, k, v), options)
+
+
+def deferred_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> DeferredAttention:
+    """fast_attn_with_kvcache that waits for its projection. The caches already hold the tokens of q.
+
+    q, k_cache, v_cache: as in fast_attn_with_kvcache: the heads of this rank
+    options: those of deferred_attn, and cache_seqlens, cache_batch_idx, cache_leftpad, block_table, k_scale and v_scale
+    Raises ArgumentError for other options; what is wrong with the tensors is said when they are used.
+    """
+    _check(options, (*_OPTIONS, *_CACHE_OPTIONS))
+    caches = (k_cache, v_cache)
+    return _deferred(fast_attn_with_kvcache, attention_linear_allreduce_with_kvcache, (q, *caches), options)
+
+
+def _check(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"{name} is no option of deferred attention; known are {', '.join(known)}")
+
+
+def _deferred(
+    attend: Callable[..., Any], tiled: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> DeferredAttention:
+    q, _, v = tensors
+    return DeferredAttention(
+        functools.partial(attend, *tensors, **options),
+        torch.Size((*q.shape[:-1], v.shape[-1])),
+        functools.partial(tiled, *tensors, **options),
+        tensors,
+    )

@@ -1,0 +1,73 @@
+"""Small messages among the ranks of a group, before a call of a new kind. All but check_group are collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from fastattention.errors import ArgumentError
+
+Answer = TypeVar("Answer")
+
+
+def check_group(group: object, device: torch.device) -> ProcessGroup:
+    """The group that `group` names, None being the default one.
+
+    Raises ArgumentError unless this process is in it and it has a backend for tensors on `device`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ArgumentError(f"group={group}: torch.distributed is not initialised; call init_process_group first")
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, ProcessGroup):
+        raise ArgumentError(
+            f"group must be a torch.distributed.ProcessGroup that this rank is in, or None, got {type(group).__name__}"
+        )
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError as error:
+        raise ArgumentError("group has been destroyed; give one of the groups there are, or None") from error
+    try:
+        group._get_backend(device)
+    except RuntimeError as error:
+        backends = dist.get_backend_config(group)
+        raise ArgumentError(
+            f"group has no backend for tensors on {device.type}; its backends are {backends}"
+        ) from error
+    return group
+
+
+def gather(value: Any, group: ProcessGroup) -> list[Any]:
+    """What each rank gives, by rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def from_rank_0(work: Callable[[], Answer], group: ProcessGroup) -> Answer:
+    """What `work` returns on rank 0, where alone it is called. If it raises there, all ranks do."""
+    answer: list[Any] = [None, None]
+    error: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            answer = [work(), None]
+        except Exception as raised:
+            error = raised
+            answer = [None, f"{type(raised).__name__}: {raised}"]
+    dist.broadcast_object_list(answer, dist.get_global_rank(group, 0), group)
+    if error is not None:
+        raise error
+    if answer[1] is not None:
+        raise RuntimeError(f"rank 0, which plans for the group, failed: {answer[1]}")
+    return cast(Answer, answer[0])
+
+
+def largest(values: Sequence[float], device: torch.device, group: ProcessGroup) -> list[float]:
+    """The largest of each value over all ranks: the same numbers on all of them."""
+    tensor = torch.tensor(values, dtype=torch.float32, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return cast("list[float]", tensor.tolist())

@@ -1,0 +1,64 @@
+"""How long work takes on a device, as it is called and as a CUDA graph would replay it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+ROUNDS = 3
+AHEAD_CYCLES = 20_000_000  # of a GPU, some 10 ms: longer than the launches of a call take to enqueue
+
+
+def module_of(device: torch.device) -> Any:
+    """torch.cuda, or what another kind of device has in its place."""
+    return getattr(torch, device.type)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the current stream alone, so that sums on other streams go on."""
+    if device.type != "cpu":
+        module_of(device).current_stream(device).synchronize()
+
+
+def called_seconds(
+    work: Callable[[], object],
+    device: torch.device,
+    warm_up: bool = True,
+    rounds: int = ROUNDS,
+    at_most: float = math.inf,
+) -> float:
+    """Median of some rounds, launches included; of fewer, if together they take longer than `at_most`."""
+    if warm_up:
+        work()
+    times: list[float] = []
+    while not times or (len(times) < rounds and sum(times) < at_most):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def queued_seconds(
+    work: Callable[[], object], device: torch.device, rounds: int = ROUNDS, at_most: float = math.inf
+) -> float:
+    """Likewise with all launches enqueued before, as in a CUDA graph; where there are none, `called_seconds`."""
+    if device.type != "cuda":
+        return called_seconds(work, device, rounds=rounds, at_most=at_most)
+    work()
+    times: list[float] = []
+    while not times or (len(times) < rounds and sum(times) < at_most):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)

@@ -1,0 +1,37 @@
+"""The transports there are, and which of them can serve a call."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch.distributed import ProcessGroup
+
+from fastattention.distributed.transports.base import Pending, Transfer, Transport
+from fastattention.errors import ArgumentError
+
+# Name -> module:class. Modules are imported when first asked for.
+TRANSPORTS: dict[str, str] = {
+    "c10d": "fastattention.distributed.transports.c10d:C10d",
+    "copy_engine": "fastattention.distributed.transports.copy_engine:CopyEngine",
+    "nccl_symmetric": "fastattention.distributed.transports.nccl_symmetric:NcclSymmetric",
+}
+
+
+def check_name(name: object) -> None:
+    """Raises ArgumentError unless `name` is "auto" or that of a transport."""
+    if not isinstance(name, str) or (name != "auto" and name not in TRANSPORTS):
+        raise ArgumentError(
+            f"transport={name!r} is not known; choose 'auto' or one of {', '.join(map(repr, TRANSPORTS))}"
+        )
+
+
+def make(name: str, group: ProcessGroup, device: torch.device) -> Transport:
+    """The transport called `name`, for a group. Collective."""
+    module, _, attribute = TRANSPORTS[name].partition(":")
+    transport = getattr(importlib.import_module(module), attribute)(group, device)
+    assert isinstance(transport, Transport)
+    return transport
+
+
+__all__ = ["TRANSPORTS", "Pending", "Transfer", "Transport", "check_name", "make"]

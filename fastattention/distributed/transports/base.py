@@ -1,0 +1,75 @@
+"""Transport: who sums rows over the ranks of a group."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class Transfer(NamedTuple):
+    """What a call asks to have summed, apart from the numbers."""
+
+    rows: int
+    hidden: int
+    dtype: torch.dtype
+    device: torch.device
+    group_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows on one rank."""
+        return self.rows * self.hidden * self.dtype.itemsize
+
+
+class Pending(abc.ABC):
+    """A sum that has begun. It keeps alive the memory it uses."""
+
+    def advance(self) -> None:
+        """Does what a sum needs of the current stream on its way. Called once more of the compute is enqueued."""
+        return
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Has the current stream wait for the sum; on the CPU, the caller. Raises what the collective raised."""
+
+
+class Transport(abc.ABC):
+    """Sums over one group. It holds its own communicator, streams and memory.
+
+    Every rank of the group makes it at the same point of the program, and then calls it in the same order. Making one
+    is cheap and succeeds on any group: what a transport cannot serve, `why_not` says, and memory is taken at the first
+    use. It keeps no reference to the user's group, whose end is its own end.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        """For the ranks of `group` and tensors on `device`."""
+
+    @abc.abstractmethod
+    def why_not(self, transfer: Transfer) -> str | None:
+        """Why this transport cannot serve `transfer`, or None. The answer is the same on every rank."""
+
+    @abc.abstractmethod
+    def partials(self, out: Tensor) -> Tensor:
+        """Memory like `out` (rows, hidden) for this rank's shares: `out` itself, or memory that peers read."""
+
+    @abc.abstractmethod
+    def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
+        """Begins to sum `partial` (rows, hidden) over all ranks into `out`, once the current stream has computed it.
+
+        Both are the same rows of what `partials` was asked for and gave.
+        """
+
+    def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
+        """The same with nothing to overlap: what follows on the current stream finds the sum in `out`."""
+        self.all_reduce(partial, out).wait()
+
+    def close(self) -> None:
+        """Releases what the transport holds, once the user's group is gone."""
+        return

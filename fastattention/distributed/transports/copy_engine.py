@@ -1,0 +1,222 @@
+"""copy_engine: sums through memory that peers read, moved by the GPUs' copy engines.
+
+NCCL's all-reduce takes tens of CTAs for as long as it lasts, and the matrix products beside it miss them; what is more,
+a kernel of one stream seldom gets a multiprocessor while a product of another has them all. So here nothing but a short
+addition runs on them, and it does so in the stream of the compute, after the block that follows. For each block of rows
+every rank
+
+    copies its share of the rows from every peer            COMPUTED    copy engine
+    adds the parts up                                                   the stream of the compute
+    copies from every peer what that one has added up       ADDED_UP    copy engine
+
+Ranks meet by flags in memory, which streams wait for without a kernel. Shares are even, and rank r begins with what
+rank r + 1 has, so that every link carries one copy at a time. Every rank gets the same bits, since each number is added
+up once, in the order of the ranks. NVLink's multicast is not used.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastattention import config
+from fastattention.backends.cuda import summing
+from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.jit.streams import copy_async
+from fastattention.backends.cuda.params import MOST_PARTS
+from fastattention.distributed.exchange import gather
+from fastattention.distributed.transports.base import Pending, Transfer, Transport
+from fastattention.distributed.transports.peer_memory import PeerMemory, Point
+from fastattention.errors import ArgumentError
+
+ALIGNMENT = 16  # bytes at which shares begin
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class CopyEngine(Transport):
+    """Between GPUs of one host that can read each other's memory.
+
+    Streams wait for flags without end: where a rank dies or fails within a call, those of the others are stuck.
+    It keeps the bytes of the largest call that it has served, of two of the largest blocks, and what CUDA graphs use.
+    """
+
+    name = "copy_engine"
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group_name = group.group_name
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._device = device
+        self._reason = _why_not_group(group, device)
+        self._peers: PeerMemory | None = None
+        # Of this rank's share, in turns.
+        self._parts = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._in_graphs: set[object] = set()  # memory that graphs need, though larger may have taken its place
+        self._turn = 0
+        self._end = 0  # where the rows of the call under way end
+        if self._reason is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def why_not(self, transfer: Transfer) -> str | None:
+        """Of the group, the same for every transfer; or its dtype."""
+        if self._reason is None and transfer.dtype not in DTYPES:
+            return f"{transfer.dtype} is not added up; float16, bfloat16 and float32 are"
+        return self._reason
+
+    def partials(self, out: Tensor) -> Tensor:
+        """Rows that peers can read."""
+        if self._peers is None or self._peers.nbytes < out.nbytes:
+            _check_not_capturing()
+            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
+            self._peers = None
+            self._peers = PeerMemory(out.nbytes, self._rank, self._size, self._device, self._group_name)
+        self._end, self._turn = out.data_ptr() + out.nbytes, 0
+        return self._peers.mine[: out.nbytes].view(out.dtype).view(out.shape)
+
+    def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
+        """On a stream of its own, but for the addition."""
+        share = -(-out.nbytes // (self._size * ALIGNMENT)) * ALIGNMENT
+        block = _Block(partial, out, share, self._turn, last=out.data_ptr() + out.nbytes == self._end)
+        self._take_parts(block)
+        if torch.cuda.is_current_stream_capturing():
+            self._in_graphs |= {self._peers, self._parts[block.turn]}
+        self._turn = 1 - self._turn
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._fetch_parts(block)
+        return _Sum(self, block, self._stream.record_event())
+
+    def add_up(self, block: _Block) -> None:
+        """On the current stream: this rank's share, where its own part was and in the result."""
+        begin, nbytes = self._share_of(self._rank, block)
+        if nbytes:
+            parts = self._places_of_parts(block)
+            count, dtype = nbytes // block.out.itemsize, block.out.dtype
+            stream = module.current_stream(self._device.index)
+            target = block.out.data_ptr() + begin
+            summing.sum_parts(parts, parts[self._rank], target, count, dtype, self._device.index, stream)
+
+    def collect(self, block: _Block) -> torch.cuda.Event:
+        """The other shares, each from the rank that added it up, once this one is; an event at the end."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._meet(Point.ADDED_UP, block)
+        for rank in self._in_turn():
+            begin, nbytes = self._share_of(rank, block)
+            if nbytes:
+                self._copy(block.out.data_ptr() + begin, self._at(rank, block) + begin, nbytes)
+        if block.last:
+            self._meet(Point.READ, block)  # the next call writes what peers read in this one
+        end: torch.cuda.Event = self._stream.record_event()
+        return end
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._in_graphs.clear()
+        self._peers = None
+        self._parts = [parts[:0].clone() for parts in self._parts]
+
+    def _take_parts(self, block: _Block) -> None:
+        if self._parts[block.turn].nbytes < self._size * block.share:
+            _check_not_capturing()
+            with torch.cuda.stream(self._stream):
+                self._parts[block.turn] = torch.empty(self._size * block.share, dtype=torch.uint8, device=self._device)
+
+    def _fetch_parts(self, block: _Block) -> None:
+        self._meet(Point.COMPUTED, block)
+        begin, nbytes = self._share_of(self._rank, block)
+        parts = self._places_of_parts(block)
+        for rank in self._in_turn() if nbytes else ():
+            self._copy(parts[rank], self._at(rank, block) + begin, nbytes)
+
+    def _places_of_parts(self, block: _Block) -> list[int]:
+        """Of this rank's share, by rank: its own is left where it was computed."""
+        places = [self._parts[block.turn].data_ptr() + rank * block.share for rank in range(self._size)]
+        places[self._rank] = self._at(self._rank, block) + self._share_of(self._rank, block)[0]
+        return places
+
+    def _at(self, rank: int, block: _Block) -> int:
+        """Where a rank has computed the block."""
+        assert self._peers is not None
+        return self._peers.addresses[rank] + block.partial.data_ptr() - self._peers.addresses[self._rank]
+
+    def _share_of(self, rank: int, block: _Block) -> tuple[int, int]:
+        """Where a rank's share of a block begins, and its bytes."""
+        begin = min(rank * block.share, block.out.nbytes)
+        return begin, min(block.share, block.out.nbytes - begin)
+
+    def _in_turn(self) -> list[int]:
+        """The other ranks, from the next one on."""
+        return [(self._rank + step) % self._size for step in range(1, self._size)]
+
+    def _meet(self, point: Point, block: _Block) -> None:
+        assert self._peers is not None
+        self._peers.meet(point, block.turn, self._stream.cuda_stream)
+
+    def _copy(self, target: int, source: int, nbytes: int) -> None:
+        copy_async(target, source, nbytes, self._stream.cuda_stream)
+
+
+class _Block(NamedTuple):
+    """Rows of a call."""
+
+    partial: Tensor
+    out: Tensor
+    share: int  # bytes that a rank adds up, at most
+    turn: int
+    last: bool  # of its call
+
+
+class _Sum(Pending):
+    def __init__(self, transport: CopyEngine, block: _Block, fetched: torch.cuda.Event) -> None:
+        self._transport, self._block, self._fetched = transport, block, fetched
+        self._end: torch.cuda.Event | None = None
+
+    def advance(self) -> None:
+        if self._end is None:
+            torch.cuda.current_stream(self._block.out.device).wait_event(self._fetched)
+            self._transport.add_up(self._block)
+            self._end = self._transport.collect(self._block)
+
+    def wait(self) -> None:
+        self.advance()
+        assert self._end is not None
+        torch.cuda.current_stream(self._block.out.device).wait_event(self._end)
+
+
+def _check_not_capturing() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "memory that peers read cannot be made while a CUDA graph is captured: make the largest call once before"
+        )
+
+
+def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
+    """The first reason that any rank has. Collective."""
+    answers = gather((socket.gethostname(), _why_not_device(device)), group)
+    reasons = [reason for _, reason in answers if reason is not None]
+    if reasons:
+        return str(reasons[0])
+    hosts = {host for host, _ in answers}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts, and GPUs read each other's memory within one"
+    return f"it adds up {MOST_PARTS} parts at most, of {len(answers)} ranks" if len(answers) > MOST_PARTS else None
+
+
+def _why_not_device(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"it copies between GPUs, and tensors are on {device.type}"
+    if config.peer_to_peer_disabled():
+        return "NCCL_P2P_DISABLE=1 keeps GPUs from reading each other's memory"
+    if torch.version.hip is not None:
+        return "it is written for CUDA"
+    unreachable = [
+        other
+        for other in range(torch.cuda.device_count())
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other)
+    ]
+    if unreachable:
+        return f"{device} cannot read the memory of cuda:{unreachable[0]}"
+    return module.why_unavailable()

@@ -1,0 +1,110 @@
+"""nccl_symmetric: NCCL's kernels for symmetric memory, which take a few CTAs where a ring takes tens.
+
+NCCL uses them for whatever lies in a registered pool, and else falls back without a word; so rows are summed in memory
+of such a pool and then copied. With NVLink's multicast off two of its algorithms remain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastattention.distributed.transports.base import Pending, Transfer
+from fastattention.distributed.transports.c10d import C10d
+from fastattention.errors import ArgumentError
+
+LEAST_NCCL = (2, 27)  # the first that has them
+
+
+class NcclSymmetric(C10d):
+    """It keeps as many bytes as the largest call that it has served has, and all that CUDA graphs use."""
+
+    name = "nccl_symmetric"
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._device = device
+        self._reason = _why_not_group(group, device)
+        self._pool: Any = None
+        self._rows = torch.empty(0, dtype=torch.uint8, device=device)
+        self._in_graphs: dict[Any, Tensor] = {}  # pools, and their rows, though larger may have taken their place
+        if self._reason is None:
+            super().__init__(group, device)
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def why_not(self, transfer: Transfer) -> str | None:
+        """Of the group, the same for every transfer."""
+        return self._reason
+
+    def partials(self, out: Tensor) -> Tensor:
+        """Rows in the pool."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        if self._rows.nbytes < out.nbytes:
+            if capturing:
+                raise ArgumentError(
+                    "a pool cannot grow while a CUDA graph is captured: make the largest call once before"
+                )
+            self._grow(out.nbytes)
+        if capturing:
+            self._in_graphs[self._pool] = self._rows
+        return self._rows[: out.nbytes].view(out.dtype).view(out.shape)
+
+    def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
+        """On the communicator's stream; the copy follows on another."""
+        work = self._begin(partial, partial, asynchronous=True)
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            out.copy_(partial)
+        return _Copied(self._stream.record_event(), out)
+
+    def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
+        """On the current stream."""
+        super().all_reduce_now(partial, partial)
+        out.copy_(partial)
+
+    def close(self) -> None:
+        """Ends the communicator, after its pool."""
+        for pool in dict.fromkeys((*self._in_graphs, self._pool)):
+            if pool is not None:
+                self._communicator.deregister_mem_pool(pool)
+        self._rows, self._pool = self._rows[:0].clone(), None
+        self._in_graphs.clear()
+        if self._reason is None:
+            super().close()
+
+    def _grow(self, nbytes: int) -> None:
+        """Another pool. Collective: all ranks register theirs."""
+        torch.cuda.synchronize(self._device)
+        if self._pool is None:  # a communicator is made at its first sum, and pools are registered with one
+            super().all_reduce_now(*[torch.zeros(1, device=self._device)] * 2)
+        elif self._pool not in self._in_graphs:
+            self._communicator.deregister_mem_pool(self._pool)
+        self._rows = self._rows[:0].clone()
+        self._pool = torch.cuda.MemPool(self._communicator.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            self._rows = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._communicator.register_mem_pool(self._pool, symm=True)
+
+
+class _Copied(Pending):
+    def __init__(self, end: torch.cuda.Event, rows: Tensor) -> None:
+        self._end = end
+        self._rows = rows
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._rows.device).wait_event(self._end)
+
+
+def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
+    if device.type != "cuda" or group._get_backend(device).name() != "nccl":
+        return f"it is NCCL's, and the group has {group._get_backend(device).name()} for tensors on {device.type}"
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    if version < LEAST_NCCL:
+        return f"NCCL {'.'.join(map(str, version))} has no symmetric memory; 2.27 and newer have"
+    backend = dist.ProcessGroupNCCL
+    if not (hasattr(backend, "register_mem_pool") and hasattr(torch.cuda, "MemPool")):
+        return f"torch {torch.__version__} cannot register memory with NCCL"
+    return None

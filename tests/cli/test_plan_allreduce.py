@@ -1,0 +1,131 @@
+"""`fastattention plan allreduce`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from fastattention.cli.plan.allreduce import COLUMNS, Options, Outcome
+from fastattention.distributed.costs import find_machine
+
+from .conftest import Finished
+
+RunCommand = Callable[..., Finished]
+LLAMA = "plan allreduce --model llama-2-70b --tp 4 --seqlen 2048 --batch 8".split()
+SHORT = "plan allreduce --model llama-2-7b --tp 4 --seqlen 256".split()
+
+
+def outcome(hardware: str) -> Outcome:
+    options = Options("llama-2-70b", 4, 2048, 8, hardware)
+    machine = find_machine(hardware, 4)
+    return Outcome(options.workload, machine.compute(options.workload), machine.transports)
+
+
+def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
+    exit_code, output = run_command(*LLAMA)
+    assert exit_code == 0
+    for said in (
+        "llama-2-70b on 4 x h200, 8 x 2048 tokens",
+        "attention 500 TFLOPS, product 680",
+        "256.00 MiB by copy_engine",
+        "blocks 3, of 4096, 5504, 6784 rows",
+        "predicted serial 2.31 ms",
+        "predicted in blocks 1.78 ms, 1.30x",
+        "50% hidden, 676 us exposed",
+        "c10d 2.31 ms 3",
+        "2.3x copy_engine",
+        "1.0x chosen",
+        "Every time is predicted from rates",
+    ):
+        assert said in output
+
+
+def test_bars_show_which_block_runs_when(run_command: RunCommand) -> None:
+    """The width is the serial time; a numeral is a block, and its all-reduce begins where its compute ends."""
+    _, output = run_command(*LLAMA)
+    serial, blocks = output[output.index(" serial compute") :].split(" blocks compute ")
+    compute, communication = serial.removeprefix(" serial compute ").split(" all-reduce ")
+    assert set(compute + communication.strip()) == {"1"}
+    assert len(compute + communication.strip()) == COLUMNS
+    compute, communication = blocks.split(" Transports")[0].split(" all-reduce ")
+    for lane in (compute, communication.replace(" ", "")):
+        assert [numeral for numeral, _ in groupby(lane)] == list("123")
+    assert len(compute) < COLUMNS * 0.8
+
+
+def test_a_block_too_short_for_a_column_has_one(run_command: RunCommand) -> None:
+    _, output = run_command(*LLAMA, "--hardware", "v100-pcie", "--batch", 1, "--tp", 8, "--seqlen", 32768)
+    compute = output.split(" blocks compute ")[1].split(" all-reduce ")[0]
+    assert [numeral for numeral, _ in groupby(compute)] == list("123456")
+
+
+@pytest.mark.parametrize("hardware", ["h200", "v100-pcie", "ascend-910b"])
+def test_hidden_and_exposed_are_all_of_the_all_reduce(hardware: str) -> None:
+    found = outcome(hardware)
+    assert len(found.plan.rows) > 1
+    assert found.plan.seconds == pytest.approx(found.timeline.seconds)
+    assert found.exposed_seconds == pytest.approx((1 - found.hidden) * found.all_reduce_seconds)
+    assert found.plan.seconds == pytest.approx(found.compute_seconds + found.exposed_seconds)
+    assert 0 < found.hidden < 1
+    assert found.gain > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--tp 8 --hardware ascend-910b", "llama-2-70b on 8 x ascend-910b"),
+        ("--hardware v100-pcie", "attention 35 TFLOPS, product 83"),
+        ("--model pangu-38b", "pangu-38b on 4 x h200"),
+        ("--batch 1", "1 x 2048 tokens"),
+        ("--seqlen 4096", "512.00 MiB by"),
+    ],
+)
+def test_options_are_heeded(arguments: str, said: str, run_command: RunCommand) -> None:
+    exit_code, output = run_command(*LLAMA, *arguments.split())
+    assert exit_code == 0
+    assert said in output
+
+
+def test_a_short_prompt_is_not_divided(run_command: RunCommand) -> None:
+    exit_code, output = run_command(*SHORT)
+    assert exit_code == 0
+    assert "blocks 1: more would gain too little" in output
+    assert "hidden," not in output
+    assert "blocks compute" not in output
+
+
+@pytest.mark.parametrize("question", [LLAMA, SHORT], ids=["blocks", "serial"])
+@pytest.mark.parametrize(("name", "begins"), [("plan.svg", b"<?xml"), ("[plan].PNG", b"\x89PNG")])
+def test_plan_draws_the_timeline(
+    question: list[str], name: str, begins: bytes, run_command: RunCommand, tmp_path: Path
+) -> None:
+    exit_code, output = run_command(*question, "--output", name)
+    assert exit_code == 0
+    assert f"picture: {name}" in output
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_the_picture_says_that_it_is_predicted(run_command: RunCommand, tmp_path: Path) -> None:
+    run_command(*LLAMA, "--output", "plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    for said in ("predicted, not measured", "blocks: all-reduce", "serial: compute"):
+        assert said in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model gpt", "model='gpt' is not known; choose from llama-2-7b"),
+        ("--hardware abacus", "hardware='abacus' is not known; choose from h200, v100-pcie, ascend-910b"),
+        ("--tp 3", "tp=3 does not divide nheads=64 of llama-2-70b"),
+        ("--output plan.pdf", "output='plan.pdf' has no suffix of a picture; use .png or .svg"),
+        ("--output nowhere/plan.png", "output='nowhere/plan.png' cannot be written: its folder does not exist"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_do(arguments: str, message: str, run_command: RunCommand) -> None:
+    exit_code, output = run_command(*LLAMA, *arguments.split())
+    assert exit_code == 1
+    assert output.startswith(f"error: {message}")

@@ -1,0 +1,186 @@
+"""Wrong arguments are refused by name before anything is communicated or written; a single rank needs no sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance.case import DenseCase
+from torch import Tensor
+from unit.refusals import Refusal, assert_refused, refusals
+
+from distributed.sums import Sum, check, run_part
+from fastattention import ArgumentError, UnsupportedError
+from fastattention.distributed import (
+    agreement,
+    attention_linear_allreduce,
+    attention_linear_allreduce_with_kvcache,
+    exchange,
+)
+
+HIDDEN = 10
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A default group of this process by itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def not_alone(alone: None) -> Iterator[None]:
+    """A group that seems to be of two: communicating fails the test."""
+    silent = mock.Mock(side_effect=AssertionError("communicated"))
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(agreement, "agreement_of", silent),
+        mock.patch.object(exchange.dist, "all_gather_object", silent),
+    ):
+        yield
+
+
+def dense(**changes: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "q": torch.randn(2, 6, 4, 8),
+        "k": torch.randn(2, 7, 2, 8),
+        "v": torch.randn(2, 7, 2, 5),
+        "w_o": torch.randn(HIDDEN, 20),
+    } | changes
+
+
+def cached(**changes: Any) -> dict[str, Any]:
+    arguments = dense()
+    return {
+        "q": arguments["q"],
+        "k_cache": arguments["k"],
+        "v_cache": arguments["v"],
+        "w_o": arguments["w_o"],
+        "cache_seqlens": torch.tensor([7, 6], dtype=torch.int32),
+    } | changes
+
+
+WRONG = refusals(
+    Refusal("w_o-columns", {"w_o": torch.zeros(HIDDEN, 21)}, ("w_o", "(any, 4 * 5 = 20)", "(10, 21)")),
+    Refusal("w_o-transposed", {"w_o": torch.zeros(20, HIDDEN)}, ("w_o", "(hidden, nheads * headdim_v)", "(20, 10)")),
+    Refusal("w_o-rank", {"w_o": torch.zeros(HIDDEN, 4, 5)}, ("w_o", "(10, 4, 5)")),
+    Refusal("w_o-dtype", {"w_o": torch.zeros(HIDDEN, 20, dtype=torch.bfloat16)}, ("w_o", "bfloat16", "q has")),
+    Refusal("w_o-device", {"w_o": torch.zeros(HIDDEN, 20, device="meta")}, ("w_o", "meta", "cpu")),
+    Refusal("w_o-no-tensor", {"w_o": [1.0]}, ("w_o", "torch.Tensor", "list")),
+    Refusal("bias-shape", {"bias": torch.zeros(HIDDEN + 1)}, ("bias", "(hidden) = (10,)", "(11,)")),
+    Refusal("bias-dtype", {"bias": torch.zeros(HIDDEN, dtype=torch.float16)}, ("bias", "float16", "float32")),
+    Refusal("bias-no-tensor", {"bias": 1.0}, ("bias", "torch.Tensor", "float")),
+    Refusal("out-shape", {"out": torch.zeros(2, 6, HIDDEN + 1)}, ("out", "(2, 6, 10)", "(2, 6, 11)")),
+    Refusal("out-dtype", {"out": torch.zeros(2, 6, HIDDEN, dtype=torch.float64)}, ("out", "float64", "float32")),
+    Refusal("out-strided", {"out": torch.zeros(2, HIDDEN, 6).mT}, ("out", "contiguous", "(60, 1, 6)")),
+    Refusal("plan-name", {"plan": "fast"}, ("plan='fast'", '"auto"')),
+    Refusal("plan-number", {"plan": 12}, ("plan=12", '"auto"', "sequence")),
+    Refusal("plan-sum", {"plan": [6, 5]}, ("plan=[6, 5]", "batch_size * seqlen_q = 12", "11")),
+    Refusal("plan-not-positive", {"plan": [12, 0]}, ("plan=[12, 0]", "positive")),
+    Refusal("plan-negative", {"plan": [13, -1]}, ("plan=[13, -1]", "positive")),
+    Refusal("plan-empty", {"plan": []}, ("plan=[]", "12")),
+    Refusal("plan-not-integers", {"plan": [6.0, 6.0]}, ("plan", "integers", "6.0")),
+    Refusal("plan-within-alibi", {"plan": [6, 3, 3], "alibi_slopes": torch.ones(4)}, ("plan", "row 9", "seqlen_q=6")),
+    Refusal("transport", {"transport": "pigeon"}, ("transport='pigeon'", "'auto'", "'c10d'")),
+    Refusal("transport-no-name", {"transport": ["c10d"]}, ("transport=['c10d']", "'auto'")),
+    Refusal("backend", {"backend": "abacus"}, ("backend='abacus'", "'auto'")),
+    Refusal("group", {"group": "tp"}, ("group", "ProcessGroup", "str")),
+    Refusal("group-of-others", {"group": dist.GroupMember.NON_GROUP_MEMBER}, ("group", "this rank is in", "int")),
+    Refusal("softcap", {"softcap": -1.0}, ("softcap=-1.0",)),
+    Refusal("gradient", {"q": torch.zeros(2, 6, 4, 8, requires_grad=True)}, ("gradient", "torch.no_grad()")),
+    Refusal("gradient-w_o", {"w_o": torch.zeros(HIDDEN, 20, requires_grad=True)}, ("gradient", "torch.no_grad()")),
+    Refusal("gradient-bias", {"bias": torch.zeros(HIDDEN, requires_grad=True)}, ("gradient", "torch.no_grad()")),
+)
+
+
+@WRONG
+def test_dense_refuses(not_alone: None, refusal: Refusal) -> None:
+    out = torch.full((2, 6, HIDDEN), 7.0)
+    assert_refused(lambda: attention_linear_allreduce(**(dense(out=out) | refusal.changes)), refusal)
+    assert (out == 7.0).all()
+
+
+@WRONG
+def test_with_kvcache_refuses(not_alone: None, refusal: Refusal) -> None:
+    assert_refused(lambda: attention_linear_allreduce_with_kvcache(**cached(**refusal.changes)), refusal)
+
+
+@refusals(
+    Refusal("v", {"v": torch.zeros(2, 8, 2, 5)}, ("v has seqlen_k 8", "k has 7")),
+    Refusal("k", {"k": torch.zeros(2, 7, 3, 8), "v": torch.zeros(2, 7, 3, 5)}, ("nheads=4", "nheads_k=3")),
+    Refusal("q-not-a-tensor", {"q": None}, ("q must be a torch.Tensor",)),
+    Refusal(
+        "meta",
+        {name: value.to("meta") for name, value in dense().items()},
+        ("q is Tensor on meta", "plain tensor that holds data"),
+    ),
+)
+def test_arguments_of_attention_are_refused_as_ever(not_alone: None, refusal: Refusal) -> None:
+    assert_refused(lambda: attention_linear_allreduce(**dense(**refusal.changes)), refusal)
+
+
+def test_lengths_of_a_cache_are_refused_as_ever(not_alone: None) -> None:
+    with pytest.raises(ArgumentError, match=r"cache_seqlens\[1\]=8 is out of range"):
+        attention_linear_allreduce_with_kvcache(**cached(cache_seqlens=torch.tensor([7, 8], dtype=torch.int32)))
+
+
+def test_a_call_that_no_backend_serves_is_refused_before_it_communicates(not_alone: None) -> None:
+    with pytest.raises(UnsupportedError, match="cuda:"):
+        attention_linear_allreduce(**dense(backend="cuda"))
+
+
+def test_without_torch_distributed_the_error_says_what_to_do() -> None:
+    with pytest.raises(ArgumentError, match="is not initialised; call init_process_group first"):
+        attention_linear_allreduce(**dense())
+
+
+def test_a_group_that_has_been_destroyed_is_refused(alone: None) -> None:
+    group = dist.new_group([0])
+    dist.destroy_process_group(group)
+    with pytest.raises(ArgumentError, match="group has been destroyed"):
+        attention_linear_allreduce(**dense(group=group))
+
+
+def test_a_group_without_a_backend_for_the_device_is_refused(alone: None) -> None:
+    with pytest.raises(ArgumentError, match="group has no backend for tensors on xpu; its backends are cpu:gloo"):
+        exchange.check_group(None, torch.device("xpu"))
+
+
+def test_torch_compile_is_refused(alone: None) -> None:
+    with (
+        mock.patch.object(torch.compiler, "is_compiling", return_value=True),
+        pytest.raises(ArgumentError, match="being traced"),
+    ):
+        attention_linear_allreduce(**dense())
+
+
+@pytest.mark.parametrize("plan", ["auto", [5, 7]], ids=["auto", "given"])
+def test_a_single_rank_computes_alone(alone: None, plan: Any) -> None:
+    one = Sum(DenseCase(name="alone", batch_size=2, seqlen_q=6, seqlen_k=9, causal=True), plan, bias=True)
+    check(one, [run_part(one)])
+
+
+def test_parameters_are_welcome_where_no_gradient_is_recorded(alone: None) -> None:
+    weight = torch.nn.Parameter(dense()["w_o"])
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            out = attention_linear_allreduce(**dense(w_o=weight))
+        assert not out.requires_grad
+
+
+@pytest.mark.parametrize(("batch_size", "seqlen_q"), [(0, 6), (2, 0)])
+def test_no_rows_need_no_sum(not_alone: None, batch_size: int, seqlen_q: int) -> None:
+    empty: dict[str, Tensor] = {
+        "q": torch.zeros(batch_size, seqlen_q, 4, 8),
+        "k": torch.zeros(batch_size, 7, 2, 8),
+        "v": torch.zeros(batch_size, 7, 2, 5),
+    }
+    for plan in ("auto", []):
+        out = attention_linear_allreduce(**dense(**empty, bias=torch.ones(HIDDEN), plan=plan))
+        assert out.shape == (batch_size, seqlen_q, HIDDEN)

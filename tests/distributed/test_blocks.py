@@ -1,0 +1,132 @@
+"""Blocks of rows see the keys that their rows see in the whole call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastattention.distributed.blocks import (
+    Piece,
+    cuts_sequences,
+    may_cut_sequences,
+    piece_inputs,
+    piece_problem,
+    pieces,
+)
+from fastattention.problem import Inputs, Problem
+from fastattention.reference import reference_attention
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+
+SIDES = st.integers(-1, 12)
+
+
+@st.composite
+def options(draw: st.DrawFn) -> Options:
+    return Options(
+        causal=draw(st.booleans()),
+        window_left=draw(SIDES),
+        window_right=draw(SIDES),
+        softcap=draw(st.sampled_from([0.0, 3.0])),
+        return_lse=True,
+    )
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+@st.composite
+def dense_calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
+    """Calls of up to three sequences, longer or shorter than their keys."""
+    torch.manual_seed(draw(st.integers(0, 9)))
+    b, sq, sk = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(0, 12))
+    axes = [(draw(st.sampled_from([1, size])) if size else 0) for size in (b, 4, sq, sk)]
+    chosen = draw(options())
+    return prepare_dense(
+        random(b, sq, 4, 8), random(b, sk, 2, 8), random(b, sk, 2, 4), chosen,
+        alibi_slopes=draw(st.sampled_from([None, random(4), random(b, 4)])),
+        attn_bias=random(*axes) if draw(st.booleans()) else None,
+        sinks=draw(st.sampled_from([None, random(4)])),
+    )  # fmt: skip
+
+
+@st.composite
+def cached_calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
+    """Calls to caches whose lengths differ, with padding, in rows or pages."""
+    torch.manual_seed(draw(st.integers(0, 9)))
+    b, sq, capacity = draw(st.integers(1, 3)), draw(st.integers(1, 9)), 12
+    lengths = torch.tensor(draw(st.lists(st.integers(0, capacity), min_size=b, max_size=b)), dtype=torch.int32)
+    paged, chosen = draw(st.booleans()), draw(options())
+    k_cache, v_cache = random(4, capacity, 2, 8), random(4, capacity, 2, 4)
+    table, rows = None, torch.randperm(4)[:b].int()
+    if paged:
+        k_cache, v_cache = k_cache.view(16, 3, 2, 8), v_cache.view(16, 3, 2, 4)
+        table, rows = torch.randperm(16)[: b * 4].int().view(b, 4), None
+    arguments = KvCacheArguments(
+        random(b, sq, 4, 8), k_cache, v_cache, cache_seqlens=lengths, block_table=table, cache_batch_idx=rows,
+        cache_leftpad=lengths // 3 if draw(st.booleans()) else None,
+        alibi_slopes=draw(st.sampled_from([None, random(4), random(b, 4)])),
+        attn_bias=random(b, 1, sq, capacity) if draw(st.booleans()) else None,
+        sinks=draw(st.sampled_from([None, random(4)])),
+    )  # fmt: skip
+    return prepare_kvcache(arguments, chosen)
+
+
+@settings(deadline=None)
+@given(call=st.one_of(dense_calls(), cached_calls()), data=st.data())
+def test_a_block_is_those_rows_of_the_whole(call: tuple[Problem, Inputs], data: st.DataObject) -> None:
+    problem, inputs = call
+    step = 1 if may_cut_sequences(problem) else problem.seqlen_q
+    units = problem.total_q // step
+    start = data.draw(st.integers(0, units - 1))
+    stop = data.draw(st.integers(start + 1, units))
+    whole = reference_attention(problem, inputs)
+    parts = []
+    for piece in pieces(start * step, stop * step, problem.seqlen_q):
+        smaller = piece_problem(problem, piece)
+        part = reference_attention(smaller.problem, piece_inputs(inputs, piece, smaller))
+        parts.append(part.out.flatten(0, 1))
+    torch.testing.assert_close(torch.cat(parts), whole.out.flatten(0, 1)[start * step : stop * step])
+
+
+@settings(deadline=None)
+@given(seqlen_q=st.integers(1, 9), ends=st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True))
+def test_pieces_are_all_rows_in_order(seqlen_q: int, ends: list[int]) -> None:
+    ends.sort()
+    found = [
+        sequence * seqlen_q + row
+        for start, stop in zip([0, *ends], ends, strict=False)
+        for piece in pieces(start, stop, seqlen_q)
+        for sequence in range(piece.first_sequence, piece.end_sequence)
+        for row in range(piece.first_row, piece.end_row)
+    ]
+    assert found == list(range(ends[-1]))
+
+
+def test_whole_sequences_are_one_piece() -> None:
+    assert pieces(3, 29, 5) == (Piece(0, 1, 3, 5), Piece(1, 5, 0, 5), Piece(5, 6, 0, 4))
+
+
+def test_a_causal_block_is_given_no_key_that_none_of_its_rows_sees() -> None:
+    problem, inputs = prepare_dense(*(random(1, 8, 2, 8) for _ in range(3)), Options(causal=True))
+    piece = Piece(0, 1, 2, 5)
+    assert piece_inputs(inputs, piece, piece_problem(problem, piece)).k.shape[1] == 5
+
+
+def test_no_tensor_of_a_dense_block_is_a_copy() -> None:
+    bias = random(1, 1, 8, 1)
+    problem, inputs = prepare_dense(*(random(2, 8, 2, 8) for _ in range(3)), Options(causal=True), attn_bias=bias)
+    piece = Piece(1, 2, 2, 5)
+    part = piece_inputs(inputs, piece, piece_problem(problem, piece))
+    for name in ("q", "k", "v", "attn_bias"):
+        assert getattr(part, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("rows", "cuts"), [((5, 10), False), ((15,), False), ((5, 5, 5), False), ((4, 11), True), ((10, 4, 1), True)]
+)
+def test_blocks_that_cut_sequences_are_known(rows: tuple[int, ...], cuts: bool) -> None:
+    assert cuts_sequences(rows, 5) is cuts

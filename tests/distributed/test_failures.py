@@ -1,0 +1,176 @@
+"""Ranks that die or hang are an error of the others, never a hang: `Team` gives up on an answer after a minute."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance.case import DenseCase
+
+from distributed.sums import Sum, check, run_part
+from distributed.team import Team
+from fastattention.distributed import agreement
+from fastattention.distributed.blocks import AttentionLinear
+from fastattention.distributed.transports import c10d
+
+ONE = Sum(DenseCase(name="broken", batch_size=2, seqlen_q=12, seqlen_k=12), (4, 6, 14))
+TIMEOUT = 2.0
+
+
+class Report:
+    """What a rank saw of a call that failed."""
+
+    def __init__(self, error: Exception | None, begun: int, waited: int) -> None:
+        self.error = None if error is None else f"{type(error).__name__}: {error}"
+        self.begun, self.waited = begun, waited
+
+
+def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> Report:
+    """The call; the victim comes to harm when it computes its second block."""
+    real_compute, real_wait, real_init = AttentionLinear.compute, c10d._Work.wait, c10d._Work.__init__
+    begun, waited = [], []
+
+    def compute(self: AttentionLinear, start: int, stop: int, partial: Any) -> None:
+        if harm is not None and start == 4 and dist.get_rank() == victim:
+            harm()
+        real_compute(self, start, stop, partial)
+
+    def init(self: Any, *arguments: Any) -> None:
+        begun.append(self)
+        real_init(self, *arguments)
+
+    def wait(self: Any) -> None:
+        waited.append(self)
+        real_wait(self)
+
+    error = None
+    with (
+        mock.patch.object(AttentionLinear, "compute", compute),
+        mock.patch.object(c10d._Work, "__init__", init),
+        mock.patch.object(c10d._Work, "wait", wait),
+    ):
+        try:
+            run_part(one)
+        except Exception as raised:
+            error = raised
+    return Report(error, len(begun), len(waited))
+
+
+def die() -> None:
+    os._exit(1)
+
+
+def hang() -> None:
+    time.sleep(3.0 * TIMEOUT)  # and then goes on: without a timeout the others would not notice
+
+
+def fail() -> None:
+    raise RuntimeError("out of memory on this rank")
+
+
+@pytest.mark.parametrize("harm", [die, hang, fail])
+def test_a_rank_that_stops_is_an_error_of_the_others(new_team: Callable[..., Team], harm: Callable[[], None]) -> None:
+    team = new_team(2, TIMEOUT)
+    check(ONE, team.run(run_part, ONE))
+    report, victim = team.outcomes(run_watched, ONE, harm)
+    assert report.error is not None
+    assert report.begun == report.waited == 3
+    if harm is fail:
+        assert victim.error == "RuntimeError: out of memory on this rank"
+        assert victim.begun == victim.waited == 1
+    [after] = team.outcomes(run_watched, ONE, ranks=[0])
+    assert after.error is not None, "a group that has failed is used again"
+
+
+def test_a_rank_that_does_not_come_to_a_new_call_is_an_error_of_the_others(new_team: Callable[..., Team]) -> None:
+    team = new_team(2, TIMEOUT)
+    [report] = team.outcomes(run_watched, ONE, ranks=[0])
+    assert report.error is not None
+    assert report.begun == 0
+
+
+def timeout_of_our_communicator(one: Sum) -> timedelta:
+    run_part(one)
+    transport = agreement.agreement_of(dist.group.WORLD).transports["c10d", torch.device("cpu")]
+    return transport._communicator.options._timeout
+
+
+def test_the_timeout_is_that_of_the_group(new_team: Callable[..., Team]) -> None:
+    assert new_team(2, 17.0).run(timeout_of_our_communicator, ONE) == [timedelta(seconds=17)] * 2
+
+
+def begin_again(folder: str, one: Sum) -> list[tuple[int, int]]:
+    """Groups are made, used and destroyed; after each: agreements, and what lives of the groups so far."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counts, made = [], []
+    for number in range(4):
+        for group in (dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([1, 0])):
+            run_part(one, group=group)
+            known = agreement.agreement_of(group)
+            communicator = known.transports["c10d", torch.device("cpu")]._communicator
+            made += [weakref.ref(group), weakref.ref(known), weakref.ref(communicator)]
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        del group, known, communicator
+        dist.destroy_process_group()
+        counts.append((len(agreement._agreements), sum(reference() is not None for reference in made)))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/again-{number}", rank=rank, world_size=size)
+    return counts
+
+
+def test_nothing_is_left_of_groups_that_have_been_destroyed(new_team: Callable[..., Team], tmp_path: Path) -> None:
+    team = new_team(2, 30.0)
+    for counts in team.run(begin_again, str(tmp_path), ONE):
+        assert counts == [(0, 0)] * 4
+    check(ONE, team.run(run_part, ONE))
+
+
+def run_with_one_group_more(one: Sum) -> torch.Tensor:
+    """Ranks 0 and 1 are a group, and rank 0 is in another one that rank 1 knows nothing of."""
+    pair = dist.new_group([0, 1])
+    dist.new_group([0, 2])
+    return run_part(one, group=pair) if dist.get_rank() < 2 else torch.empty(0)
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(new_team: Callable[..., Team]) -> None:
+    check(ONE, new_team(3, 30.0).run(run_with_one_group_more, ONE)[:2])
+
+
+def register_backend() -> None:
+    """A backend of somebody else's: gloo under another name."""
+
+    def create(options: Any, _: object) -> Any:
+        backend = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+        created.append((options.group_rank, options.group_size, list(options.global_ranks_in_group)))
+        return backend
+
+    created.clear()
+    dist.Backend.register_backend("theirs", create, extended_api=True, devices=["cpu"])
+
+
+created: list[tuple[int, int, list[int]]] = []
+
+
+def begin_with_backend_of_others(folder: str, one: Sum) -> tuple[torch.Tensor, list[Any]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    register_backend()
+    dist.init_process_group("theirs", init_method=f"file://{folder}/theirs", rank=rank, world_size=size)
+    with mock.patch.object(dist.ProcessGroupGloo, "name", return_value="theirs"):
+        return run_part(one), created
+
+
+def test_backends_that_are_registered_serve_too(new_team: Callable[..., Team], tmp_path: Path) -> None:
+    answers = new_team(2, 30.0).run(begin_with_backend_of_others, str(tmp_path), ONE)
+    check(ONE, [out for out, _ in answers])
+    assert [made[-1] for _, made in answers] == [(0, 2, [0, 1]), (1, 2, [0, 1])]
+    assert [len(made) for _, made in answers] == [2, 2]

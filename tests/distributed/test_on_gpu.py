@@ -1,0 +1,280 @@
+"""Sums over GPUs, by every transport: right, the same everywhere, however ranks are late; skipped without two GPUs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conformance.case import DenseCase, KvCacheCase
+from torch import Tensor
+
+from distributed.sums import Sum, arguments_of, check, run_part
+from distributed.team import Team
+from fastattention import ArgumentError, UnsupportedError
+from fastattention.backends.sdpa import with_lse
+from fastattention.distributed import agreement
+from fastattention.distributed.blocks import AttentionLinear
+from fastattention.distributed.transports import TRANSPORTS
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two GPUs and NCCL"
+)
+
+MOST_RANKS = 4
+PATIENCE = 150.0  # seconds for a task: its first call compiles kernels, and makes communicators
+TURNS = 12
+CYCLES = 3_000_000  # about two milliseconds: longer than any block here
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Team]]:
+    """Ranks that stay until one fails; a test after that gets others."""
+    teams: list[Team] = []
+
+    def healthy() -> Team:
+        if not (teams and teams[-1].healthy):
+            while teams:
+                teams.pop().close()
+            size = min(MOST_RANKS, torch.cuda.device_count())
+            teams.append(Team(size, tmp_path_factory.mktemp("gpus"), backend="nccl", patience=PATIENCE))
+        return teams[-1]
+
+    yield healthy
+    while teams:
+        teams.pop().close()
+
+
+@pytest.fixture
+def gpus(pool: Callable[[], Team]) -> Team:
+    return pool()
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest, pool: Callable[[], Team]) -> str:
+    name: str = request.param
+    reason = pool().run(refusal, name)[0]
+    if reason is not None:
+        pytest.skip(reason)
+    return name
+
+
+def dense(name: str, plan: tuple[int, ...] | str, dtype: torch.dtype, hidden: int = 72, **case: Any) -> Sum:
+    return Sum(DenseCase(name=name, **case), plan, dtype, hidden=hidden)
+
+
+def cached(name: str, plan: tuple[int, ...], **case: Any) -> Sum:
+    return Sum(KvCacheCase(name=name, **case), plan, torch.bfloat16, hidden=72)
+
+
+def refusal(transport: str) -> str | None:
+    """Why a transport serves nothing on these GPUs."""
+    try:
+        run_with(dense("small", (1, 3), torch.bfloat16, batch_size=1, seqlen_q=4, seqlen_k=4), transport)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+UNEVEN = {"batch_size": 3, "seqlen_q": 17, "seqlen_k": 29}
+CAUSAL = {"batch_size": 2, "seqlen_q": 33, "seqlen_k": 33, "nheads": 6, "nheads_k": 2, "causal": True}
+LONG = {"batch_size": 3, "seqlen_q": 600, "seqlen_k": 600, "nheads": 4, "nheads_k": 2, "headdim": 64, "causal": True}
+
+SUMS = [
+    dense("bfloat16", (5, 23, 23), BRAIN, **UNEVEN),
+    dense("float16", (5, 23, 23), HALF, **UNEVEN),
+    dense("float32", (5, 23, 23), SINGLE, **UNEVEN),
+    dense("one-block", (51,), BRAIN, **UNEVEN),
+    dense("one-block-float32", (51,), SINGLE, **UNEVEN),
+    dense("a-block-a-row", (1,) * 8, BRAIN, batch_size=2, seqlen_q=4, seqlen_k=4, causal=True),
+    dense("rows-of-6-bytes", (5, 23, 23), BRAIN, hidden=3, **UNEVEN),
+    dense("fewer-bytes-than-ranks", (1, 1), HALF, hidden=1, batch_size=1, seqlen_q=2, seqlen_k=2),
+    dense("causal-gqa", (7, 13, 46), BRAIN, **CAUSAL),
+    dense("causal-gqa-float32", (7, 13, 46), SINGLE, **CAUSAL),
+    dense("causal-more-keys", (3, 15, 4), BRAIN, batch_size=2, seqlen_q=11, seqlen_k=40, causal=True),
+    dense("rows-without-keys", (9, 10, 36, 25), BRAIN, batch_size=2, seqlen_q=40, seqlen_k=11, causal=True),
+    dense("window", (11, 19, 52), HALF, batch_size=2, seqlen_q=41, seqlen_k=41, window=(6, 3)),
+    dense("causal-window", (11, 19, 52), BRAIN, batch_size=2, seqlen_q=41, seqlen_k=60, causal=True, window=(5, -1)),
+    dense("long", (500, 100, 700, 500), BRAIN, hidden=1000, **LONG),
+    dense("long-float16", (1200, 600), HALF, hidden=1000, **LONG),
+    cached("cache", (5, 15, 7), cache_seqlens=(40, 17, 29), seqlen_q=9, causal=True),
+    cached("paged", (5, 15, 7), cache_seqlens=(40, 17, 29), seqlen_q=9, causal=True, page_block_size=16),
+]
+BIASED = Sum(DenseCase(name="bias", **UNEVEN), (5, 23, 23), BRAIN, bias=True, hidden=72)
+
+
+@pytest.mark.parametrize("one", [*SUMS, BIASED], ids=lambda one: one.case.name)
+def test_the_sum_is_right_and_the_same_on_all_ranks(gpus: Team, transport: str, one: Sum) -> None:
+    check(one, gpus.run(run_with, one, transport))
+
+
+def run_with(one: Sum, transport: str, backend: str = "auto") -> Tensor:
+    return run_part(one, "world", "cuda", transport=transport, backend=backend)
+
+
+GROWING = [
+    dense("small", (5, 23, 23), BRAIN, **UNEVEN),
+    dense("some-megabytes", (900, 300, 600), BRAIN, hidden=2048, **LONG),
+    dense("small-again", (23, 23, 5), SINGLE, **UNEVEN),
+    dense("larger-blocks", (1700, 100), BRAIN, hidden=2048, **LONG),
+    dense("larger", (900, 300, 600), SINGLE, hidden=2048, **LONG),
+    dense("small-at-last", (50, 1), HALF, **UNEVEN),
+]
+
+
+def run_in_a_row(sums: list[Sum], transport: str) -> list[Tensor]:
+    """One call after the other, and nobody waits for any before the last; odd ranks come late to each."""
+    calls = [arguments_of(one, "cuda") for one in sums]
+    torch.cuda.synchronize()
+    outs = []
+    for function, arguments in calls:
+        if dist.get_rank() % 2:
+            torch.cuda._sleep(CYCLES)
+        outs.append(function(**arguments, transport=transport))
+    return [out.cpu() for out in outs]
+
+
+def test_calls_of_other_sizes_follow_each_other_at_once(gpus: Team, transport: str) -> None:
+    results = gpus.run(run_in_a_row, [*GROWING, *GROWING[::-1]], transport)
+    for one, *outs in zip([*GROWING, *GROWING[::-1]], *results, strict=True):
+        check(one, outs)
+
+
+@pytest.fixture
+def one() -> Sum:
+    """Values that are multiplied by a power of two multiply the result by exactly that: it has no bias."""
+    return dense("again", (500, 100, 700, 500), BRAIN, hidden=1000, **LONG)
+
+
+def check_again_and_again(one: Sum, results: list[list[Tensor]]) -> None:
+    """By rank and turn: the first is right, and all are equal to it."""
+    check(one, [outs[0] for outs in results])
+    for outs in results:
+        for turn, out in enumerate(outs):
+            assert torch.equal(out, results[0][0]), f"turn {turn}"
+
+
+def run_late(one: Sum, transport: str) -> list[Tensor]:
+    """Turns with other values each, in which streams and hosts are late by turns, each rank's in its own way."""
+    function, arguments = arguments_of(one, "cuda")
+    late = random.Random(dist.get_rank())
+    compute = AttentionLinear.compute
+
+    def hesitating(self: AttentionLinear, start: int, stop: int, partial: Tensor) -> None:
+        if late.random() < 0.5:
+            torch.cuda._sleep(late.randrange(CYCLES))
+        if late.random() < 0.3:
+            time.sleep(2e-3 * late.random())
+        compute(self, start, stop, partial)
+
+    outs = []
+    with mock.patch.object(AttentionLinear, "compute", hesitating):
+        for turn in range(TURNS):
+            scaled = arguments | {"v": arguments["v"] * 2.0 ** (turn % 3)}
+            outs.append(function(**scaled, transport=transport))
+    return [(out * 0.5 ** (turn % 3)).cpu() for turn, out in enumerate(outs)]
+
+
+def test_ranks_that_are_late_do_not_change_the_sum(gpus: Team, transport: str, one: Sum) -> None:
+    check_again_and_again(one, gpus.run(run_late, one, transport))
+
+
+def run_captured(one: Sum, transport: str) -> list[Tensor]:
+    """The call, and replays of it with other values each; ranks replay at times of their own."""
+    function, arguments = arguments_of(one, "cuda")
+    arguments["transport"] = transport
+    arguments["out"] = out = function(**arguments)
+    outs = [out.clone()]
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        function(**arguments)
+    values, late = arguments["v"].clone(), random.Random(dist.get_rank())
+    for turn in range(5):
+        arguments["v"].copy_(values * 2.0**turn)
+        out.fill_(torch.nan)
+        torch.cuda._sleep(late.randrange(CYCLES))
+        graph.replay()
+        outs.append(out * 0.5**turn)
+    results = [each.cpu() for each in outs]
+    dist.barrier()  # no rank destroys its graph while others replay theirs
+    torch.cuda.synchronize()
+    return results
+
+
+@pytest.mark.parametrize("plan", [(500, 100, 700, 500), (1800,)], ids=["blocks", "one-block"])
+def test_a_captured_call_is_replayed_with_other_values(gpus: Team, transport: str, plan: tuple[int, ...]) -> None:
+    one = dense("captured", plan, BRAIN, hidden=1000, **LONG)
+    check_again_and_again(one, gpus.run(run_captured, one, transport))
+
+
+def capture_something_new(transport: str) -> None:
+    one = dense("never-called", (3, 14), BRAIN, batch_size=1, seqlen_q=17, seqlen_k=31)
+    function, arguments = arguments_of(one, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        function(**arguments, transport=transport)
+
+
+def test_a_new_call_is_not_captured(gpus: Team, transport: str) -> None:
+    for error in gpus.outcomes(capture_something_new, transport):
+        assert isinstance(error, ArgumentError)
+        assert "cannot be captured in a CUDA graph" in str(error)
+
+
+def run_counting_corners(one: Sum, transport: str, backend: str) -> tuple[Tensor, int]:
+    """The result, and how many calls torch's kernels with lse have served."""
+    with mock.patch.object(with_lse, "attend", wraps=with_lse.attend) as attend:
+        return run_with(one, transport, backend), attend.call_count
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("backend", ["cuda", "sdpa"])
+def test_blocks_that_begin_within_causal_sequences(
+    gpus: Team, transport: str, backend: str, dtype: torch.dtype
+) -> None:
+    one = dense("corners", (200, 900, 700), dtype, hidden=256, **LONG)  # two begin within: at 200, and at 1100
+    results = gpus.run(run_counting_corners, one, transport, backend)
+    check(one, [out for out, _ in results])
+    # The 200 rows at the end of the second block are one call of FlashAttention.
+    has_cudnn = torch.cuda.get_device_capability() >= (9, 0)
+    assert {calls for _, calls in results} == {2 if backend == "sdpa" and has_cudnn else 0}
+
+
+def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ...], str]:
+    """Twice, and what was agreed on."""
+    known = agreement.agreement_of(dist.group.WORLD)
+    before = set(known.agreed)
+    outs = [run_with(one, transport) for _ in range(2)]
+    [key] = set(known.agreed) - before
+    return *outs, known.agreed[key].called.rows, known.agreed[key].called.transport.name
+
+
+PLANNED = {"batch_size": 4, "seqlen_q": 1024, "seqlen_k": 1024, "nheads": 4, "nheads_k": 2, "headdim": 64}
+
+
+def check_planned(one: Sum, results: list[tuple[Tensor, Tensor, tuple[int, ...], str]]) -> None:
+    check(one, [first for first, *_ in results])
+    check(one, [second for _, second, *_ in results])
+    assert len({(rows, name) for *_, rows, name in results}) == 1
+    assert sum(results[0][2]) == one.rows
+
+
+def test_plans_are_agreed_on(gpus: Team, transport: str) -> None:
+    one = dense(f"planned-{transport}", "auto", BRAIN, hidden=2048, causal=True, **PLANNED)
+    results = gpus.run(run_planned, one, transport)
+    check_planned(one, results)
+    assert results[0][3] == transport
+
+
+def test_the_transport_is_chosen_with_the_plan(gpus: Team) -> None:
+    one = dense("planned-by-all", "auto", BRAIN, hidden=2048, causal=True, **PLANNED)
+    check_planned(one, gpus.run(run_planned, one, "auto"))

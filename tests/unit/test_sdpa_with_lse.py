@@ -1,0 +1,195 @@
+"""torch's kernels of GPUs that give lse: which calls they are given, and with what arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattention.backends.sdpa import with_lse
+from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.backends.sdpa.parts import Part
+from fastattention.problem import Layout, Problem
+from fastattention.reference import reference_attention
+from fastattention.validation import Options, prepare_dense
+
+FULL = Problem(
+    layout=Layout.DENSE,
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    batch_size=2,
+    seqlen_q=11,
+    seqlen_k=40,
+    total_q=22,
+    nheads=4,
+    nheads_k=2,
+    headdim=64,
+    headdim_v=64,
+    softmax_scale=0.125,
+    window_left=-1,
+    window_right=-1,
+    return_lse=True,
+)
+SQUARE = replace(FULL, seqlen_k=11, window_right=0)
+CORNER = replace(SQUARE, seqlen_q=600, seqlen_k=600)
+LOWER_RIGHT = replace(FULL, window_right=0)
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_lse, "_capability", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"nheads_k": 4},
+        {"headdim": 8, "headdim_v": 8},
+        {"headdim": 128, "headdim_v": 128},
+        {"seqlen_q": 1},
+    ],
+    ids=str,
+)
+def test_all_keys_and_the_square_triangle_are_served(changes: dict[str, Any]) -> None:
+    assert with_lse.can_serve(replace(FULL, **changes))
+    square = replace(SQUARE, **changes)
+    assert with_lse.can_serve(replace(square, seqlen_k=square.seqlen_q))
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"return_lse": False},
+    {"device": torch.device("cpu")},
+    {"device": torch.device("xpu", 0)},
+    {"layout": Layout.KVCACHE},
+    {"layout": Layout.PACKED},
+    {"dtype": torch.float32},
+    {"headdim": 96},
+    {"headdim_v": 32},
+    {"headdim": 20, "headdim_v": 20},
+    {"headdim": 136, "headdim_v": 136},
+    {"softmax_scale": 0.0},
+    {"softmax_scale": -0.125},
+    {"softcap": 3.0},
+    {"has_sinks": True},
+    {"has_alibi": True},
+    {"has_bias": True},
+    {"dropout_p": 0.1},
+    {"needs_grad": True},
+    {"window_left": 5},
+    {"batch_size": 0},
+    {"seqlen_q": 0, "seqlen_k": 0},
+]
+
+
+@pytest.mark.parametrize("changes", REFUSED, ids=str)
+@pytest.mark.parametrize("problem", [FULL, SQUARE], ids=["full", "square"])
+def test_what_they_cannot_compute_is_refused(problem: Problem, changes: dict[str, Any]) -> None:
+    assert not with_lse.can_serve(replace(problem, **changes))
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+def test_a_causal_call_with_more_keys_than_queries_is_flash_attentions(return_lse: bool) -> None:
+    problem = replace(LOWER_RIGHT, return_lse=return_lse)
+    assert with_lse.can_serve(problem)
+    assert with_lse.kernel_of(problem) == "flash"
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        assert not with_lse.can_serve(problem)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seqlen_k": 10}, {"window_right": 3}, {"seqlen_k": 0, "window_right": -1}], ids=str
+)
+def test_other_masks_are_refused(changes: dict[str, Any]) -> None:
+    assert not with_lse.can_serve(replace(SQUARE, **changes))
+
+
+def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert not with_lse.can_serve(FULL)
+
+
+@pytest.mark.parametrize(
+    ("capability", "enabled", "kernel"),
+    [
+        ((9, 0), [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], "cudnn"),
+        ((10, 0), [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], "cudnn"),
+        ((9, 0), [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], "flash"),
+        ((9, 0), [SDPBackend.CUDNN_ATTENTION], "cudnn"),
+        ((9, 0), [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], None),
+        ((8, 9), [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], "flash"),
+        ((8, 0), [SDPBackend.CUDNN_ATTENTION], None),
+        ((7, 5), [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], None),
+    ],
+)
+def test_the_kernel_is_one_that_is_switched_on_and_fits_the_gpu(
+    capability: tuple[int, int], enabled: list[SDPBackend], kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_lse, "_capability", lambda device: capability)
+    with sdpa_kernel(enabled):
+        assert with_lse.kernel_of(FULL) == kernel
+        assert with_lse.can_serve(FULL) == (kernel is not None)
+        assert SdpaBackend().prefers_corner(CORNER) == (kernel == "cudnn")
+
+
+@pytest.mark.parametrize("changes", REFUSED[1:], ids=str)
+def test_corners_are_preferred_only_where_they_are_served(changes: dict[str, Any]) -> None:
+    assert SdpaBackend().prefers_corner(CORNER)
+    assert not SdpaBackend().prefers_corner(replace(CORNER, **changes))
+
+
+def test_a_corner_of_few_queries_is_no_call_of_its_own() -> None:
+    assert not SdpaBackend().prefers_corner(replace(CORNER, seqlen_q=511, seqlen_k=511))
+
+
+class Kernel:
+    """An operator of torch that runs on GPUs: checks its arguments by shape inference, then computes them exactly."""
+
+    def __init__(self, name: str, places: tuple[int, int, int | None]) -> None:
+        self.calls = 0
+        self._real = getattr(torch.ops.aten, name)
+        self._causal, self._dropout, self._lse = places
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> Any:
+        self.calls += 1
+        arguments = (q, k, v, *rest)
+        inferred = self._real(*(x.to("meta") if isinstance(x, Tensor) else x for x in arguments), scale=scale)
+        assert arguments[self._dropout] == 0.0
+        assert self._lse is None or arguments[self._lse] is True
+        options = Options(softmax_scale=scale, causal=arguments[self._causal], return_lse=True)
+        exact = reference_attention(*prepare_dense(*(x.transpose(1, 2) for x in (q, k, v)), options))
+        assert exact.lse is not None
+        out, lse = exact.out.transpose(1, 2).to(q.dtype), exact.lse.float()
+        assert inferred[0].shape == out.shape
+        return (out, lse.view(inferred[1].shape), *inferred[2:])
+
+
+@pytest.fixture(params=["cudnn", "flash"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    name = f"_scaled_dot_product_{request.param}_attention"
+    places = {"cudnn": (6, 5, 4), "flash": (4, 3, None)}[request.param]
+    computing = Kernel(name, places)  # type: ignore[arg-type]
+    monkeypatch.setattr(with_lse, "kernel_of", lambda problem: request.param)
+    monkeypatch.setattr(torch.ops.aten, name, computing)
+    return computing
+
+
+@pytest.mark.parametrize("problem", [FULL, SQUARE, LOWER_RIGHT], ids=["full", "square", "lower-right"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_operators_get_what_they_ask_for(kernel: Kernel, problem: Problem, dtype: torch.dtype) -> None:
+    q = torch.randn(2, problem.seqlen_q, 4, 64).to(dtype)
+    k, v = (torch.randn(2, problem.seqlen_k, 2, 64).to(dtype) for _ in range(2))
+    part = Part(*(x.transpose(1, 2) for x in (q, k, v)), None, None, None)
+    out, lse, mask = with_lse.attend(replace(problem, dtype=dtype), part)
+    options = Options(softmax_scale=problem.softmax_scale, causal=problem is not FULL, return_lse=True)
+    expected = reference_attention(*prepare_dense(q, k, v, options))
+    assert torch.equal(out, expected.out.transpose(1, 2).to(dtype))
+    assert torch.equal(lse, expected.lse.float())
+    assert lse.shape == (2, 4, problem.seqlen_q)
+    assert mask is None
+    assert kernel.calls == 1

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from fastattention.distributed import calibrate, transports
 from fastattention.distributed.blocks import AttentionLinear
-from fastattention.distributed.costs import TransportCost, Workload
+from fastattention.distributed.costs import TransportCost
 from fastattention.distributed.exchange import from_rank_0, gather
 from fastattention.distributed.plan import choose
 from fastattention.distributed.transports import Transfer, Transport
@@ -107,12 +107,11 @@ class Agreement:
 
         Of calls that are alike one is tried: the others take the transport that has won.
         """
-        workload = calibrate.workload_of(call, transfer.group_size)
-        plans = from_rank_0(lambda: self._choose(call, workload, costs), group)
+        kind, plans = from_rank_0(lambda: self._choose(call, transfer, costs), group)
         divided = {
             name: Candidate(rows, self.transports[name, transfer.device]) for name, rows in plans if len(rows) > 1
         }
-        verdict = (calibrate.kind_of(call, workload), tuple(cost.name for cost in costs))
+        verdict = (kind, tuple(cost.name for cost in costs))
         if verdict not in self._verdicts:
             if not divided:
                 return Agreed(undivided, undivided)
@@ -124,11 +123,14 @@ class Agreement:
         )
 
     def _choose(
-        self, call: AttentionLinear, workload: Workload, costs: Sequence[TransportCost]
-    ) -> list[tuple[str, tuple[int, ...]]]:
-        """The blocks for each transport."""
+        self, call: AttentionLinear, transfer: Transfer, costs: Sequence[TransportCost]
+    ) -> tuple[calibrate.Kind, list[tuple[str, tuple[int, ...]]]]:
+        """What the call is like, and the blocks for each transport: by the lengths and clocks of one rank."""
+        workload = calibrate.workload_of(call, transfer.group_size)
         compute = self._compute_costs.of(call, workload)
-        return [(cost.name, choose(workload, compute, [cost]).rows) for cost in costs]
+        return calibrate.kind_of(call, workload), [
+            (cost.name, choose(workload, compute, [cost]).rows) for cost in costs
+        ]
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
         """The transports that can serve `transfer`, made if need be."""

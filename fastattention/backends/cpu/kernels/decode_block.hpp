@@ -115,17 +115,20 @@ public:
     PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head, int64_t from)
         : row_(rows.addresses + from + head * block.n / block.heads),
           head_(head * block.n % block.heads),
+          rows_left_(block.size),
           heads_(block.heads),
           head_stride_(rows.head_stride),
           headdim_(rows.headdim) {}
 
-    // The next cache line of a row, or the first of the row after it.
+    // The next cache line of a row, or the first of the row after it; none after as many rows as a block has.
     __attribute__((always_inline)) void prefetch_line() {
         constexpr int64_t kLine = 64 / sizeof(Element);
+        if (rows_left_ == 0) return;
         prefetch(reinterpret_cast<const Element*>(*row_) + head_ * head_stride_ + column_);
         column_ += kLine;
         if (column_ < headdim_) return;
         column_ = 0;
+        --rows_left_;
         next_row();
     }
 
@@ -145,7 +148,7 @@ private:
     }
 
     char* const* row_;
-    int64_t head_, column_ = 0;
+    int64_t head_, rows_left_, column_ = 0;
     const int64_t heads_, head_stride_, headdim_;
 };
 

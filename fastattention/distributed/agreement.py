@@ -51,9 +51,9 @@ class Agreed(NamedTuple):
     captured: Candidate
 
     @classmethod
-    def on(cls, rows: tuple[int, ...], transport: Transport) -> Agreed:
+    def always(cls, candidate: Candidate) -> Agreed:
         """One way for both."""
-        return cls(*[Candidate(rows, transport)] * 2)
+        return cls(candidate, candidate)
 
 
 class Agreement:
@@ -85,15 +85,14 @@ class Agreement:
         problem = key.problem
         transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, dist.get_world_size(group))
         able = self._able(key.transport, transfer, group)
-        if len(able) == 1 and (key.rows is not None or not calibrate.worth_dividing(transfer)):
-            return Agreed.on(key.rows or (problem.total_q,), able[0])
-        costs = self._costs_of(able, transfer, group)
         rows = key.rows or (problem.total_q,)
+        decided = key.rows is not None or not calibrate.worth_dividing(transfer)
+        if len(able) == 1 and decided:
+            return Agreed.always(Candidate(rows, able[0]))
+        costs = self._costs_of(able, transfer, group)
         quickest = _quickest(costs, [count * transfer.nbytes // transfer.rows for count in rows])
-        undivided = Candidate(rows, self.transports[quickest, problem.device])
-        if key.rows is not None or not calibrate.worth_dividing(transfer):
-            return Agreed(undivided, undivided)
-        return self._divide(call, transfer, costs, undivided, group)
+        candidate = Candidate(rows, self.transports[quickest, problem.device])
+        return Agreed.always(candidate) if decided else self._divide(call, transfer, costs, candidate, group)
 
     def _divide(
         self,
@@ -114,7 +113,7 @@ class Agreement:
         verdict = (kind, tuple(cost.name for cost in costs))
         if verdict not in self._verdicts:
             if not divided:
-                return Agreed(undivided, undivided)
+                return Agreed.always(undivided)
             winners = run_trials([undivided, *divided.values()], call, transfer, group)
             called, captured = ([None, *divided][place] for place in winners)
             self._verdicts[verdict] = called, captured

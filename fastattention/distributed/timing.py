@@ -33,16 +33,17 @@ def called_seconds(
     at_most: float = math.inf,
 ) -> float:
     """Median of some rounds, launches included; of fewer, if together they take longer than `at_most`."""
-    if warm_up:
-        work()
-    times: list[float] = []
-    while not times or (len(times) < rounds and sum(times) < at_most):
+
+    def once() -> float:
         synchronize(device)
         start = time.perf_counter()
         work()
         synchronize(device)
-        times.append(time.perf_counter() - start)
-    return median(times)
+        return time.perf_counter() - start
+
+    if warm_up:
+        work()
+    return _median(once, rounds, at_most)
 
 
 def queued_seconds(
@@ -51,14 +52,22 @@ def queued_seconds(
     """Likewise with all launches enqueued before, as in a CUDA graph; where there are none, `called_seconds`."""
     if device.type != "cuda":
         return called_seconds(work, device, rounds=rounds, at_most=at_most)
-    work()
-    times: list[float] = []
-    while not times or (len(times) < rounds and sum(times) < at_most):
+
+    def once() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         work()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        return float(start.elapsed_time(end)) / 1e3
+
+    work()
+    return _median(once, rounds, at_most)
+
+
+def _median(once: Callable[[], float], rounds: int, at_most: float) -> float:
+    times: list[float] = []
+    while not times or (len(times) < rounds and sum(times) < at_most):
+        times.append(once())
     return median(times)

@@ -36,5 +36,5 @@ def sum_parts(
     Numbers are float16, bfloat16 or float32, added in float32 and rounded once. The device must be the current one.
     """
     step = sum_step(dtype, count)
-    kernel = module.load_kernel(SumConfig(DTYPE_NAMES[dtype]), device_index)
+    kernel = module.load_kernel(step.variant, device_index)
     kernel.functions[step.entry].launch(sum_params(parts, shared, out, count), step.num_blocks, stream)

@@ -37,11 +37,14 @@ class SdpaBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, splits the call into sequences of one length, attends to each and joins the results."""
+        if with_lse.can_serve(problem):
+            parts = split(problem, inputs, inputs.q, whole_batch=True)
+            return join(problem, inputs, [with_lse.attend(problem, part) for part in parts])
         q = inputs.q if inputs.k_new is None else append_tokens(problem, inputs)
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         unmasked = fused.can_express(problem) and not (problem.has_alibi or problem.has_bias)
         generator = _generator(problem, inputs)
-        parts = split(problem, inputs, q, whole_batch=fits or unmasked or with_lse.can_serve(problem))
+        parts = split(problem, inputs, q, whole_batch=fits or unmasked)
         return join(problem, inputs, [_attend(problem, part, generator) for part in parts])
 
     def prefers_corner(self, corner: Problem) -> bool:
@@ -62,9 +65,6 @@ def _is_enabled(kernel: str) -> bool:
 
 
 def _attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
-    if with_lse.can_serve(problem):
-        result = with_lse.attend(problem, part)
-        return result if problem.return_lse else result._replace(lse=None)
     if fused.can_express(problem) and part.q.numel() and part.k.numel():
         return AttentionOutput(fused.attend(problem, part), None)
     return math.attend(problem, part, generator)

@@ -47,7 +47,7 @@ def attend(problem: Problem, part: Part) -> AttentionOutput:
     else:
         results = aten._scaled_dot_product_flash_attention(part.q, part.k, part.v, 0.0, causal, False, scale=scale)
     out, lse = results[:2]
-    return AttentionOutput(out, lse.view(out.shape[:3]))
+    return AttentionOutput(out, lse.view(out.shape[:3]) if problem.return_lse else None)
 
 
 def kernel_of(problem: Problem) -> str | None:

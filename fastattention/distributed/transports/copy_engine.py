@@ -28,6 +28,7 @@ from fastattention import config
 from fastattention.backends.cuda import summing
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.streams import copy_async
+from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.distributed.exchange import gather
 from fastattention.distributed.transports.base import Pending, Transfer, Transport
@@ -35,7 +36,6 @@ from fastattention.distributed.transports.peer_memory import PeerMemory, Point
 from fastattention.errors import ArgumentError
 
 ALIGNMENT = 16  # bytes at which shares begin
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class CopyEngine(Transport):
@@ -63,7 +63,7 @@ class CopyEngine(Transport):
 
     def why_not(self, transfer: Transfer) -> str | None:
         """Of the group, the same for every transfer; or its dtype."""
-        if self._reason is None and transfer.dtype not in DTYPES:
+        if self._reason is None and transfer.dtype not in DTYPE_NAMES:
             return f"{transfer.dtype} is not added up; float16, bfloat16 and float32 are"
         return self._reason
 

@@ -39,7 +39,7 @@ def why_unavailable() -> str | None:
     return None if cache.BUILT_AHEAD.is_dir() else compiler.why_unavailable()
 
 
-def _checked(result: tuple[Any, ...], doing: str) -> Any:
+def checked(result: tuple[Any, ...], doing: str) -> Any:
     """The value of a driver call, whose first is a status."""
     status, *values = result
     if int(status) != 0:
@@ -51,13 +51,13 @@ def _checked(result: tuple[Any, ...], doing: str) -> Any:
 def device_limits(device_index: int) -> Limits:
     """What a device offers kernels, asked from the driver."""
     driver = driver_bindings()
-    _checked(driver.cuInit(0), "starting CUDA")
-    device = _checked(driver.cuDeviceGet(device_index), f"opening cuda:{device_index}")
+    checked(driver.cuInit(0), "starting CUDA")
+    device = checked(driver.cuDeviceGet(device_index), f"opening cuda:{device_index}")
     names = driver.CUdevice_attribute
 
     def attribute(name: str) -> int:
         value = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(_checked(driver.cuDeviceGetAttribute(value, device), f"asking cuda:{device_index}"))
+        return int(checked(driver.cuDeviceGetAttribute(value, device), f"asking cuda:{device_index}"))
 
     return Limits(
         target=10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR"),
@@ -144,12 +144,12 @@ class Kernel:
 
     def __init__(self, config: Variant, target: int) -> None:
         driver = driver_bindings()
-        self._module = _checked(driver.cuModuleLoadData(cache.cubin(config, target)), f"loading {config.name}")
+        self._module = checked(driver.cuModuleLoadData(cache.cubin(config, target)), f"loading {config.name}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         functions = []
         for entry in config.entries:
-            handle = _checked(driver.cuModuleGetFunction(self._module, entry.name.encode()), config.name)
-            _checked(driver.cuFuncSetAttribute(handle, limit, entry.shared_bytes), config.name)
+            handle = checked(driver.cuModuleGetFunction(self._module, entry.name.encode()), config.name)
+            checked(driver.cuFuncSetAttribute(handle, limit, entry.shared_bytes), config.name)
             overlaps = entry.overlaps and target >= _FIRST_OVERLAPPING
             functions.append(OverlappingFunction(entry, handle) if overlaps else Function(entry, handle))
         self.functions = tuple(functions)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastattention.backends.cuda.jit.module import driver_bindings
-from fastattention.errors import CompileError
+from fastattention.backends.cuda.jit.module import checked, driver_bindings
 
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
     """Enqueues a copy between addresses of this process, of any GPUs that it can reach."""
-    (status,) = driver_bindings().cuMemcpyAsync(target, source, nbytes, stream)
-    _check(status, f"copying {nbytes} bytes")
+    checked(driver_bindings().cuMemcpyAsync(target, source, nbytes, stream), f"copying {nbytes} bytes")
 
 
 class Meeting:
@@ -31,8 +29,8 @@ class Meeting:
     def enqueue(self, stream: int) -> None:
         """On a stream of the current device. What it has done before is visible to all, once they go on."""
         operations = self._operations
-        (status,) = driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0)
-        _check(status, "waiting for other GPUs")
+        result = driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0)
+        checked(result, "waiting for other GPUs")
 
 
 def _write(address: int, value: int) -> Any:
@@ -53,8 +51,3 @@ def _wait(address: int) -> Any:
     made.waitValue.address, made.waitValue.value = driver.CUdeviceptr(address), 1
     made.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
     return made
-
-
-def _check(status: Any, doing: str) -> None:
-    if status:
-        raise CompileError(f"{doing}: the CUDA driver answers {status.name}")

@@ -160,15 +160,17 @@ class _Measurement:
 
     def _all_reduce_seconds(self, nbytes: int) -> float:
         out = self._rows(nbytes)
-        partials = self._transport.partials(out)
-        seconds = queued_seconds(lambda: self._transport.all_reduce(partials, out).wait(), self._device)
-        return self._agreed(seconds)
+
+        def all_reduce() -> None:
+            partials = self._transport.begin(out, [out.shape[0]])
+            self._transport.all_reduce(partials, out).wait()
+
+        return self._agreed(queued_seconds(all_reduce, self._device))
 
     def _slowdown(self, nbytes: int) -> float:
         """How much longer matrix products take under two all-reduces, alone each as long as all of the products."""
         out = self._rows(2 * nbytes)
-        partials = self._transport.partials(out)
-        halves = list(zip(partials.chunk(2), out.chunk(2), strict=True))
+        halves = out.chunk(2)
         count, multiply = 1, self._product()
 
         def compute() -> None:
@@ -181,7 +183,8 @@ class _Measurement:
         under = []
         for _ in range(ROUNDS):
             synchronize(self._device)
-            pending = [self._transport.all_reduce(*half) for half in halves]
+            partials = self._transport.begin(out, [len(half) for half in halves]).chunk(2)
+            pending = [self._transport.all_reduce(*half) for half in zip(partials, halves, strict=True)]
             under.append(called_seconds(compute, self._device, warm_up=False, rounds=1))
             for each in pending:
                 each.wait()

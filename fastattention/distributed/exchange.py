@@ -1,13 +1,14 @@
-"""Small messages among the ranks of a group, before a call of a new kind. All but check_group are collective."""
+"""Small messages among the ranks of a group, before a call of a new kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from fastattention.errors import ArgumentError
 
@@ -41,15 +42,21 @@ def check_group(group: object, device: torch.device) -> ProcessGroup:
     return group
 
 
+def timeout_of(backend: Any) -> timedelta:
+    """The timeout of a backend; torch's default where it does not tell."""
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
+
+
 def gather(value: Any, group: ProcessGroup) -> list[Any]:
-    """What each rank gives, by rank."""
+    """What each rank gives, by rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
 
 def from_rank_0(work: Callable[[], Answer], group: ProcessGroup) -> Answer:
-    """What `work` returns on rank 0, where alone it is called. If it raises there, all ranks do."""
+    """What `work` returns on rank 0, where alone it is called. If it raises there, all ranks do. Collective."""
     answer: list[Any] = [None, None]
     error: Exception | None = None
     if dist.get_rank(group) == 0:
@@ -67,7 +74,7 @@ def from_rank_0(work: Callable[[], Answer], group: ProcessGroup) -> Answer:
 
 
 def largest(values: Sequence[float], device: torch.device, group: ProcessGroup) -> list[float]:
-    """The largest of each value over all ranks: the same numbers on all of them."""
+    """The largest of each value over all ranks: the same numbers on all of them. Collective."""
     tensor = torch.tensor(values, dtype=torch.float32, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
     return cast("list[float]", tensor.tolist())

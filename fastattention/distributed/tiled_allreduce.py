@@ -20,7 +20,7 @@ def tiled_allreduce(compute: Compute, out: Tensor, rows: Sequence[int], transpor
 
     Every sum that has begun is waited for, also when something fails; then the first error is raised.
     """
-    partials = transport.partials(out)
+    partials = transport.begin(out, rows)
     if len(rows) == 1:
         compute(0, rows[0], partials)
         transport.all_reduce_now(partials, out)

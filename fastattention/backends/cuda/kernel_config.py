@@ -1,4 +1,4 @@
-"""Variants of kernels: KernelConfig attends, AppendConfig writes caches, MergeConfig merges parts, SumConfig adds."""
+"""Variants of kernels: what attends, writes caches, merges parts, adds them up, and does so over GPUs."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ APPEND_WARPS = 4  # likewise kernels/append.cuh
 MERGE_WARPS = 4  # likewise kernels/merge.cuh
 MERGE_COLUMNS = 128  # that each of them takes
 SUM_WARPS = 8  # likewise kernels/sum_parts.cuh
+FIRST_WITH_BULK_COPIES = 90  # compute capability
+ALL_REDUCE_WARPS = 16  # likewise kernels/all_reduce.cuh
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,53 @@ class SumConfig:
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
             "FA_FLOAT32_PARTS": str(int(self.dtype == "float32")),
         }
+
+
+@dataclass(frozen=True)
+class AllReduceConfig:
+    """One variant of kernels/all_reduce.cuh. dtype: "float16", "bfloat16" or "float32"."""
+
+    dtype: str
+    num_ranks: int
+    bulk_copies: bool
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"all_reduce_{self.dtype}_{self.num_ranks}_ranks{'_bulk' * self.bulk_copies}"
+
+    @property
+    def source(self) -> str:
+        """The header in kernels/ that is compiled."""
+        return "all_reduce.cuh"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA; kernels/peer_reads.cuh asserts the same."""
+        stages = 24 // self.num_ranks
+        return stages * (self.num_ranks * 16 * 32 * ALL_REDUCE_WARPS + 8) if self.bulk_copies else 0
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_all_reduce", 32 * ALL_REDUCE_WARPS, self.shared_bytes),)
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/element.cuh, kernels/columns.cuh and kernels/peer_reads.cuh are compiled with."""
+        return {
+            **SumConfig(self.dtype).macros(),
+            "FA_RANKS": str(self.num_ranks),
+            "FA_BULK_COPIES": str(int(self.bulk_copies)),
+            "FA_SHARED_BYTES": str(self.shared_bytes),
+        }
+
+
+def all_reduce_config(dtype: str, num_ranks: int, limits: Limits) -> AllReduceConfig:
+    """The variant for a GPU: with bulk copies, where there are such and shared memory for them."""
+    bulk = AllReduceConfig(dtype, num_ranks, bulk_copies=True)
+    if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_block:
+        return bulk
+    return AllReduceConfig(dtype, num_ranks, bulk_copies=False)
 
 
 def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:

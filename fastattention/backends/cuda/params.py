@@ -7,7 +7,9 @@ import struct
 from typing import Any, ClassVar
 
 MOST_PARTS = 8  # of a launch; kernels/params.h says the same
+MOST_BLOCKS = 16  # likewise
 
+_LENGTHS = {"parts": MOST_PARTS, "blocks": MOST_BLOCKS}
 _TYPES: dict[str, type[Any]] = {"Q": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
@@ -37,14 +39,14 @@ def _fields(**names: str) -> list[tuple[str, type[Any]]]:
 
 
 def _field(name: str, type_: type[Any]) -> tuple[str, type[Any]]:
-    """`name[]` has an element for each part of a merge."""
-    single = name.removesuffix("[]")
-    return single, type_ if single == name else type_ * MOST_PARTS
+    """`name[parts]` has an element for each part, `name[blocks]` for each block."""
+    single, _, length = name.removesuffix("]").partition("[")
+    return single, type_ * _LENGTHS[length] if length else type_
 
 
 def _formats(fields: list[tuple[str, type[Any]]]) -> tuple[struct.Struct, struct.Struct]:
     codes: dict[type[Any], str] = {type_: code for code, type_ in _TYPES.items()}
-    codes |= {type_ * MOST_PARTS: code * MOST_PARTS for type_, code in codes.items()}
+    codes |= {type_ * length: code * length for type_, code in codes.items() for length in _LENGTHS.values()}
     packed = "".join(codes[type_] for _, type_ in fields)
     num_pointers = packed.count("Q")
     return struct.Struct(packed[:num_pointers]), struct.Struct(packed[num_pointers:])
@@ -91,10 +93,21 @@ class MergeParams(Params):
     """Of merge.cuh."""
 
     _fields_ = _fields(
-        Q="outs[] lses[] out lse",
-        q="""outs_stride_batch[] outs_stride_row[] outs_stride_head[]
-        lses_stride_batch[] lses_stride_head[] lses_stride_row[]""",
+        Q="outs[parts] lses[parts] out lse",
+        q="""outs_stride_batch[parts] outs_stride_row[parts] outs_stride_head[parts]
+        lses_stride_batch[parts] lses_stride_head[parts] lses_stride_row[parts]""",
         i="num_parts batch_size tokens nheads headdim_v",
+    )
+    _pointers, _rest = _formats(_fields_)
+
+
+class AllReduceParams(Params):
+    """Of all_reduce.cuh."""
+
+    _fields_ = _fields(
+        Q="parts[parts] arrivals[parts] out ready steps finished",
+        q="ends[blocks] patience",
+        i="num_ctas num_blocks rank whole",
     )
     _pointers, _rest = _formats(_fields_)
 
@@ -102,5 +115,5 @@ class MergeParams(Params):
 class SumParams(Params):
     """Of sum_parts.cuh."""
 
-    _fields_ = _fields(Q="parts[] shared out", q="count", i="num_parts")
+    _fields_ = _fields(Q="parts[parts] shared out", q="count", i="num_parts")
     _pointers, _rest = _formats(_fields_)

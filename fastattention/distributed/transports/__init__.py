@@ -14,6 +14,7 @@ from fastattention.errors import ArgumentError
 TRANSPORTS: dict[str, str] = {
     "c10d": "fastattention.distributed.transports.c10d:C10d",
     "copy_engine": "fastattention.distributed.transports.copy_engine:CopyEngine",
+    "peer_kernel": "fastattention.distributed.transports.peer_kernel:PeerKernel",
     "nccl_symmetric": "fastattention.distributed.transports.nccl_symmetric:NcclSymmetric",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -56,14 +57,17 @@ class Transport(abc.ABC):
         """Why this transport cannot serve `transfer`, or None. The answer is the same on every rank."""
 
     @abc.abstractmethod
-    def partials(self, out: Tensor) -> Tensor:
-        """Memory like `out` (rows, hidden) for this rank's shares: `out` itself, or memory that peers read."""
+    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+        """Begins a call that sums into `out` (rows, hidden), in blocks of so many rows.
+
+        Returns memory like `out` for this rank's parts: `out` itself, or memory that peers read.
+        """
 
     @abc.abstractmethod
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
         """Begins to sum `partial` (rows, hidden) over all ranks into `out`, once the current stream has computed it.
 
-        Both are the same rows of what `partials` was asked for and gave.
+        Both are the next block of the call that has begun: of its `out`, and of the memory for its parts.
         """
 
     def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from fastattention.distributed.exchange import from_rank_0
+from fastattention.distributed.exchange import from_rank_0, timeout_of
 from fastattention.distributed.transports.base import Pending, Transfer, Transport
 
 
@@ -33,7 +33,7 @@ class C10d(Transport):
         options = _DistributedBackendOptions()
         options.store = PrefixStore(name, distributed_c10d._get_default_store())
         options.group_rank, options.group_size = dist.get_rank(group), dist.get_world_size(group)
-        options.timeout = _timeout(theirs)
+        options.timeout = timeout_of(theirs)
         options.group_id = name
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
         self._communicator = _communicator(theirs.name(), options)
@@ -42,7 +42,7 @@ class C10d(Transport):
         """None: whatever the backend of the group sums."""
         return None
 
-    def partials(self, out: Tensor) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
         """`out` itself."""
         return out
 
@@ -79,12 +79,6 @@ class _Work(Pending):
 
     def wait(self) -> None:
         self._work.wait()
-
-
-def _timeout(backend: Any) -> timedelta:
-    """The timeout of a backend; torch's default where it does not tell."""
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else distributed_c10d.default_pg_timeout
 
 
 def _communicator(backend: str, options: Any) -> Any:

@@ -16,29 +16,25 @@ up once, in the order of the ranks. NVLink's multicast is not used.
 
 from __future__ import annotations
 
-import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention import config
 from fastattention.backends.cuda import summing
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.streams import copy_async
-from fastattention.backends.cuda.merging import DTYPE_NAMES
-from fastattention.backends.cuda.params import MOST_PARTS
-from fastattention.distributed.exchange import gather
-from fastattention.distributed.transports.base import Pending, Transfer, Transport
-from fastattention.distributed.transports.peer_memory import PeerMemory, Point
-from fastattention.errors import ArgumentError
+from fastattention.distributed.transports.base import Pending
+from fastattention.distributed.transports.meetings import Meetings, Point
+from fastattention.distributed.transports.on_one_host import OnOneHost, check_not_capturing
+from fastattention.distributed.transports.peer_memory import PeerMemory
 
 ALIGNMENT = 16  # bytes at which shares begin
 
 
-class CopyEngine(Transport):
+class CopyEngine(OnOneHost):
     """Between GPUs of one host that can read each other's memory.
 
     Streams wait for flags without end: where a rank dies or fails within a call, those of the others are stuck.
@@ -48,42 +44,29 @@ class CopyEngine(Transport):
     name = "copy_engine"
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self._group_name = group.group_name
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._device = device
-        self._reason = _why_not_group(group, device)
-        self._peers: PeerMemory | None = None
+        super().__init__(group, device)
+        self._meetings: Meetings | None = None
         # Of this rank's share, in turns.
         self._parts = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._in_graphs: set[object] = set()  # memory that graphs need, though larger may have taken its place
         self._turn = 0
         self._end = 0  # where the rows of the call under way end
-        if self._reason is None:
-            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def why_not(self, transfer: Transfer) -> str | None:
-        """Of the group, the same for every transfer; or its dtype."""
-        if self._reason is None and transfer.dtype not in DTYPE_NAMES:
-            return f"{transfer.dtype} is not added up; float16, bfloat16 and float32 are"
-        return self._reason
-
-    def partials(self, out: Tensor) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
         """Rows that peers can read."""
-        if self._peers is None or self._peers.nbytes < out.nbytes:
-            _check_not_capturing()
-            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
-            self._peers = None
-            self._peers = PeerMemory(out.nbytes, self._rank, self._size, self._device, self._group_name)
         self._end, self._turn = out.data_ptr() + out.nbytes, 0
-        return self._peers.mine[: out.nbytes].view(out.dtype).view(out.shape)
+        return super().begin(out, rows)
+
+    def _take(self, nbytes: int) -> PeerMemory:
+        memory = PeerMemory(nbytes, Meetings.flags_needed(self._size), self._device, self._group_name)
+        self._meetings = Meetings(memory, self._rank, self._size)
+        return memory
 
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
         """On a stream of its own, but for the addition."""
         share = -(-out.nbytes // (self._size * ALIGNMENT)) * ALIGNMENT
         block = _Block(partial, out, share, self._turn, last=out.data_ptr() + out.nbytes == self._end)
         self._take_parts(block)
-        if torch.cuda.is_current_stream_capturing():
-            self._in_graphs |= {self._peers, self._parts[block.turn]}
+        self._keep_for_graphs(self._peers, self._parts[block.turn])
         self._turn = 1 - self._turn
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._fetch_parts(block)
@@ -114,13 +97,13 @@ class CopyEngine(Transport):
 
     def close(self) -> None:
         """Gives the memory back."""
-        self._in_graphs.clear()
-        self._peers = None
+        super().close()
+        self._meetings = None
         self._parts = [parts[:0].clone() for parts in self._parts]
 
     def _take_parts(self, block: _Block) -> None:
         if self._parts[block.turn].nbytes < self._size * block.share:
-            _check_not_capturing()
+            check_not_capturing()
             with torch.cuda.stream(self._stream):
                 self._parts[block.turn] = torch.empty(self._size * block.share, dtype=torch.uint8, device=self._device)
 
@@ -152,8 +135,8 @@ class CopyEngine(Transport):
         return [(self._rank + step) % self._size for step in range(1, self._size)]
 
     def _meet(self, point: Point, block: _Block) -> None:
-        assert self._peers is not None
-        self._peers.meet(point, block.turn, self._stream.cuda_stream)
+        assert self._meetings is not None
+        self._meetings.meet(point, block.turn, self._stream.cuda_stream)
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         copy_async(target, source, nbytes, self._stream.cuda_stream)
@@ -184,39 +167,3 @@ class _Sum(Pending):
         self.advance()
         assert self._end is not None
         torch.cuda.current_stream(self._block.out.device).wait_event(self._end)
-
-
-def _check_not_capturing() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise ArgumentError(
-            "memory that peers read cannot be made while a CUDA graph is captured: make the largest call once before"
-        )
-
-
-def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
-    """The first reason that any rank has. Collective."""
-    answers = gather((socket.gethostname(), _why_not_device(device)), group)
-    reasons = [reason for _, reason in answers if reason is not None]
-    if reasons:
-        return str(reasons[0])
-    hosts = {host for host, _ in answers}
-    if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} hosts, and GPUs read each other's memory within one"
-    return f"it adds up {MOST_PARTS} parts at most, of {len(answers)} ranks" if len(answers) > MOST_PARTS else None
-
-
-def _why_not_device(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"it copies between GPUs, and tensors are on {device.type}"
-    if config.peer_to_peer_disabled():
-        return "NCCL_P2P_DISABLE=1 keeps GPUs from reading each other's memory"
-    if torch.version.hip is not None:
-        return "it is written for CUDA"
-    unreachable = [
-        other
-        for other in range(torch.cuda.device_count())
-        if other != device.index and not torch.cuda.can_device_access_peer(device, other)
-    ]
-    if unreachable:
-        return f"{device} cannot read the memory of cuda:{unreachable[0]}"
-    return module.why_unavailable()

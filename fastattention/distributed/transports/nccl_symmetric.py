@@ -6,6 +6,7 @@ of such a pool and then copied. With NVLink's multicast off two of its algorithm
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fastattention.distributed.transports.c10d import C10d
 from fastattention.errors import ArgumentError
 
 LEAST_NCCL = (2, 27)  # the first that has them
+ALIGNMENT = 16
 
 
 class NcclSymmetric(C10d):
@@ -36,10 +38,13 @@ class NcclSymmetric(C10d):
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def why_not(self, transfer: Transfer) -> str | None:
-        """Of the group, the same for every transfer."""
+        """Of the group, the same for every transfer; or its rows, at which blocks begin."""
+        row_bytes = transfer.hidden * transfer.dtype.itemsize
+        if self._reason is None and row_bytes % ALIGNMENT:
+            return f"rows of {row_bytes} bytes; its kernels sum wrongly what is not aligned to {ALIGNMENT}"
         return self._reason
 
-    def partials(self, out: Tensor) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
         """Rows in the pool."""
         capturing = torch.cuda.is_current_stream_capturing()
         if self._rows.nbytes < out.nbytes:

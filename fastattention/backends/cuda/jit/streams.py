@@ -13,6 +13,17 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
     checked(driver_bindings().cuMemcpyAsync(target, source, nbytes, stream), f"copying {nbytes} bytes")
 
 
+class FlagWrites:
+    """32 bits written to each of some addresses, in their order."""
+
+    def __init__(self, addresses: Sequence[int], value: int) -> None:
+        self._operations = [_write(address, value) for address in addresses]
+
+    def enqueue(self, stream: int) -> None:
+        """On a stream of the current device, behind all that the stream has done before."""
+        _enqueue(self._operations, stream, "writing flags")
+
+
 class Meeting:
     """A point that streams of several GPUs reach together, without a kernel: each raises a flag at every other.
 
@@ -28,9 +39,11 @@ class Meeting:
 
     def enqueue(self, stream: int) -> None:
         """On a stream of the current device. What it has done before is visible to all, once they go on."""
-        operations = self._operations
-        result = driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0)
-        checked(result, "waiting for other GPUs")
+        _enqueue(self._operations, stream, "waiting for other GPUs")
+
+
+def _enqueue(operations: Sequence[Any], stream: int, doing: str) -> None:
+    checked(driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0), doing)
 
 
 def _write(address: int, value: int) -> Any:

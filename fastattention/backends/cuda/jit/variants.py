@@ -18,6 +18,7 @@ from fastattention.backends.cuda.kernel_config import (
     MergeConfig,
     SumConfig,
     Variant,
+    all_reduce_config,
 )
 from fastattention.problem import Layout, Problem
 
@@ -174,7 +175,7 @@ def variants_of(
         ),
         (AppendConfig(*append) for append in itertools.product(names, formats)),
         _merges_of(names) if Feature.PLAIN in features else (),
-        map(SumConfig, ("float32", *names)) if Feature.PLAIN in features else (),
+        _sums_of(names, limits) if Feature.PLAIN in features else (),
     )
     return list(dict.fromkeys(variants))
 
@@ -186,6 +187,14 @@ def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:
         yield MergeConfig(dtype, dtype)
         yield MergeConfig(dtype, "float32")
         yield MergeConfig("float32", dtype)
+
+
+def _sums_of(dtypes: Sequence[str], limits: Limits) -> Iterator[Variant]:
+    """Of parts, and over as many GPUs as hosts usually have. Others are compiled when they are asked for."""
+    for dtype in ("float32", *dtypes):
+        yield SumConfig(dtype)
+        for num_ranks in (2, 4, 8):
+            yield all_reduce_config(dtype, num_ranks, limits)
 
 
 def known_limits(target: int) -> Limits | None:

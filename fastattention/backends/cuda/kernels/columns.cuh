@@ -20,6 +20,10 @@ struct InElements {
     }
     static FA_DEVICE float widen(Item item) { return Element::widen(item); }
     static FA_DEVICE Four narrow(const float (&x)[4]) { return {Element::pack(x[0], x[1]), Element::pack(x[2], x[3])}; }
+
+    // Two of them in 32 bits.
+    static FA_DEVICE Item item(uint32_t word, int i) { return static_cast<Item>(word >> i * 16); }
+    static FA_DEVICE uint32_t word(const float* x) { return Element::pack(x[0], x[1]); }
 };
 
 struct InFloats {
@@ -34,6 +38,9 @@ struct InFloats {
     static FA_DEVICE Four narrow(const float (&x)[4]) {
         return {as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])};
     }
+
+    static FA_DEVICE Item item(uint32_t word, int) { return as_float(word); }
+    static FA_DEVICE uint32_t word(const float* x) { return as_bits(x[0]); }
 };
 
 template <bool kAsFloats>

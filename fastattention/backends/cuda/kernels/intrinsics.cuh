@@ -128,6 +128,18 @@ FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
     const unsigned last = static_cast<unsigned>(count) - 1;
     return atomicInc(reinterpret_cast<unsigned*>(counter), last) == last;
 }
+// Between kernels of several GPUs, and their streams. What this thread wrote, and what it knows of others' writes, is seen
+// by all that see what it stores afterwards; and it sees what was written before whatever it has loaded.
+FA_DEVICE void system_fence() { __threadfence_system(); }
+FA_DEVICE int32_t load_flag(const int32_t* flag) { return *static_cast<const volatile int32_t*>(flag); }
+FA_DEVICE void store_flag(int32_t* flag, int32_t x) { *static_cast<volatile int32_t*>(flag) = x; }
+FA_DEVICE int64_t nanoseconds() {
+    int64_t now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+// Ends the kernel with an error, and with it all work of the process on this GPU.
+FA_DEVICE void give_up() { asm volatile("trap;"); }
 FA_DEVICE void store_global_64(void* address, Words2 x) {
     *static_cast<uint2*>(address) = make_uint2(x.word[0], x.word[1]);
 }
@@ -217,6 +229,42 @@ FA_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "
 template <int kPending>
 FA_DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Copies of many bytes to shared memory by the engine for them, from Hopper on, and 8 bytes of shared memory by which threads
+// learn of their end. These count one phase after the other: in each, one thread says how many bytes will come.
+FA_DEVICE void bulk_begin(uint32_t counter) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;" ::"r"(counter) : "memory");
+#endif
+}
+FA_DEVICE void bulk_expect(uint32_t counter, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(bytes) : "memory");
+#endif
+}
+// A multiple of 16 bytes, aligned to 16.
+FA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t counter) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(counter)
+                 : "memory");
+#endif
+}
+// Until all bytes of a phase have come, given its lowest bit.
+FA_DEVICE void bulk_wait(uint32_t counter, uint32_t phase) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}" ::"r"(
+                     counter),
+                 "r"(phase)
+                 : "memory");
+#endif
+}
+// Between what threads have written, or know to be written, and bulk copies of it.
+FA_DEVICE void bulk_fence() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
 }
 
 // Four 8 x 8 matrices of 16-bit elements. Lanes 8i ... 8i + 7 give the addresses of matrix i's rows; lane l receives

@@ -1,0 +1,94 @@
+"""The sum over GPUs of one host by kernels/all_reduce.cuh: flags, parameters, launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastattention.backends.cuda.chips import Limits
+from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.kernel_config import ALL_REDUCE_WARPS, all_reduce_config
+from fastattention.backends.cuda.merging import DTYPE_NAMES
+from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
+from fastattention.backends.cuda.plan import Step
+
+MOST_CTAS = 64
+PACKET_BYTES = 16  # that a thread reads at a time
+
+
+class Flags:
+    """Numbers of a rank's flags, of 32 bits each and 0 at first."""
+
+    ARRIVALS = 0
+    STEPS = ARRIVALS + MOST_CTAS * MOST_PARTS
+    FINISHED = STEPS + MOST_CTAS
+    READY = FINISHED + 1  # of each block: this rank's stream has computed it
+    COUNT = READY + MOST_BLOCKS
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Addresses in the memory of all ranks, as this one reaches them."""
+
+    rank: int
+    parts: tuple[int, ...]  # by rank: of what it has computed, multiples of PACKET_BYTES
+    flags: tuple[int, ...]  # by rank
+
+    @functools.cached_property
+    def pointers(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        """Of AllReduceParams: those before `out`, and `ready` with those behind it."""
+        unused = (0,) * (MOST_PARTS - len(self.parts))
+        mine = self.flags[self.rank]
+        own = mine + 4 * Flags.READY, mine + 4 * Flags.STEPS, mine + 4 * Flags.FINISHED
+        return (*self.parts, *unused, *self.flags, *unused), own
+
+
+@functools.lru_cache(maxsize=256)
+def all_reduce_step(dtype: torch.dtype, num_ranks: int, num_ctas: int, limits: Limits) -> Step:
+    """The launch of so many CTAs, the same on all ranks."""
+    return Step(all_reduce_config(DTYPE_NAMES[dtype], num_ranks, limits), 0, num_ctas)
+
+
+def all_reduce_params(
+    peers: Peers,
+    out: int,
+    ends: Sequence[int],
+    num_ctas: int,
+    patience: int,
+    *,
+    awaits_blocks: bool = False,
+    whole: bool = False,
+) -> AllReduceParams:
+    """Its parameters.
+
+    out: address of the result.
+    ends: of up to MOST_BLOCKS blocks, in numbers from the beginning of the call.
+    patience: nanoseconds for which a rank waits for another.
+    awaits_blocks: each block for its flag; otherwise all have been computed.
+    whole: every rank adds up everything, in the place of its share.
+    """
+    numbers = (*ends, *[0] * (MOST_BLOCKS - len(ends)), patience, num_ctas, len(ends), peers.rank, int(whole))
+    before, (ready, *behind) = peers.pointers
+    params = AllReduceParams.make(
+        AllReduceParams.template(*numbers), *before, out, ready if awaits_blocks else 0, *behind
+    )
+    assert isinstance(params, AllReduceParams)
+    return params
+
+
+def ctas_for(nbytes: int, num_ranks: int, at_most: int, whole: bool) -> int:
+    """CTAs that have something to do."""
+    packets = -(-nbytes // PACKET_BYTES)
+    of_a_rank = packets if whole else -(-packets // num_ranks)
+    return max(min(at_most, -(-of_a_rank // (32 * ALL_REDUCE_WARPS))), 1)
+
+
+def all_reduce(step: Step, params: AllReduceParams, device_index: int, stream: int) -> None:
+    """Enqueues it. The device must be the current one."""
+    function = step.loaded.get(device_index)
+    if function is None:
+        function = step.loaded[device_index] = module.load_kernel(step.variant, device_index).functions[step.entry]
+    function.launch(params, step.num_blocks, stream)

@@ -1,0 +1,134 @@
+// How a CTA reads packets of several GPUs: ranges of them, one of each rank, side by side. Of every range, CTA i has packets
+// [i n, (i + 1) n), and so on in turns, n being its threads; a thread gets the same packet of all ranges.
+#pragma once
+
+#include "packet.cuh"
+
+namespace fastattention {
+
+constexpr int kRanks = FA_RANKS;
+constexpr int kAllReduceWarps = 16;  // of a CTA
+constexpr int kAllReduceThreads = 32 * kAllReduceWarps;
+
+// Of rank r the packets from begin + r * step on, `longest` of them or until `end`; none of the rank `without`.
+template <class Format>
+struct PeerRanges {
+    using Item = typename Format::Item;
+    void* const* memory;  // by rank, packet 0
+    int64_t begin, step, longest, end;
+    int without;
+
+    FA_DEVICE int64_t packets(int rank) const {
+        const int64_t left = end - begin - rank * step;
+        return rank == without ? 0 : left < longest ? left : longest;
+    }
+    FA_DEVICE int64_t number(int rank, int64_t at) const { return (begin + rank * step + at) * Packet<Format>::kNumbers; }
+    FA_DEVICE const Item* item(int rank, int64_t at) const { return static_cast<const Item*>(memory[rank]) + number(rank, at); }
+};
+
+#if !FA_BULK_COPIES
+
+// Through registers. A multiprocessor gets some 10 GB/s of other GPUs this way, however many loads are on their way.
+template <class Format>
+class PeerReads {
+    using SomePacket = Packet<Format>;
+    using Ranges = PeerRanges<Format>;
+    static constexpr int kAtOnce = 8 / kRanks > 1 ? 8 / kRanks : 1;
+
+public:
+    FA_DEVICE PeerReads(int cta, int num_ctas)
+        : first_(static_cast<int64_t>(cta) * kAllReduceThreads + thread_index()),
+          stride_(static_cast<int64_t>(num_ctas) * kAllReduceThreads) {}
+
+    // Calls use(at, packets) for each of this thread's packets. What is behind the end of a range is not set.
+    template <class Use>
+    FA_DEVICE void for_each(const Ranges& ranges, const Use& use) {
+        for (int64_t at = first_; at < ranges.longest; at += kAtOnce * stride_) {
+            SomePacket packets[kAtOnce][kRanks];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+                for (int rank = 0; rank < kRanks; ++rank)
+                    if (at + i * stride_ < ranges.packets(rank))
+                        packets[i][rank] = SomePacket::read(ranges.item(rank, at + i * stride_));
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (at + i * stride_ < ranges.longest) use(at + i * stride_, packets[i]);
+        }
+    }
+
+private:
+    const int64_t first_, stride_;
+};
+
+#else
+
+// Through shared memory, by bulk copies: three times as fast.
+template <class Format>
+class PeerReads {
+    using SomePacket = Packet<Format>;
+    using Ranges = PeerRanges<Format>;
+    static constexpr int kPieceBytes = 16 * kAllReduceThreads;  // of a rank
+    static constexpr int kStages = 24 / kRanks;
+    static constexpr int kCounters = kStages * kRanks * kPieceBytes;  // where they are
+    static_assert(FA_SHARED_BYTES == kCounters + kStages * 8, "kernel_config.py counts shared memory otherwise");
+
+public:
+    FA_DEVICE PeerReads(int cta, int num_ctas)
+        : first_(static_cast<int64_t>(cta) * kAllReduceThreads), stride_(static_cast<int64_t>(num_ctas) * kAllReduceThreads) {
+        if (thread_index() == 0)
+            for (int stage = 0; stage < kStages; ++stage) bulk_begin(counter(stage));
+        block_barrier();
+    }
+
+    // As above.
+    template <class Use>
+    FA_DEVICE void for_each(const Ranges& ranges, const Use& use) {
+        bulk_fence();
+        if (thread_index() == 0)
+            for (int ahead = 0; ahead < kStages - 1; ++ahead) request(first_ + ahead * stride_, ahead, ranges);
+        for (int64_t piece = first_; piece < ranges.longest; piece += stride_, ++taken_) {
+            // Into the stage that all threads have left with the last barrier.
+            if (thread_index() == 0) request(piece + (kStages - 1) * stride_, kStages - 1, ranges);
+            const uint32_t stage = taken_ % kStages;
+            bulk_wait(counter(stage), taken_ / kStages & 1);
+            const int64_t at = piece + thread_index();
+            SomePacket packets[kRanks];
+#pragma unroll
+            for (int rank = 0; rank < kRanks; ++rank)
+                if (at < ranges.packets(rank)) packets[rank] = SomePacket::read_shared(place(stage, rank) + 16 * thread_index());
+            if (at < ranges.longest) use(at, packets);
+            block_barrier();
+        }
+    }
+
+private:
+    // A piece of every range, from packet `at` on, into the stage so many pieces ahead. By one thread.
+    FA_DEVICE void request(int64_t at, int ahead, const Ranges& ranges) {
+        if (at >= ranges.longest) return;
+        const uint32_t stage = (taken_ + ahead) % kStages;
+        uint32_t bytes[kRanks], all = 0;
+#pragma unroll
+        for (int rank = 0; rank < kRanks; ++rank) {
+            const int64_t left = ranges.packets(rank) - at;
+            bytes[rank] = left <= 0 ? 0 : left < kAllReduceThreads ? 16 * static_cast<uint32_t>(left) : kPieceBytes;
+            all += bytes[rank];
+        }
+        bulk_expect(counter(stage), all);
+#pragma unroll
+        for (int rank = 0; rank < kRanks; ++rank)
+            if (bytes[rank] != 0) bulk_copy(place(stage, rank), ranges.item(rank, at), bytes[rank], counter(stage));
+    }
+
+    static FA_DEVICE uint32_t place(uint32_t stage, int rank) {
+        return shared_memory() + (stage * kRanks + rank) * kPieceBytes;
+    }
+    static FA_DEVICE uint32_t counter(uint32_t stage) { return shared_memory() + kCounters + stage * 8; }
+
+    const int64_t first_, stride_;  // packets of this CTA: where pieces begin
+    uint32_t taken_ = 0;            // pieces, since the kernel began
+};
+
+#endif
+
+}  // namespace fastattention

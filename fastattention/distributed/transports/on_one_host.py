@@ -1,0 +1,101 @@
+"""What the transports have in common that work through memory which the GPUs of one host read from each other."""
+
+from __future__ import annotations
+
+import abc
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastattention import config
+from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.merging import DTYPE_NAMES
+from fastattention.backends.cuda.params import MOST_PARTS
+from fastattention.distributed.exchange import gather
+from fastattention.distributed.transports.base import Transfer, Transport
+from fastattention.distributed.transports.peer_memory import PeerMemory
+from fastattention.errors import ArgumentError
+
+
+class OnOneHost(Transport):
+    """Sums of what is computed in PeerMemory, which grows to the largest call and is kept; also what graphs use."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group_name = group.group_name
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._device = device
+        self._reason = _why_not_group(group, device)
+        self._peers: PeerMemory | None = None
+        self._in_graphs: set[object] = set()  # memory that graphs need, though larger may have taken its place
+        if self._reason is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def why_not(self, transfer: Transfer) -> str | None:
+        """Of the group, the same for every transfer; or its dtype."""
+        if self._reason is None and transfer.dtype not in DTYPE_NAMES:
+            return f"{transfer.dtype} is not added up; float16, bfloat16 and float32 are"
+        return self._reason
+
+    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+        """Rows that peers can read."""
+        if self._peers is None or self._peers.nbytes < out.nbytes:
+            check_not_capturing()
+            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
+            self._peers = None
+            self._peers = self._take(out.nbytes)
+        return self._peers.mine[: out.nbytes].view(out.dtype).view(out.shape)
+
+    @abc.abstractmethod
+    def _take(self, nbytes: int) -> PeerMemory:
+        """Memory for a call, and the flags that sums in it need. Collective."""
+
+    def _keep_for_graphs(self, *memory: object) -> None:
+        """While a graph is captured: memory that it will use."""
+        if torch.cuda.is_current_stream_capturing():
+            self._in_graphs.update(memory)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._in_graphs.clear()
+        self._peers = None
+
+
+def check_not_capturing() -> None:
+    """Raises ArgumentError where memory that peers read would have to be made during a capture."""
+    if torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "memory that peers read cannot be made while a CUDA graph is captured: make the largest call once before"
+        )
+
+
+def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
+    """The first reason that any rank has. Collective."""
+    answers = gather((socket.gethostname(), _why_not_device(device)), group)
+    reasons = [reason for _, reason in answers if reason is not None]
+    if reasons:
+        return str(reasons[0])
+    hosts = {host for host, _ in answers}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts, and GPUs read each other's memory within one"
+    return f"it adds up {MOST_PARTS} parts at most, of {len(answers)} ranks" if len(answers) > MOST_PARTS else None
+
+
+def _why_not_device(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"it is for GPUs, and tensors are on {device.type}"
+    if config.peer_to_peer_disabled():
+        return "NCCL_P2P_DISABLE=1 keeps GPUs from reading each other's memory"
+    if torch.version.hip is not None:
+        return "it is written for CUDA"
+    unreachable = [
+        other
+        for other in range(torch.cuda.device_count())
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other)
+    ]
+    if unreachable:
+        return f"{device} cannot read the memory of cuda:{unreachable[0]}"
+    return module.why_unavailable()

@@ -1,0 +1,163 @@
+"""peer_kernel: one kernel of few CTAs reads what all ranks have computed, adds it up, and reads the others' sums.
+
+It is launched once for all blocks of a call, when the last of them has been enqueued, and runs from the beginning of
+the call on a stream of its own. The stream of the compute tells it by flags in memory which blocks are computed. So no
+block waits until a matrix product leaves a multiprocessor to a kernel that sums; the few that this one has are taken
+once. NVLink's multicast is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastattention.backends.cuda import all_reduce
+from fastattention.backends.cuda.all_reduce import (
+    Flags,
+    Peers,
+    all_reduce_params,
+    all_reduce_step,
+    ctas_for,
+)
+from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.jit.streams import FlagWrites
+from fastattention.backends.cuda.kernel_config import all_reduce_config
+from fastattention.backends.cuda.params import MOST_BLOCKS
+from fastattention.distributed.exchange import timeout_of
+from fastattention.distributed.transports.base import Pending
+from fastattention.distributed.transports.on_one_host import OnOneHost
+from fastattention.distributed.transports.peer_memory import PeerMemory
+
+# Beside compute, and alone. Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40.
+CTAS = 32, 64
+BULK_CTAS = 12, 16
+WHOLE_BYTES = 256 << 10  # up to which every rank adds up everything
+
+
+class PeerKernel(OnOneHost):
+    """Between GPUs of one host that can read each other's memory.
+
+    A rank that waits for another longer than the timeout of the group ends with an error of CUDA. It keeps the bytes of
+    the largest call that it has served, and what CUDA graphs use.
+    """
+
+    name = "peer_kernel"
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._addresses: Peers | None = None
+        self._raise: list[FlagWrites] = []  # by block: it is computed
+        self._call: _Call | None = None
+        if self._reason is None:
+            self._patience = round(timeout_of(group._get_backend(device)).total_seconds() * 1e9)
+            self._limits = module.device_limits(device.index)
+            bulk_copies = all_reduce_config("float32", self._size, self._limits).bulk_copies
+            self._ctas_beside, self._ctas_alone = BULK_CTAS if bulk_copies else CTAS
+
+    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+        """Rows that peers can read."""
+        partials = super().begin(out, rows)
+        if self._call is not None:
+            self._forget(self._call)
+        self._call = _Call(out, rows)
+        return partials
+
+    def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
+        """By the kernel, which is launched with the last block."""
+        call = self._call
+        assert call is not None
+        if call.is_new:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        group = call.one_more()
+        if group is not None:
+            self._raise[group].enqueue(module.current_stream(self._device.index))
+        if call.is_complete:
+            self._call = None
+            self._launch(call, self._ctas_beside, self._stream.cuda_stream, awaits_blocks=True)
+            call.end = self._stream.record_event()
+        return _Sum(call)
+
+    def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
+        """On the current stream, by more CTAs."""
+        call, self._call = self._call, None
+        assert call is not None
+        stream = module.current_stream(self._device.index)
+        self._launch(call, self._ctas_alone, stream, whole=out.nbytes <= WHOLE_BYTES)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        super().close()
+        self._addresses = None
+        self._raise.clear()
+
+    def _take(self, nbytes: int) -> PeerMemory:
+        memory = PeerMemory(nbytes, Flags.COUNT, self._device, self._group_name)
+        flags = tuple(memory.flag(rank, 0) for rank in range(self._size))
+        self._addresses = Peers(self._rank, tuple(memory.addresses), flags)
+        self._raise = [FlagWrites([memory.flag(self._rank, Flags.READY + block)], 1) for block in range(MOST_BLOCKS)]
+        return memory
+
+    def _forget(self, call: _Call) -> None:
+        """Lowers the flags of a call that failed before its kernel was launched."""
+        assert self._peers is not None
+        flags = [self._peers.flag(self._rank, Flags.READY + block) for block in range(len(call.ends))]
+        FlagWrites(flags, 0).enqueue(module.current_stream(self._device.index))
+
+    def _launch(self, call: _Call, ctas: int, stream: int, awaits_blocks: bool = False, whole: bool = False) -> None:
+        assert self._addresses is not None
+        self._keep_for_graphs(self._peers)
+        out = call.out
+        ctas = ctas_for(out.nbytes, self._size, ctas, whole)
+        params = all_reduce_params(
+            self._addresses,
+            out.data_ptr(),
+            call.ends,
+            ctas,
+            self._patience,
+            awaits_blocks=awaits_blocks,
+            whole=whole,
+        )
+        step = all_reduce_step(out.dtype, self._size, ctas, self._limits)
+        all_reduce.all_reduce(step, params, self._device.index, stream)
+
+
+class _Call:
+    """What has begun. Of more than MOST_BLOCKS blocks, some are summed together."""
+
+    def __init__(self, out: Tensor, rows: Sequence[int]) -> None:
+        self.out = out
+        together = -(-len(rows) // MOST_BLOCKS)
+        ends = [count * out.shape[1] for count in accumulate(rows)]
+        self._lasts: list[int] = [*range(together - 1, len(rows) - 1, together), len(rows) - 1]
+        self.ends = [ends[block] for block in self._lasts]
+        self._enqueued = 0
+        self.end: torch.cuda.Event | None = None
+
+    def one_more(self) -> int | None:
+        """Another block is enqueued. Which of `ends` are complete now, if any."""
+        block = self._enqueued
+        self._enqueued += 1
+        return self._lasts.index(block) if block in self._lasts else None
+
+    @property
+    def is_new(self) -> bool:
+        """No block is enqueued yet."""
+        return self._enqueued == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """All blocks are enqueued."""
+        return self._enqueued > self._lasts[-1]
+
+
+class _Sum(Pending):
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def wait(self) -> None:
+        if self._call.end is not None:  # it is None only where a block after this one has failed
+            torch.cuda.current_stream(self._call.out.device).wait_event(self._call.end)

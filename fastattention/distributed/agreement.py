@@ -8,6 +8,7 @@ rank makes the same calls in the same order, a key is new to all of them or to n
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,14 +22,11 @@ from fastattention.distributed import calibrate, transports
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import TransportCost
 from fastattention.distributed.exchange import from_rank_0, gather
-from fastattention.distributed.plan import choose
+from fastattention.distributed.plan import choose, even
 from fastattention.distributed.transports import Transfer, Transport
-from fastattention.distributed.trials import Candidate, run_trials
+from fastattention.distributed.trials import Candidate, Trial
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import Problem
-
-# Calls that are alike, and the transports that were tried.
-Verdict = tuple[calibrate.Kind, tuple[str, ...]]
 
 MOST_KEPT = 4096  # agreements of a group; as many as validated problems
 
@@ -56,6 +54,31 @@ class Agreed(NamedTuple):
         return cls(candidate, candidate)
 
 
+class Division(enum.Enum):
+    """Into which blocks a call is divided, whatever its lengths."""
+
+    WHOLE = enum.auto()
+    PLANNED = enum.auto()  # as the model chooses
+    EVEN = enum.auto()  # which often does better than the model knows
+
+
+EVEN_BLOCKS = 4
+
+
+class Way(NamedTuple):
+    """How a call can be made."""
+
+    transport: str
+    division: Division
+
+
+class Verdict(NamedTuple):
+    """The ways that have won for calls that are alike."""
+
+    called: Way
+    captured: Way
+
+
 class Agreement:
     """All that one group has agreed on. It keeps no reference to the group."""
 
@@ -64,7 +87,8 @@ class Agreement:
         self.agreed: dict[Key, Agreed] = {}
         self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
         self._compute_costs = calibrate.ComputeCosts()
-        self._verdicts: dict[Verdict, tuple[str | None, str | None]] = {}
+        # By what calls have in common, and the transports that were tried.
+        self._verdicts: dict[tuple[calibrate.Kind, tuple[str, ...]], Verdict] = {}
 
     def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Candidate:
         """The blocks of a call and their transport. Collective the first time, one look-up from then on.
@@ -90,46 +114,45 @@ class Agreement:
         if len(able) == 1 and decided:
             return Agreed.always(Candidate(rows, able[0]))
         costs = self._costs_of(able, transfer, group)
+        if not decided:
+            return self._try(call, transfer, costs, group)
         quickest = _quickest(costs, [count * transfer.nbytes // transfer.rows for count in rows])
-        candidate = Candidate(rows, self.transports[quickest, problem.device])
-        return Agreed.always(candidate) if decided else self._divide(call, transfer, costs, candidate, group)
+        return Agreed.always(Candidate(rows, self.transports[quickest, problem.device]))
 
-    def _divide(
-        self,
-        call: AttentionLinear,
-        transfer: Transfer,
-        costs: Sequence[TransportCost],
-        undivided: Candidate,
-        group: ProcessGroup,
+    def _try(
+        self, call: AttentionLinear, transfer: Transfer, costs: Sequence[TransportCost], group: ProcessGroup
     ) -> Agreed:
-        """In the blocks that rank 0 chooses for each transport, if a trial shows that it pays, or undivided.
-
-        Of calls that are alike one is tried: the others take the transport that has won.
-        """
-        kind, plans = from_rank_0(lambda: self._choose(call, transfer, costs), group)
-        divided = {
-            name: Candidate(rows, self.transports[name, transfer.device]) for name, rows in plans if len(rows) > 1
+        """The ways that win in a trial. Of calls that are alike one is tried: the others are made in the same ways."""
+        kind, ways = from_rank_0(lambda: self._ways(call, transfer, costs), group)
+        candidates = {
+            way: Candidate(rows, self.transports[way.transport, transfer.device]) for way, rows in ways.items()
         }
-        verdict = (kind, tuple(cost.name for cost in costs))
-        if verdict not in self._verdicts:
-            if not divided:
-                return Agreed.always(undivided)
-            winners = run_trials([undivided, *divided.values()], call, transfer, group)
-            called, captured = ([None, *divided][place] for place in winners)
-            self._verdicts[verdict] = called, captured
+        if len(candidates) == 1:
+            return Agreed.always(*candidates.values())
+        tried = (kind, tuple(cost.name for cost in costs))
+        if tried not in self._verdicts:
+            winners = Trial(list(candidates.values()), call, transfer, group).winners()
+            self._verdicts[tried] = Verdict(*(list(candidates)[place] for place in winners))
         return Agreed(
-            *(undivided if name is None else divided.get(name, undivided) for name in self._verdicts[verdict])
+            *(
+                candidates.get(way, candidates[Way(way.transport, Division.WHOLE)])  # too little of it to divide
+                for way in self._verdicts[tried]
+            )
         )
 
-    def _choose(
+    def _ways(
         self, call: AttentionLinear, transfer: Transfer, costs: Sequence[TransportCost]
-    ) -> tuple[calibrate.Kind, list[tuple[str, tuple[int, ...]]]]:
-        """What the call is like, and the blocks for each transport: by the lengths and clocks of one rank."""
+    ) -> tuple[calibrate.Kind, dict[Way, tuple[int, ...]]]:
+        """What the call is like, and all ways to make it: by the lengths and clocks of one rank."""
         workload = calibrate.workload_of(call, transfer.group_size)
         compute = self._compute_costs.of(call, workload)
-        return calibrate.kind_of(call, workload), [
-            (cost.name, choose(workload, compute, [cost]).rows) for cost in costs
-        ]
+        ways: dict[Way, tuple[int, ...]] = {Way(cost.name, Division.WHOLE): (transfer.rows,) for cost in costs}
+        for cost in costs:
+            planned = choose(workload, compute, [cost]).rows
+            if len(planned) > 1:
+                ways[Way(cost.name, Division.PLANNED)] = planned
+                ways[Way(cost.name, Division.EVEN)] = even(workload, EVEN_BLOCKS)
+        return calibrate.kind_of(call, workload), ways
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
         """The transports that can serve `transfer`, made if need be."""
@@ -174,7 +197,11 @@ def _close(made: dict[tuple[str, torch.device], Transport]) -> None:
 
 def _quickest(costs: Sequence[TransportCost], sizes: Sequence[int]) -> str:
     """The transport that sums blocks of these bytes soonest. Costs are the same on all ranks, so this is too."""
-    return min(costs, key=lambda cost: sum(map(cost.seconds, sizes))).name
+
+    def seconds(cost: TransportCost) -> float:
+        return sum(map(cost.seconds, sizes)) if len(sizes) > 1 else cost.serial_seconds(sizes[0])
+
+    return min(costs, key=seconds).name
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -27,11 +27,11 @@ where a rank dies or fails within a call, the others wait.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -46,7 +46,15 @@ from fastattention.errors import ArgumentError
 from fastattention.interface import WindowSize
 from fastattention.problem import Inputs, Problem
 from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache
-from fastattention.validation.common import check_like_q, check_shape, needs_grad, read_int, read_options, signature
+from fastattention.validation.common import (
+    Signature,
+    check_like_q,
+    check_shape,
+    needs_grad,
+    read_int,
+    read_options,
+    signature,
+)
 
 
 def attention_linear_allreduce(
@@ -149,7 +157,7 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
     if problem.total_q:
         call = AttentionLinear(problem, inputs, asked.w_o, asked.backend)
         flat = out.view(problem.total_q, hidden)
-        if dist.get_world_size(group) == 1:
+        if group.size() == 1:
             call.compute(0, problem.total_q, flat)
         else:
             key = Key(problem, hidden, asked.bias is not None, asked.backend, asked.transport, rows)
@@ -161,27 +169,16 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
 
 
 def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:
-    """Checks w_o, bias and out by shape, dtype and device, and that the call is one we can make. Returns hidden."""
-    like_q = signature("q", q)
-    w_o = signature("w_o", asked.w_o)
-    columns = problem.nheads * problem.headdim_v
-    if len(w_o.shape) != 2 or w_o.shape[1] != columns:
-        raise ArgumentError(
-            f"w_o must be (hidden, nheads * headdim_v) = (any, {problem.nheads} * {problem.headdim_v} = {columns}), "
-            f"the columns of this rank's heads, got shape {tuple(w_o.shape)}"
-        )
-    check_like_q("w_o", w_o, like_q)
-    hidden = w_o.shape[0]
-    if asked.bias is not None:
-        bias = signature("bias", asked.bias)
-        check_shape("bias", bias, (hidden,), "hidden")
-        check_like_q("bias", bias, like_q)
-    if asked.out is not None:
-        out = signature("out", asked.out)
-        check_shape("out", out, (problem.batch_size, problem.seqlen_q, hidden), "batch_size, seqlen_q, hidden")
-        check_like_q("out", out, like_q)
-        if not asked.out.is_contiguous():
-            raise ArgumentError(f"out must be contiguous, got strides {asked.out.stride()}")
+    """Checks w_o, bias and out, and that the call is one we can make. Returns hidden."""
+    hidden = _check_shapes(
+        problem,
+        signature("q", q),
+        signature("w_o", asked.w_o),
+        None if asked.bias is None else signature("bias", asked.bias),
+        None if asked.out is None else signature("out", asked.out),
+    )
+    if asked.out is not None and not asked.out.is_contiguous():
+        raise ArgumentError(f"out must be contiguous, got strides {asked.out.stride()}")
     if not runs_eagerly(q):
         raise ArgumentError(
             f"q is {type(q).__name__} on {q.device}, or the call is being traced; it must be a plain tensor that holds "
@@ -192,6 +189,25 @@ def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:
             "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "
             "torch.inference_mode()"
         )
+    return hidden
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_shapes(problem: Problem, q: Signature, w_o: Signature, bias: Signature | None, out: Signature | None) -> int:
+    columns = problem.nheads * problem.headdim_v
+    if len(w_o.shape) != 2 or w_o.shape[1] != columns:
+        raise ArgumentError(
+            f"w_o must be (hidden, nheads * headdim_v) = (any, {problem.nheads} * {problem.headdim_v} = {columns}), "
+            f"the columns of this rank's heads, got shape {tuple(w_o.shape)}"
+        )
+    check_like_q("w_o", w_o, q)
+    hidden = w_o.shape[0]
+    if bias is not None:
+        check_shape("bias", bias, (hidden,), "hidden")
+        check_like_q("bias", bias, q)
+    if out is not None:
+        check_shape("out", out, (problem.batch_size, problem.seqlen_q, hidden), "batch_size, seqlen_q, hidden")
+        check_like_q("out", out, q)
     return hidden
 
 

@@ -26,9 +26,9 @@ from torch.distributed import ProcessGroup
 
 from fastattention import config, files
 from fastattention.distributed.blocks import AttentionLinear, Piece, may_cut_sequences
-from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
+from fastattention.distributed.costs import ComputeCost, Table, TransportCost, Workload
 from fastattention.distributed.exchange import from_rank_0, gather, largest
-from fastattention.distributed.plan import LEAST_BYTES, LEAST_ROWS
+from fastattention.distributed.plan import LEAST_BYTES, LEAST_ROWS, even
 from fastattention.distributed.timing import ROUNDS, called_seconds, module_of, queued_seconds, synchronize
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.problem import Layout, Problem
@@ -97,11 +97,15 @@ def _read(path: Path, identity: dict[str, Any]) -> tuple[TransportCost, ...] | N
         if content["group"] != identity:
             return None
         return tuple(
-            TransportCost(cost["name"], tuple((size, seconds) for size, seconds in cost["table"]), cost["slowdown"])
+            TransportCost(cost["name"], _table(cost["table"]), cost["slowdown"], _table(cost["serial_table"]))
             for cost in content["transports"]
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _table(pairs: Sequence[Sequence[Any]]) -> Table:
+    return tuple((size, seconds) for size, seconds in pairs)
 
 
 def _write(path: Path, identity: dict[str, Any], costs: Sequence[TransportCost]) -> None:
@@ -132,19 +136,20 @@ class _Measurement:
         self._group = group
 
     def cost(self) -> TransportCost:
-        """Its table, and what it does to compute."""
-        table: list[tuple[int, float]] = []
+        """Its tables, and what it does to compute."""
+        table, serial_table = [], []
         spent, limit, size = 0.0, self._largest_bytes(), SMALLEST_BYTES
         while True:
-            seconds = self._all_reduce_seconds(size)
+            seconds, serial_seconds = (self._all_reduce_seconds(size, serial) for serial in (False, True))
             table.append((size, seconds))
-            spent += (ROUNDS + 1) * seconds
+            serial_table.append((size, serial_seconds))
+            spent += (ROUNDS + 1) * (seconds + serial_seconds)
             size *= GROWTH
-            if size > limit or spent + GROWTH * (ROUNDS + 1) * seconds > TABLE_SECONDS:
+            if size > limit or spent + GROWTH * (ROUNDS + 1) * (seconds + serial_seconds) > TABLE_SECONDS:
                 break
         short = [size for size, seconds in table if seconds <= LONGEST_SLOWDOWN_SECONDS]
         slowdown = self._slowdown(max(short, default=SMALLEST_BYTES))
-        return TransportCost(self._transport.name, ascending(table), slowdown)
+        return TransportCost(self._transport.name, ascending(table), slowdown, ascending(serial_table))
 
     def _largest_bytes(self) -> float:
         if self._device.type == "cpu":
@@ -158,12 +163,15 @@ class _Measurement:
     def _rows(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes // (HIDDEN * self._dtype.itemsize), HIDDEN, dtype=self._dtype, device=self._device)
 
-    def _all_reduce_seconds(self, nbytes: int) -> float:
+    def _all_reduce_seconds(self, nbytes: int, serial: bool = False) -> float:
         out = self._rows(nbytes)
 
         def all_reduce() -> None:
             partials = self._transport.begin(out, [out.shape[0]])
-            self._transport.all_reduce(partials, out).wait()
+            if serial:
+                self._transport.all_reduce_now(partials, out)
+            else:
+                self._transport.all_reduce(partials, out).wait()
 
         return self._agreed(queued_seconds(all_reduce, self._device))
 
@@ -266,7 +274,7 @@ def measure_compute(call: AttentionLinear, workload: Workload) -> ComputeCost:
     partial = attended.new_empty(workload.rows, workload.hidden)
     attention = _compute_seconds(lambda: call.attend(whole), device)
     linear = _compute_seconds(lambda: torch.mm(attended, call.weight, out=partial), device)
-    ends = _ends_of_blocks(workload)
+    ends = [0, *accumulate(even(workload, BLOCKS))]
     cuts = sum(1 + (workload.causal and end % workload.seqlen_q != 0) for end in ends[1:-1])
     if not cuts:
         return ComputeCost(attention, linear, 0.0)
@@ -280,10 +288,3 @@ def measure_compute(call: AttentionLinear, workload: Workload) -> ComputeCost:
 
 def _compute_seconds(work: Callable[[], object], device: torch.device) -> float:
     return queued_seconds(work, device, at_most=COMPUTE_SECONDS)
-
-
-def _ends_of_blocks(workload: Workload) -> list[int]:
-    """Where blocks of about equal size begin and end: between sequences, if these are many or must be whole."""
-    between = workload.whole_sequences or workload.batch_size >= BLOCKS
-    unit = workload.seqlen_q if between else 1
-    return sorted({workload.rows // unit * block // BLOCKS * unit for block in range(BLOCKS + 1)})

@@ -105,32 +105,45 @@ class ComputeCost:
         return self.attention_seconds + self.linear_seconds
 
 
+Table = tuple[tuple[int, float], ...]  # (bytes, seconds) of all-reduces, bytes ascending
+
+
 @dataclass(frozen=True)
 class TransportCost:
     """One way to all-reduce in one group. Raises ArgumentError if it cannot be."""
 
     name: str
-    table: tuple[tuple[int, float], ...]  # (bytes, seconds) of an all-reduce alone, bytes ascending
+    table: Table  # of an all-reduce as it runs beside compute, though there is none
     slowdown: float  # compute under it takes 1 + slowdown times as long
+    serial_table: Table = ()  # of one that has nothing to run beside; empty: the same
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "slowdown")
-        sizes = [size for size, _ in self.table]
-        if not sizes or sizes[0] < 1 or any(size >= larger for size, larger in pairwise(sizes)):
-            raise ArgumentError(f"table of {self.name} has bytes {sizes}; they must be positive and ascend")
-        if not all(seconds >= 0 for _, seconds in self.table):
-            raise ArgumentError(f"table of {self.name} has negative seconds")
+        for table in (self.table, self.serial_table or self.table):
+            sizes = [size for size, _ in table]
+            if not sizes or sizes[0] < 1 or any(size >= larger for size, larger in pairwise(sizes)):
+                raise ArgumentError(f"table of {self.name} has bytes {sizes}; they must be positive and ascend")
+            if not all(seconds >= 0 for _, seconds in table):
+                raise ArgumentError(f"table of {self.name} has negative seconds")
 
     def seconds(self, size: int) -> float:
         """Of an all-reduce of `size` bytes: interpolated; the first entry's below it, in proportion beyond the last."""
-        position = bisect_left(self.table, (size, 0.0))
-        if position == 0:
-            return self.table[0][1]
-        lower, lower_seconds = self.table[position - 1]
-        if position == len(self.table):
-            return lower_seconds * size / lower
-        upper, upper_seconds = self.table[position]
-        return lower_seconds + (upper_seconds - lower_seconds) * (size - lower) / (upper - lower)
+        return _interpolated(self.table, size)
+
+    def serial_seconds(self, size: int) -> float:
+        """Likewise, with nothing to run beside."""
+        return _interpolated(self.serial_table or self.table, size)
+
+
+def _interpolated(table: Table, size: int) -> float:
+    position = bisect_left(table, (size, 0.0))
+    if position == 0:
+        return table[0][1]
+    lower, lower_seconds = table[position - 1]
+    if position == len(table):
+        return lower_seconds * size / lower
+    upper, upper_seconds = table[position]
+    return lower_seconds + (upper_seconds - lower_seconds) * (size - lower) / (upper - lower)
 
 
 @dataclass(frozen=True)
@@ -166,9 +179,12 @@ class Machine:
         A rank moves 2 (tp - 1) / tp bytes for each that is reduced, and what it moves in a second is taken to stay.
         """
         factor = (tp - 1) / tp / ((self.tp - 1) / self.tp)
+
+        def scaled(table: Table) -> Table:
+            return tuple((size, seconds * factor) for size, seconds in table)
+
         transports = (
-            replace(one, table=tuple((size, seconds * factor) for size, seconds in one.table))
-            for one in self.transports
+            replace(one, table=scaled(one.table), serial_table=scaled(one.serial_table)) for one in self.transports
         )
         return replace(self, transports=tuple(transports), tp=tp)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -32,6 +33,18 @@ def check_group(group: object, device: torch.device) -> ProcessGroup:
         dist.get_process_group_ranks(group)
     except KeyError as error:
         raise ArgumentError("group has been destroyed; give one of the groups there are, or None") from error
+    devices = _devices.setdefault(group, set())
+    if device not in devices:
+        _check_backend(group, device)
+        devices.add(device)
+    return group
+
+
+# For which a group is known to have a backend: asking is slow beside a decoding step.
+_devices: weakref.WeakKeyDictionary[ProcessGroup, set[torch.device]] = weakref.WeakKeyDictionary()
+
+
+def _check_backend(group: ProcessGroup, device: torch.device) -> None:
     try:
         group._get_backend(device)
     except RuntimeError as error:
@@ -39,7 +52,6 @@ def check_group(group: object, device: torch.device) -> ProcessGroup:
         raise ArgumentError(
             f"group has no backend for tensors on {device.type}; its backends are {backends}"
         ) from error
-    return group
 
 
 def timeout_of(backend: Any) -> timedelta:

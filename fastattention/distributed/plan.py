@@ -143,8 +143,8 @@ class Costs:
 def choose(workload: Workload, compute: ComputeCost, transports: Sequence[TransportCost]) -> Plan:
     """The fastest blocks and transport; one block unless more gain LEAST_GAIN. At least one transport is needed."""
     size = workload.rows * workload.row_bytes
-    alone = min(transports, key=lambda transport: transport.seconds(size))
-    serial = compute.seconds + alone.seconds(size)
+    alone = min(transports, key=lambda transport: transport.serial_seconds(size))
+    serial = compute.seconds + alone.serial_seconds(size)
     best = Plan((workload.rows,), alone.name, serial, serial)
     for transport in transports:
         seconds, boundaries = divide(workload, Costs(workload, compute, transport))
@@ -152,6 +152,16 @@ def choose(workload: Workload, compute: ComputeCost, transports: Sequence[Transp
             rows = tuple(past - first for first, past in pairwise(boundaries))
             best = Plan(rows, transport.name, seconds, serial)
     return best
+
+
+def even(workload: Workload, number: int) -> tuple[int, ...]:
+    """Rows of about so many blocks of about one size: whole sequences, if these are many or must be whole."""
+    rows = workload.rows
+    between = workload.whole_sequences or workload.batch_size >= number
+    inside = ROWS_OF_A_CUT if rows >= number * ROWS_OF_A_CUT else 1
+    unit = workload.seqlen_q if between else inside
+    ends = sorted({rows * block // (number * unit) * unit for block in range(number)} | {rows})
+    return tuple(past - first for first, past in pairwise(ends))
 
 
 class _Division(NamedTuple):

@@ -47,11 +47,15 @@ def called_seconds(
 
 
 def queued_seconds(
-    work: Callable[[], object], device: torch.device, rounds: int = ROUNDS, at_most: float = math.inf
+    work: Callable[[], object],
+    device: torch.device,
+    warm_up: bool = True,
+    rounds: int = ROUNDS,
+    at_most: float = math.inf,
 ) -> float:
     """Likewise with all launches enqueued before, as in a CUDA graph; where there are none, `called_seconds`."""
     if device.type != "cuda":
-        return called_seconds(work, device, rounds=rounds, at_most=at_most)
+        return called_seconds(work, device, warm_up, rounds, at_most)
 
     def once() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -62,7 +66,8 @@ def queued_seconds(
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    work()
+    if warm_up:
+        work()
     return _median(once, rounds, at_most)
 
 

@@ -1,13 +1,14 @@
 """What the ways to make a call really take: each is run a few times on all ranks, and the fastest is taken.
 
-Predictions choose the blocks; whether these are worth it, launches and all, only a trial tells. The serial way is among
-the candidates, so that no call is slower than it by more than noise.
+Predictions choose the blocks; whether these are worth it, launches and all, only a trial tells. One block by each
+transport is among the candidates, so that no call is slower than that by more than noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from fastattention.distributed.transports import Transfer, Transport
 
 ROUNDS = 5
 CALLS = 2  # in a row, as the layers of a model come
+FINALISTS = 2  # of one block, and as many of several
 
 
 class Candidate(NamedTuple):
@@ -38,28 +40,53 @@ class Winners(NamedTuple):
     captured: int
 
 
-def run_trials(
-    candidates: Sequence[Candidate], call: AttentionLinear, transfer: Transfer, group: ProcessGroup
-) -> Winners:
-    """The fastest candidates; others than the first must gain LEAST_GAIN. Collective; the same on all ranks.
+Timer = Callable[..., float]  # called_seconds or queued_seconds
 
-    Takes the memory of a second result.
-    """
-    out = call.inputs.q.new_empty(transfer.rows, transfer.hidden)
-    seconds: list[float] = []
-    for candidate in candidates:
-        work = partial(_run, call, out, candidate)
-        seconds.append(called_seconds(work, transfer.device, rounds=ROUNDS))
-        seconds.append(queued_seconds(work, transfer.device, rounds=ROUNDS))
-    seconds = largest(seconds, transfer.device, group)
-    return Winners(_fastest(seconds[0::2]), _fastest(seconds[1::2]))
+
+class Trial:
+    """Candidates of one call, of which one or more have one block. All methods are collective."""
+
+    def __init__(
+        self, candidates: Sequence[Candidate], call: AttentionLinear, transfer: Transfer, group: ProcessGroup
+    ) -> None:
+        """Takes the memory of a second result."""
+        self._candidates, self._group, self._device = candidates, group, transfer.device
+        out = call.inputs.q.new_empty(transfer.rows, transfer.hidden)
+        self._works = [partial(_run, call, out, candidate) for candidate in candidates]
+
+    def winners(self) -> Winners:
+        """The fastest; more than one block must gain LEAST_GAIN. The same on all ranks."""
+        everyone = range(len(self._candidates))
+        finalists = self._finalists(self._seconds(queued_seconds, everyone, rounds=1, warm_up=True))
+        called = self._fastest(self._seconds(called_seconds, finalists, ROUNDS))
+        if self._device.type == "cpu":
+            return Winners(called, called)
+        return Winners(called, self._fastest(self._seconds(queued_seconds, finalists, ROUNDS)))
+
+    def _seconds(self, timer: Timer, places: Sequence[int], rounds: int, warm_up: bool = False) -> dict[int, float]:
+        """Of some candidates, in turns: the median of the rounds on the slowest rank."""
+        times: dict[int, list[float]] = {place: [] for place in places}
+        for _ in range(rounds):
+            for place, found in times.items():
+                found.append(timer(self._works[place], self._device, warm_up=warm_up, rounds=1))
+        slowest = largest([median(found) for found in times.values()], self._device, self._group)
+        return dict(zip(times, slowest, strict=True))
+
+    def _finalists(self, seconds: dict[int, float]) -> list[int]:
+        """The fastest of one block, and the fastest of several."""
+        ranked = sorted(seconds, key=seconds.__getitem__)
+        kinds = ([place for place in ranked if self._is_whole(place) is whole] for whole in (True, False))
+        return [place for kind in kinds for place in kind[:FINALISTS]]
+
+    def _fastest(self, seconds: dict[int, float]) -> int:
+        best = min(seconds, key=seconds.__getitem__)
+        whole = min(filter(self._is_whole, seconds), key=seconds.__getitem__)
+        return best if seconds[best] < (1.0 - LEAST_GAIN) * seconds[whole] else whole
+
+    def _is_whole(self, place: int) -> bool:
+        return len(self._candidates[place].rows) == 1
 
 
 def _run(call: AttentionLinear, out: torch.Tensor, candidate: Candidate) -> None:
     for _ in range(CALLS):
         tiled_allreduce(call.compute, out, candidate.rows, candidate.transport)
-
-
-def _fastest(seconds: Sequence[float]) -> int:
-    best = min(range(1, len(seconds)), key=seconds.__getitem__)
-    return best if seconds[best] < (1.0 - LEAST_GAIN) * seconds[0] else 0

@@ -30,7 +30,8 @@ def can_express(problem: Problem) -> bool:
 def attend(problem: Problem, part: Part) -> Tensor:
     """Attention of a part that has queries and keys: (batch_size, nheads, seqlen_q, headdim_v)."""
     dtype = _working_dtype(part)
-    part = part._replace(q=part.q.to(dtype), k=part.k.to(dtype), v=part.v.to(dtype))
+    if not part.q.dtype is part.k.dtype is part.v.dtype is dtype:
+        part = part._replace(q=part.q.to(dtype), k=part.k.to(dtype), v=part.v.to(dtype))
     plain = part.slopes is None and part.bias is None
     if plain and sees_everything(problem, part):
         out = _attend_folded(problem, part.q, part.k, part.v, None)
@@ -113,11 +114,12 @@ def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -
     width = max(problem.headdim, problem.headdim_v)
     if q.device.type != "cpu":
         width = -(-width // _HEADDIM_MULTIPLE) * _HEADDIM_MULTIPLE
-    q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
+    if not q.shape[3] == v.shape[3] == width:
+        q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
     if q.device.type != "cpu":
         q, k, v = (_aligned(x) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, scale=problem.softmax_scale, **arguments)
-    return out[..., : problem.headdim_v]
+    return out if out.shape[3] == problem.headdim_v else out[..., : problem.headdim_v]
 
 
 def _aligned(x: Tensor) -> Tensor:

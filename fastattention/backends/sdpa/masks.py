@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,10 +41,15 @@ def band(problem: Problem, part: Part) -> TileRange:
 
 def sees_everything(problem: Problem, part: Part) -> bool:
     """True when the causal mask and the window hide no key of `part` from any of its queries."""
-    seqlen_q, seqlen_k = part.q.shape[2], part.k.shape[2]
+    return _hides_nothing(part.q.shape[2], part.k.shape[2], problem.window_left, problem.window_right)
+
+
+@functools.lru_cache(maxsize=4096)
+def _hides_nothing(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int) -> bool:
     if not seqlen_q or not seqlen_k:
         return True
-    return band(problem, part).classify(0, seqlen_q - 1, 0, seqlen_k - 1) is TileKind.FULL
+    band = TileRange(seqlen_q, seqlen_k, window_left, window_right)
+    return band.classify(0, seqlen_q - 1, 0, seqlen_k - 1) is TileKind.FULL
 
 
 def chunks(problem: Problem, part: Part, elements_per_row: int) -> Iterator[Chunk]:

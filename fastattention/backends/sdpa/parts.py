@@ -75,9 +75,11 @@ def _nothing(problem: Problem, inputs: Inputs) -> AttentionOutput:
 
 
 def _dense(problem: Problem, inputs: Inputs, whole_batch: bool) -> Iterator[Part]:
-    step = max(1, problem.batch_size if whole_batch else 1)
-    for start in range(0, problem.batch_size, step):
-        sequences = slice(start, start + step)
+    if whole_batch and problem.batch_size:  # without slices, which take longer than a short call's attention
+        yield _part(inputs, slice(None), inputs.q, inputs.k, inputs.v, inputs.attn_bias)
+        return
+    for index in range(problem.batch_size):
+        sequences = slice(index, index + 1)
         bias = None if inputs.attn_bias is None else inputs.attn_bias[sequences]
         yield _part(inputs, sequences, inputs.q[sequences], inputs.k[sequences], inputs.v[sequences], bias)
 

@@ -19,6 +19,12 @@ _FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopp
 
 def can_serve(problem: Problem) -> bool:
     """Whether one of them serves what scaled_dot_product_attention does not."""
+    return _could_serve(problem) and kernel_of(problem) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _could_serve(problem: Problem) -> bool:
+    """Whatever torch has switched on."""
     return (
         (problem.return_lse or _is_lower_right(problem))
         and problem.device.type == "cuda"
@@ -31,7 +37,6 @@ def can_serve(problem: Problem) -> bool:
         and _is_plain(problem)
         and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q <= problem.seqlen_k))
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
-        and kernel_of(problem) is not None
     )
 
 

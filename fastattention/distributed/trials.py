@@ -79,9 +79,9 @@ class Trial:
         return [place for kind in kinds for place in kind[:FINALISTS]]
 
     def _fastest(self, seconds: dict[int, float]) -> int:
-        best = min(seconds, key=seconds.__getitem__)
         whole = min(filter(self._is_whole, seconds), key=seconds.__getitem__)
-        return best if seconds[best] < (1.0 - LEAST_GAIN) * seconds[whole] else whole
+        divided = min(seconds.keys() - {*filter(self._is_whole, seconds)}, key=seconds.__getitem__, default=whole)
+        return divided if seconds[divided] < (1.0 - LEAST_GAIN) * seconds[whole] else whole
 
     def _is_whole(self, place: int) -> bool:
         return len(self._candidates[place].rows) == 1

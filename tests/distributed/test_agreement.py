@@ -48,6 +48,7 @@ def planning(choose: Any = choose) -> Iterator[None]:
         mock.patch.object(calibrate, "LEAST_BYTES", 1),
         mock.patch.object(calibrate, "LEAST_ROWS", 1),
         mock.patch.object(agreement, "choose", choose),
+        mock.patch.object(agreement, "even", lambda workload, number: (workload.rows,)),  # no other blocks
         mock.patch.object(trials, "LEAST_GAIN", -math.inf),  # blocks always win
     ):
         yield

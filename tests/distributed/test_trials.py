@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,26 +17,25 @@ from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention.distributed import agreement, calibrate, trials
 from fastattention.distributed.plan import Plan
+from fastattention.distributed.transports import Transfer
+from fastattention.distributed.trials import FINALISTS, ROUNDS, Candidate, Trial, Winners
 
 CASE = DenseCase(name="tried", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 BLOCKS = (7, 9, 8)
+EVEN = (6, 6, 6, 6)
 SERIAL = (24,)
 
 
-def run_tried(one: Sum, called: tuple[float, ...], captured: tuple[float, ...]) -> tuple[torch.Tensor, Any, int]:
-    """With ranks whose clocks show these seconds of the candidates in turn, the last rank's twice as many of blocks."""
+def run_tried(one: Sum, seconds: dict[tuple[int, ...], float]) -> tuple[torch.Tensor, Any, int]:
+    """With ranks whose clocks show these seconds, by rows of a candidate; the last rank's twice as many of blocks."""
     slow = dist.get_rank() == dist.get_world_size() - 1
     trials_made = []
 
-    def clock(seconds: tuple[float, ...]) -> Callable[..., float]:
-        each = iter([seconds[0], *(2 * s if slow else s for s in seconds[1:])] * 9)
-
-        def taken(work: Callable[[], object], *_: object, **__: object) -> float:
-            work()
-            trials_made.append(work)
-            return next(each)
-
-        return taken
+    def taken(work: Any, *_: object, **__: object) -> float:
+        work()
+        trials_made.append(work)
+        rows = work.args[2].rows
+        return seconds[rows] * (2 if slow and len(rows) > 1 else 1)
 
     for known in agreement._agreements.values():
         known.agreed.clear()
@@ -44,30 +44,91 @@ def run_tried(one: Sum, called: tuple[float, ...], captured: tuple[float, ...]) 
         mock.patch.object(calibrate, "LEAST_BYTES", 1),
         mock.patch.object(calibrate, "LEAST_ROWS", 1),
         mock.patch.object(agreement, "choose", return_value=Plan(BLOCKS, "c10d", 0.0, 0.0)),
-        mock.patch.object(trials, "called_seconds", clock(called)),
-        mock.patch.object(trials, "queued_seconds", clock(captured)),
+        mock.patch.object(trials, "called_seconds", taken),
+        mock.patch.object(trials, "queued_seconds", taken),
     ):
         out = run_part(one)
         run_part(replace(one, case=replace(one.case, seqlen_k=13)))  # alike: not tried again
     [known] = [each for each in agreement._agreements.values() if each.agreed]
     [agreed, _] = known.agreed.values()
-    return out, (agreed.called.rows, agreed.captured.rows), len(trials_made)
+    return out, agreed.called.rows, len(trials_made)
 
 
 @pytest.mark.parametrize(
-    ("called", "captured", "rows"),
+    ("seconds", "rows"),
     [
-        ((1.0, 0.4), (1.0, 0.4), (BLOCKS, BLOCKS)),
-        ((1.0, 0.6), (1.0, 0.4), (SERIAL, BLOCKS)),  # on the slowest rank they take 1.2
-        ((1.0, 0.49), (1.0, 0.9), (SERIAL, SERIAL)),  # a gain of 2% there
+        ((1.0, 0.4, 0.45), BLOCKS),
+        ((1.0, 0.45, 0.4), EVEN),
+        ((1.0, 0.6, 0.6), SERIAL),  # on the slowest rank they take 1.2
+        ((1.0, 0.49, 0.5), SERIAL),  # a gain of 2% there
     ],
-    ids=["blocks-pay", "blocks-pay-in-graphs", "blocks-do-not-pay"],
+    ids=["blocks-pay", "even-blocks-pay", "blocks-do-not-pay", "blocks-hardly-pay"],
 )
-def test_the_slowest_rank_decides_for_all(
-    team: Team, called: tuple[float, ...], captured: tuple[float, ...], rows: tuple[tuple[int, ...], ...]
-) -> None:
+def test_the_slowest_rank_decides_for_all(team: Team, seconds: tuple[float, ...], rows: tuple[int, ...]) -> None:
     one = Sum(CASE, "auto")
-    results = team.run(run_tried, one, called, captured)
+    results = team.run(run_tried, one, dict(zip((SERIAL, BLOCKS, EVEN), seconds, strict=True)))
     assert [chosen for _, chosen, _ in results] == [rows] * team.size
-    assert [made for _, _, made in results] == [4] * team.size  # two candidates, called and queued
+    assert [made for _, _, made in results] == [3 + 3 * ROUNDS] * team.size  # three candidates, all of them finalists
     check(one, [out for out, _, _ in results])
+
+
+class Clocks:
+    """Candidates by what they take as called and as captured, and how often each was timed."""
+
+    def __init__(self, candidates: Sequence[tuple[int, float, float]]) -> None:
+        """candidates: number of blocks, seconds called and captured."""
+        self.called, self.captured = ([each[kind] for each in candidates] for kind in (1, 2))
+        self.timed: list[tuple[str, int]] = []
+        call = SimpleNamespace(compute=None, inputs=SimpleNamespace(q=torch.empty(0)))
+        self._candidates = [
+            Candidate((1,) * blocks, mock.Mock(place=place)) for place, (blocks, *_) in enumerate(candidates)
+        ]
+        self._trial = Trial(self._candidates, call, self.transfer("cuda"), mock.Mock())  # type: ignore[arg-type]
+
+    @staticmethod
+    def transfer(device_type: str) -> Transfer:
+        return Transfer(8, 2, torch.float32, torch.device(device_type), 2)
+
+    def clock(self, name: str, seconds: list[float]) -> Callable[..., float]:
+        def taken(work: Any, *_: object, **__: object) -> float:
+            place = work.args[2].transport.place
+            self.timed.append((name, place))
+            return seconds[place]
+
+        return taken
+
+    def winners(self) -> Winners:
+        with (
+            mock.patch.object(trials, "called_seconds", self.clock("called", self.called)),
+            mock.patch.object(trials, "queued_seconds", self.clock("queued", self.captured)),
+            mock.patch.object(trials, "largest", lambda values, device, group: list(values)),
+        ):
+            return self._trial.winners()
+
+
+@pytest.mark.parametrize(
+    ("candidates", "winners"),
+    [
+        ([(1, 5.0, 5.0), (4, 6.0, 4.0)], (0, 1)),  # launches cost what blocks gain, but not in graphs
+        ([(1, 5.0, 5.0), (1, 4.95, 5.1), (4, 9.0, 9.0)], (1, 0)),  # of one block, any gain counts
+        ([(1, 5.0, 5.0), (1, 4.0, 4.0), (4, 3.95, 3.8)], (1, 2)),  # blocks gain over the best of those
+        ([(4, 3.0, 3.0), (1, 5.0, 5.0), (3, 2.0, 2.0)], (2, 2)),
+        ([(1, 5.0, 5.0)], (0, 0)),
+    ],
+)
+def test_calls_and_captures_have_winners_of_their_own(
+    candidates: list[tuple[int, float, float]], winners: tuple[int, int]
+) -> None:
+    assert Clocks(candidates).winners() == winners
+
+
+def test_only_the_fastest_are_tried_at_length() -> None:
+    whole = [(1, 5.0, 5.0 + place) for place in range(4)]
+    divided = [(4, 6.0, 8.5 - place) for place in range(5)]
+    clocks = Clocks([*whole, *divided])
+    assert clocks.winners() == (0, 3 + 5)
+    finalists = [0, 1, 8, 7]
+    assert len(finalists) == 2 * FINALISTS
+    once = [("queued", place) for place in range(9)]
+    in_turns = [(kind, place) for kind in ("called", "queued") for _ in range(ROUNDS) for place in finalists]
+    assert clocks.timed == [*once, *in_turns]

@@ -19,7 +19,7 @@ _FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopp
 
 def can_serve(problem: Problem) -> bool:
     """Whether one of them serves what scaled_dot_product_attention does not."""
-    return _could_serve(problem) and kernel_of(problem) is not None
+    return torch.version.hip is None and _could_serve(problem) and kernel_of(problem) is not None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -28,7 +28,6 @@ def _could_serve(problem: Problem) -> bool:
     return (
         (problem.return_lse or _is_lower_right(problem))
         and problem.device.type == "cuda"
-        and torch.version.hip is None
         and problem.layout is Layout.DENSE
         and problem.dtype in (torch.float16, torch.bfloat16)
         and problem.headdim == problem.headdim_v <= _MOST_HEADDIM

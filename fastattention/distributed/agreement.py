@@ -82,7 +82,8 @@ class Verdict(NamedTuple):
 class Agreement:
     """All that one group has agreed on. It keeps no reference to the group."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
         self.transports: dict[tuple[str, torch.device], Transport] = {}
         self.agreed: dict[Key, Agreed] = {}
         self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
@@ -107,7 +108,7 @@ class Agreement:
 
     def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
         problem = key.problem
-        transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, dist.get_world_size(group))
+        transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, self.group_size)
         able = self._able(key.transport, transfer, group)
         rows = key.rows or (problem.total_q,)
         decided = key.rows is not None or not calibrate.worth_dividing(transfer)
@@ -185,7 +186,7 @@ def agreement_of(group: ProcessGroup) -> Agreement:
     """The one of a group, whose transports are closed when the group is gone."""
     known = _agreements.get(group)
     if known is None:
-        known = _agreements[group] = Agreement()
+        known = _agreements[group] = Agreement(dist.get_world_size(group))
         weakref.finalize(group, _close, known.transports).atexit = False
     return known
 

@@ -157,12 +157,12 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
     if problem.total_q:
         call = AttentionLinear(problem, inputs, asked.w_o, asked.backend)
         flat = out.view(problem.total_q, hidden)
-        if group.size() == 1:
+        agreement = agreement_of(group)
+        if agreement.group_size == 1:
             call.compute(0, problem.total_q, flat)
         else:
             key = Key(problem, hidden, asked.bias is not None, asked.backend, asked.transport, rows)
-            agreed = agreement_of(group).of(key, call, group)
-            tiled_allreduce(call.compute, flat, *agreed)
+            tiled_allreduce(call.compute, flat, *agreement.of(key, call, group))
     if asked.bias is not None:
         out += asked.bias
     return out

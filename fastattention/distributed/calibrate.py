@@ -37,6 +37,8 @@ SMALLEST_BYTES = 64 << 10
 LARGEST_BYTES = 256 << 20
 LARGEST_BYTES_ON_CPU = 16 << 20
 GROWTH = 4  # from one size to the next
+SHORT_BYTES = 1 << 20  # up to which ranks that are late to one all-reduce would be most of its time
+CALLS_IN_A_ROW = 8  # of those
 TABLE_SECONDS = 1.0  # a table ends before the size that would take it beyond
 HIDDEN = 1024  # columns of what is summed
 LONGEST_SLOWDOWN_SECONDS = 0.02  # an all-reduce about this long is long enough to see what it does to compute
@@ -166,14 +168,17 @@ class _Measurement:
     def _all_reduce_seconds(self, nbytes: int, serial: bool = False) -> float:
         out = self._rows(nbytes)
 
-        def all_reduce() -> None:
-            partials = self._transport.begin(out, [out.shape[0]])
-            if serial:
-                self._transport.all_reduce_now(partials, out)
-            else:
-                self._transport.all_reduce(partials, out).wait()
+        in_a_row = CALLS_IN_A_ROW if nbytes <= SHORT_BYTES else 1
 
-        return self._agreed(queued_seconds(all_reduce, self._device))
+        def all_reduce() -> None:
+            for _ in range(in_a_row):
+                partials = self._transport.begin(out, [out.shape[0]])
+                if serial:
+                    self._transport.all_reduce_now(partials, out)
+                else:
+                    self._transport.all_reduce(partials, out).wait()
+
+        return self._agreed(queued_seconds(all_reduce, self._device) / in_a_row)
 
     def _slowdown(self, nbytes: int) -> float:
         """How much longer matrix products take under two all-reduces, alone each as long as all of the products."""

@@ -70,13 +70,17 @@ def all_reduce_params(
     awaits_blocks: each block for its flag; otherwise all have been computed.
     whole: every rank adds up everything, in the place of its share.
     """
-    numbers = (*ends, *[0] * (MOST_BLOCKS - len(ends)), patience, num_ctas, len(ends), peers.rank, int(whole))
+    template = _template(tuple(ends), patience, num_ctas, peers.rank, whole)
     before, (ready, *behind) = peers.pointers
-    params = AllReduceParams.make(
-        AllReduceParams.template(*numbers), *before, out, ready if awaits_blocks else 0, *behind
-    )
+    params = AllReduceParams.make(template, *before, out, ready if awaits_blocks else 0, *behind)
     assert isinstance(params, AllReduceParams)
     return params
+
+
+@functools.lru_cache(maxsize=256)
+def _template(ends: tuple[int, ...], patience: int, num_ctas: int, rank: int, whole: bool) -> bytes:
+    unused = (0,) * (MOST_BLOCKS - len(ends))
+    return AllReduceParams.template(*ends, *unused, patience, num_ctas, len(ends), rank, int(whole))
 
 
 def ctas_for(nbytes: int, num_ranks: int, at_most: int, whole: bool) -> int:

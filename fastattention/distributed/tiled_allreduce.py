@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from fastattention.distributed.products import products_leave_free
 from fastattention.distributed.transports.base import Pending, Transport
 
 Compute = Callable[[int, int, Tensor], None]
@@ -31,7 +32,8 @@ def tiled_allreduce(compute: Compute, out: Tensor, rows: Sequence[int], transpor
         start = 0
         for count in rows:
             stop = start + count
-            compute(start, stop, partials[start:stop])
+            with products_leave_free(transport.multiprocessors if pending else 0, out.device):
+                compute(start, stop, partials[start:stop])
             pending.append(transport.all_reduce(partials[start:stop], out[start:stop]))
             for before in pending[-2:-1]:
                 before.advance()

@@ -308,8 +308,10 @@ class AllReduceConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA; kernels/peer_reads.cuh asserts the same."""
-        stages = 24 // self.num_ranks
-        return stages * (self.num_ranks * 16 * 32 * ALL_REDUCE_WARPS + 8) if self.bulk_copies else 0
+        at_once = 2 if self.num_ranks <= 4 else 1
+        stages = 24 // (at_once * self.num_ranks)
+        stage = self.num_ranks * at_once * 16 * 32 * ALL_REDUCE_WARPS + 8
+        return stages * stage if self.bulk_copies else 0
 
     @property
     def entries(self) -> tuple[Entry, ...]:

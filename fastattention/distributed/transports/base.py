@@ -47,6 +47,7 @@ class Transport(abc.ABC):
     """
 
     name: ClassVar[str]
+    multiprocessors: int = 0  # that sums hold while later blocks are computed, and products should leave to them
 
     @abc.abstractmethod
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:

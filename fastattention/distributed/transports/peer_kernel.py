@@ -33,8 +33,8 @@ from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_memory import PeerMemory
 
 # Beside compute, and alone. Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40.
-CTAS = 32, 64
-BULK_CTAS = 12, 16
+CTAS = 16, 64
+BULK_CTAS = 8, 16
 WHOLE_BYTES = 256 << 10  # up to which every rank adds up everything
 
 
@@ -56,7 +56,7 @@ class PeerKernel(OnOneHost):
             self._patience = round(timeout_of(group._get_backend(device)).total_seconds() * 1e9)
             self._limits = module.device_limits(device.index)
             bulk_copies = all_reduce_config("float32", self._size, self._limits).bulk_copies
-            self._ctas_beside, self._ctas_alone = BULK_CTAS if bulk_copies else CTAS
+            self.multiprocessors, self._ctas_alone = BULK_CTAS if bulk_copies else CTAS
 
     def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
         """Rows that peers can read."""
@@ -77,7 +77,7 @@ class PeerKernel(OnOneHost):
             self._raise[group].enqueue(module.current_stream(self._device.index))
         if call.is_complete:
             self._call = None
-            self._launch(call, self._ctas_beside, self._stream.cuda_stream, awaits_blocks=True)
+            self._launch(call, getattr(self, "_ctas", self.multiprocessors), self._stream.cuda_stream, awaits_blocks=True)
             call.end = self._stream.record_event()
         return _Sum(call)
 

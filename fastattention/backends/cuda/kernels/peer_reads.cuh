@@ -68,14 +68,16 @@ template <class Format>
 class PeerReads {
     using SomePacket = Packet<Format>;
     using Ranges = PeerRanges<Format>;
-    static constexpr int kPieceBytes = 16 * kAllReduceThreads;  // of a rank
-    static constexpr int kStages = 24 / kRanks;
+    static constexpr int kAtOnce = kRanks <= 4 ? 2 : 1;             // packets of a thread, between two barriers
+    static constexpr int kPiece = kAtOnce * kAllReduceThreads;      // packets of a rank that are copied together
+    static constexpr int kPieceBytes = 16 * kPiece;
+    static constexpr int kStages = 24 / (kAtOnce * kRanks);
     static constexpr int kCounters = kStages * kRanks * kPieceBytes;  // where they are
     static_assert(FA_SHARED_BYTES == kCounters + kStages * 8, "kernel_config.py counts shared memory otherwise");
 
 public:
     FA_DEVICE PeerReads(int cta, int num_ctas)
-        : first_(static_cast<int64_t>(cta) * kAllReduceThreads), stride_(static_cast<int64_t>(num_ctas) * kAllReduceThreads) {
+        : first_(static_cast<int64_t>(cta) * kPiece), stride_(static_cast<int64_t>(num_ctas) * kPiece) {
         if (thread_index() == 0)
             for (int stage = 0; stage < kStages; ++stage) bulk_begin(counter(stage));
         block_barrier();
@@ -92,12 +94,20 @@ public:
             if (thread_index() == 0) request(piece + (kStages - 1) * stride_, kStages - 1, ranges);
             const uint32_t stage = taken_ % kStages;
             bulk_wait(counter(stage), taken_ / kStages & 1);
-            const int64_t at = piece + thread_index();
-            SomePacket packets[kRanks];
+            SomePacket packets[kAtOnce][kRanks];
 #pragma unroll
-            for (int rank = 0; rank < kRanks; ++rank)
-                if (at < ranges.packets(rank)) packets[rank] = SomePacket::read_shared(place(stage, rank) + 16 * thread_index());
-            if (at < ranges.longest) use(at, packets);
+            for (int i = 0; i < kAtOnce; ++i)
+#pragma unroll
+                for (int rank = 0; rank < kRanks; ++rank) {
+                    const int within = i * kAllReduceThreads + thread_index();
+                    if (piece + within < ranges.packets(rank))
+                        packets[i][rank] = SomePacket::read_shared(place(stage, rank) + 16 * within);
+                }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int64_t at = piece + i * kAllReduceThreads + thread_index();
+                if (at < ranges.longest) use(at, packets[i]);
+            }
             block_barrier();
         }
     }
@@ -111,7 +121,7 @@ private:
 #pragma unroll
         for (int rank = 0; rank < kRanks; ++rank) {
             const int64_t left = ranges.packets(rank) - at;
-            bytes[rank] = left <= 0 ? 0 : left < kAllReduceThreads ? 16 * static_cast<uint32_t>(left) : kPieceBytes;
+            bytes[rank] = left <= 0 ? 0 : left < kPiece ? 16 * static_cast<uint32_t>(left) : kPieceBytes;
             all += bytes[rank];
         }
         bulk_expect(counter(stage), all);

@@ -149,7 +149,7 @@ class Share:
 
 
 def _as_record(one: Candidate) -> dict[str, Any]:
-    return {"rows": one.rows, "transport": one.transport.name}
+    return {"rows": one.rows, "transport": one.transport.name, "room": one.transport.rooms[one.room]._asdict()}
 
 
 def agreed_on(share: Share, transport: str) -> Agreed:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ class Way(NamedTuple):
 
     transport: str
     division: Division
+    room: int = 0  # of the transport's
 
 
 class Verdict(NamedTuple):
@@ -89,7 +90,7 @@ class Agreement:
         self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
         self._compute_costs = calibrate.ComputeCosts()
         # By what calls have in common, and the transports that were tried.
-        self._verdicts: dict[tuple[calibrate.Kind, tuple[str, ...]], Verdict] = {}
+        self._verdicts: dict[tuple[Hashable, tuple[str, ...]], Verdict] = {}
 
     def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Candidate:
         """The blocks of a call and their transport. Collective the first time, one look-up from then on.
@@ -110,27 +111,46 @@ class Agreement:
         problem = key.problem
         transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, self.group_size)
         able = self._able(key.transport, transfer, group)
-        rows = key.rows or (problem.total_q,)
-        decided = key.rows is not None or not calibrate.worth_dividing(transfer)
-        if len(able) == 1 and decided:
-            return Agreed.always(Candidate(rows, able[0]))
+        if key.rows is not None:
+            return Agreed.always(Candidate(key.rows, self._quickest(able, transfer, key.rows, group)))
+        kind: Hashable = (transfer.dtype, transfer.hidden, calibrate.magnitude(transfer.rows))
+        ways = {Way(transport.name, Division.WHOLE): (transfer.rows,) for transport in able}
+        if calibrate.worth_dividing(transfer):
+            costs = self._costs_of(able, transfer, group)
+            kind, divided = from_rank_0(lambda: self._divided(call, transfer, costs), group)
+            ways |= divided
+        return self._try(kind, ways, call, transfer, group)
+
+    def _quickest(
+        self, able: Sequence[Transport], transfer: Transfer, rows: Sequence[int], group: ProcessGroup
+    ) -> Transport:
+        """The transport that sums blocks of these rows soonest. Costs are the same on all ranks, so this is too."""
+        if len(able) == 1:
+            return able[0]
+        sizes = [count * transfer.nbytes // transfer.rows for count in rows]
+
+        def seconds(cost: TransportCost) -> float:
+            return sum(map(cost.seconds, sizes)) if len(sizes) > 1 else cost.serial_seconds(sizes[0])
+
         costs = self._costs_of(able, transfer, group)
-        if not decided:
-            return self._try(call, transfer, costs, group)
-        quickest = _quickest(costs, [count * transfer.nbytes // transfer.rows for count in rows])
-        return Agreed.always(Candidate(rows, self.transports[quickest, problem.device]))
+        return self.transports[min(costs, key=seconds).name, transfer.device]
 
     def _try(
-        self, call: AttentionLinear, transfer: Transfer, costs: Sequence[TransportCost], group: ProcessGroup
+        self,
+        kind: Hashable,
+        ways: Mapping[Way, tuple[int, ...]],
+        call: AttentionLinear,
+        transfer: Transfer,
+        group: ProcessGroup,
     ) -> Agreed:
-        """The ways that win in a trial. Of calls that are alike one is tried: the others are made in the same ways."""
-        kind, ways = from_rank_0(lambda: self._ways(call, transfer, costs), group)
+        """The ways that win in a trial. Of calls of a kind one is tried: the others are made in the same ways."""
         candidates = {
-            way: Candidate(rows, self.transports[way.transport, transfer.device]) for way, rows in ways.items()
+            way: Candidate(rows, self.transports[way.transport, transfer.device], way.room)
+            for way, rows in ways.items()
         }
         if len(candidates) == 1:
             return Agreed.always(*candidates.values())
-        tried = (kind, tuple(cost.name for cost in costs))
+        tried = (kind, tuple(way.transport for way in ways if way.division is Division.WHOLE))
         if tried not in self._verdicts:
             winners = Trial(list(candidates.values()), call, transfer, group).winners()
             self._verdicts[tried] = Verdict(*(list(candidates)[place] for place in winners))
@@ -141,18 +161,18 @@ class Agreement:
             )
         )
 
-    def _ways(
+    def _divided(
         self, call: AttentionLinear, transfer: Transfer, costs: Sequence[TransportCost]
     ) -> tuple[calibrate.Kind, dict[Way, tuple[int, ...]]]:
-        """What the call is like, and all ways to make it: by the lengths and clocks of one rank."""
+        """What the call is like, and ways to make it in blocks: by the lengths and clocks of one rank."""
         workload = calibrate.workload_of(call, transfer.group_size)
         compute = self._compute_costs.of(call, workload)
-        ways: dict[Way, tuple[int, ...]] = {Way(cost.name, Division.WHOLE): (transfer.rows,) for cost in costs}
+        ways: dict[Way, tuple[int, ...]] = {}
         for cost in costs:
             planned = choose(workload, compute, [cost]).rows
-            if len(planned) > 1:
-                ways[Way(cost.name, Division.PLANNED)] = planned
-                ways[Way(cost.name, Division.EVEN)] = even(workload, EVEN_BLOCKS)
+            for room in range(len(self.transports[cost.name, transfer.device].rooms) if len(planned) > 1 else 0):
+                ways[Way(cost.name, Division.PLANNED, room)] = planned
+                ways[Way(cost.name, Division.EVEN, room)] = even(workload, EVEN_BLOCKS)
         return calibrate.kind_of(call, workload), ways
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
@@ -194,15 +214,6 @@ def agreement_of(group: ProcessGroup) -> Agreement:
 def _close(made: dict[tuple[str, torch.device], Transport]) -> None:
     for transport in made.values():
         transport.close()
-
-
-def _quickest(costs: Sequence[TransportCost], sizes: Sequence[int]) -> str:
-    """The transport that sums blocks of these bytes soonest. Costs are the same on all ranks, so this is too."""
-
-    def seconds(cost: TransportCost) -> float:
-        return sum(map(cost.seconds, sizes)) if len(sizes) > 1 else cost.serial_seconds(sizes[0])
-
-    return min(costs, key=seconds).name
 
 
 def _is_capturing(device: torch.device) -> bool:

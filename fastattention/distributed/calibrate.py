@@ -239,9 +239,9 @@ def kind_of(call: AttentionLinear, workload: Workload) -> Kind:
     """What calls have in common that are alike, to a factor of two in each length."""
     like = replace(
         call.problem,
-        batch_size=_magnitude(workload.batch_size),
-        seqlen_q=_magnitude(workload.seqlen_q),
-        seqlen_k=_magnitude(workload.seqlen_k),
+        batch_size=magnitude(workload.batch_size),
+        seqlen_q=magnitude(workload.seqlen_q),
+        seqlen_k=magnitude(workload.seqlen_k),
         total_q=0,
     )
     return like, workload.hidden, call.backend
@@ -266,7 +266,7 @@ class ComputeCosts:
         )
 
 
-def _magnitude(length: int) -> int:
+def magnitude(length: int) -> int:
     """The nearest power of two, so that lengths on either side of one are alike."""
     return round(math.log2(max(length, 1)))
 

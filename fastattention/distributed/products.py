@@ -1,8 +1,8 @@
 """torch's matrix products beside a kernel that holds multiprocessors for long.
 
-cuBLAS launches as many CTAs as a GPU has multiprocessors, and each takes its part of the tiles. Where other kernels hold
-some, CTAs that find no place begin when others have ended: with 8 of 132 held, products of 1024 to 4096 rows take 1.2
-to 1.8 times as long. Told of it, cuBLAS shares the tiles out among those that are free, and they take 1.1 times as long.
+cuBLAS launches as many CTAs as a GPU has multiprocessors, and each takes its part of the tiles. Where other kernels
+hold some, CTAs that find no place begin when others have ended: with 8 of 132 held, products of 1024 to 4096 rows take
+1.2 to 1.8 times as long. Told of it, cuBLAS shares the tiles out among those that are free: 1.1 times.
 """
 
 from __future__ import annotations

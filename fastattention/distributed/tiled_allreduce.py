@@ -12,16 +12,17 @@ from fastattention.distributed.transports.base import Pending, Transport
 Compute = Callable[[int, int, Tensor], None]
 
 
-def tiled_allreduce(compute: Compute, out: Tensor, rows: Sequence[int], transport: Transport) -> None:
+def tiled_allreduce(compute: Compute, out: Tensor, rows: Sequence[int], transport: Transport, room: int = 0) -> None:
     """Fills `out` with the sum over all ranks of what `compute` gives, block by block.
 
     compute: writes this rank's share of rows [start, stop) to a tensor (stop - start, hidden).
     out: contiguous (rows, hidden).
     rows: of each block; the same on every rank. One block is computed, then summed.
+    room: which of the transport's; likewise.
 
     Every sum that has begun is waited for, also when something fails; then the first error is raised.
     """
-    partials = transport.begin(out, rows)
+    partials = transport.begin(out, rows, room)
     if len(rows) == 1:
         compute(0, rows[0], partials)
         transport.all_reduce_now(partials, out)
@@ -32,7 +33,7 @@ def tiled_allreduce(compute: Compute, out: Tensor, rows: Sequence[int], transpor
         start = 0
         for count in rows:
             stop = start + count
-            with products_leave_free(transport.multiprocessors if pending else 0, out.device):
+            with products_leave_free(transport.rooms[room].left_free if pending else 0, out.device):
                 compute(start, stop, partials[start:stop])
             pending.append(transport.all_reduce(partials[start:stop], out[start:stop]))
             for before in pending[-2:-1]:

@@ -27,10 +27,11 @@ FINALISTS = 2  # of one block, and as many of several
 
 
 class Candidate(NamedTuple):
-    """Rows of each block, and who sums them."""
+    """Rows of each block, who sums them, and which of the transport's rooms it has for that."""
 
     rows: tuple[int, ...]
     transport: Transport
+    room: int = 0
 
 
 class Winners(NamedTuple):
@@ -89,4 +90,4 @@ class Trial:
 
 def _run(call: AttentionLinear, out: torch.Tensor, candidate: Candidate) -> None:
     for _ in range(CALLS):
-        tiled_allreduce(call.compute, out, candidate.rows, candidate.transport)
+        tiled_allreduce(call.compute, out, *candidate)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.jit import module
-from fastattention.backends.cuda.kernel_config import ALL_REDUCE_WARPS, all_reduce_config
+from fastattention.backends.cuda.kernel_config import ALL_REDUCE_WARPS, AllReduceConfig
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
 from fastattention.backends.cuda.plan import Step
@@ -47,9 +46,9 @@ class Peers:
 
 
 @functools.lru_cache(maxsize=256)
-def all_reduce_step(dtype: torch.dtype, num_ranks: int, num_ctas: int, limits: Limits) -> Step:
+def all_reduce_step(dtype: torch.dtype, num_ranks: int, num_ctas: int, bulk_copies: bool) -> Step:
     """The launch of so many CTAs, the same on all ranks."""
-    return Step(all_reduce_config(DTYPE_NAMES[dtype], num_ranks, limits), 0, num_ctas)
+    return Step(AllReduceConfig(DTYPE_NAMES[dtype], num_ranks, bulk_copies), 0, num_ctas)
 
 
 def all_reduce_params(

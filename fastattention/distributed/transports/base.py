@@ -26,6 +26,13 @@ class Transfer(NamedTuple):
         return self.rows * self.hidden * self.dtype.itemsize
 
 
+class Room(NamedTuple):
+    """What sums have of a GPU to themselves while later blocks are computed."""
+
+    ctas: int = 0  # of the transport's own kernel, if it has one
+    left_free: int = 0  # multiprocessors that matrix products leave to sums
+
+
 class Pending(abc.ABC):
     """A sum that has begun. It keeps alive the memory it uses."""
 
@@ -47,7 +54,7 @@ class Transport(abc.ABC):
     """
 
     name: ClassVar[str]
-    multiprocessors: int = 0  # that sums hold while later blocks are computed, and products should leave to them
+    rooms: tuple[Room, ...] = (Room(),)  # a call is made with one of them; the same on every rank
 
     @abc.abstractmethod
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -58,9 +65,10 @@ class Transport(abc.ABC):
         """Why this transport cannot serve `transfer`, or None. The answer is the same on every rank."""
 
     @abc.abstractmethod
-    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Begins a call that sums into `out` (rows, hidden), in blocks of so many rows.
 
+        room: which of `rooms` it has.
         Returns memory like `out` for this rank's parts: `out` itself, or memory that peers read.
         """
 

@@ -13,7 +13,10 @@ from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from fastattention.distributed.exchange import from_rank_0, timeout_of
-from fastattention.distributed.transports.base import Pending, Transfer, Transport
+from fastattention.distributed.transports.base import Pending, Room, Transfer, Transport
+
+# NCCL takes some two dozen CTAs. Products that leave all of these to it are slower by more than they gain.
+NCCL_ROOMS = (Room(), Room(left_free=16))
 
 
 class C10d(Transport):
@@ -37,12 +40,14 @@ class C10d(Transport):
         options.group_id = name
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
         self._communicator = _communicator(theirs.name(), options)
+        if theirs.name() == "nccl":
+            self.rooms = NCCL_ROOMS
 
     def why_not(self, transfer: Transfer) -> str | None:
         """None: whatever the backend of the group sums."""
         return None
 
-    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """`out` itself."""
         return out
 

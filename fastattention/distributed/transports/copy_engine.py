@@ -51,10 +51,10 @@ class CopyEngine(OnOneHost):
         self._turn = 0
         self._end = 0  # where the rows of the call under way end
 
-    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""
         self._end, self._turn = out.data_ptr() + out.nbytes, 0
-        return super().begin(out, rows)
+        return super().begin(out, rows, room)
 
     def _take(self, nbytes: int) -> PeerMemory:
         memory = PeerMemory(nbytes, Meetings.flags_needed(self._size), self._device, self._group_name)

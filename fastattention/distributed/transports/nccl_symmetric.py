@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed.transports.base import Pending, Transfer
+from fastattention.distributed.transports.base import Pending, Room, Transfer
 from fastattention.distributed.transports.c10d import C10d
 from fastattention.errors import ArgumentError
 
@@ -35,6 +35,7 @@ class NcclSymmetric(C10d):
         self._in_graphs: dict[Any, Tensor] = {}  # pools, and their rows, though larger may have taken their place
         if self._reason is None:
             super().__init__(group, device)
+            self.rooms = (Room(),)  # its kernels take a few CTAs
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def why_not(self, transfer: Transfer) -> str | None:
@@ -44,7 +45,7 @@ class NcclSymmetric(C10d):
             return f"rows of {row_bytes} bytes; its kernels sum wrongly what is not aligned to {ALIGNMENT}"
         return self._reason
 
-    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows in the pool."""
         capturing = torch.cuda.is_current_stream_capturing()
         if self._rows.nbytes < out.nbytes:

@@ -40,7 +40,7 @@ class OnOneHost(Transport):
             return f"{transfer.dtype} is not added up; float16, bfloat16 and float32 are"
         return self._reason
 
-    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""
         if self._peers is None or self._peers.nbytes < out.nbytes:
             check_not_capturing()

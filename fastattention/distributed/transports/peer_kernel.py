@@ -27,14 +27,16 @@ from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.streams import FlagWrites
 from fastattention.backends.cuda.kernel_config import all_reduce_config
 from fastattention.backends.cuda.params import MOST_BLOCKS
-from fastattention.distributed.exchange import timeout_of
-from fastattention.distributed.transports.base import Pending
+from fastattention.distributed.exchange import gather, timeout_of
+from fastattention.distributed.transports.base import Pending, Room
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_memory import PeerMemory
 
-# Beside compute, and alone. Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40.
-CTAS = 16, 64
-BULK_CTAS = 8, 16
+# Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40. On Hopper 8 of them saturate the
+# links where nothing else runs, and products that leave 8 free run as if alone. 12 are slowed down less by what runs
+# beside them, but there is no number that products could leave 12 without loss.
+ROOMS, CTAS_ALONE = (Room(16, 16),), 64
+BULK_ROOMS, BULK_CTAS_ALONE = (Room(8, 8), Room(12, 0)), 16
 WHOLE_BYTES = 256 << 10  # up to which every rank adds up everything
 
 
@@ -54,16 +56,16 @@ class PeerKernel(OnOneHost):
         self._call: _Call | None = None
         if self._reason is None:
             self._patience = round(timeout_of(group._get_backend(device)).total_seconds() * 1e9)
-            self._limits = module.device_limits(device.index)
-            bulk_copies = all_reduce_config("float32", self._size, self._limits).bulk_copies
-            self.multiprocessors, self._ctas_alone = BULK_CTAS if bulk_copies else CTAS
+            mine = all_reduce_config("float32", self._size, module.device_limits(device.index)).bulk_copies
+            self._bulk_copies = all(gather(mine, group))  # CTAs of one number have the same packets on all ranks
+            self.rooms = BULK_ROOMS if self._bulk_copies else ROOMS
 
-    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""
-        partials = super().begin(out, rows)
+        partials = super().begin(out, rows, room)
         if self._call is not None:
             self._forget(self._call)
-        self._call = _Call(out, rows)
+        self._call = _Call(out, rows, self.rooms[room].ctas)
         return partials
 
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
@@ -77,7 +79,7 @@ class PeerKernel(OnOneHost):
             self._raise[group].enqueue(module.current_stream(self._device.index))
         if call.is_complete:
             self._call = None
-            self._launch(call, getattr(self, "_ctas", self.multiprocessors), self._stream.cuda_stream, awaits_blocks=True)
+            self._launch(call, call.ctas, self._stream.cuda_stream, awaits_blocks=True)
             call.end = self._stream.record_event()
         return _Sum(call)
 
@@ -86,7 +88,8 @@ class PeerKernel(OnOneHost):
         call, self._call = self._call, None
         assert call is not None
         stream = module.current_stream(self._device.index)
-        self._launch(call, self._ctas_alone, stream, whole=out.nbytes <= WHOLE_BYTES)
+        ctas = BULK_CTAS_ALONE if self._bulk_copies else CTAS_ALONE
+        self._launch(call, ctas, stream, whole=out.nbytes <= WHOLE_BYTES)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -121,15 +124,15 @@ class PeerKernel(OnOneHost):
             awaits_blocks=awaits_blocks,
             whole=whole,
         )
-        step = all_reduce_step(out.dtype, self._size, ctas, self._limits)
+        step = all_reduce_step(out.dtype, self._size, ctas, self._bulk_copies)
         all_reduce.all_reduce(step, params, self._device.index, stream)
 
 
 class _Call:
     """What has begun. Of more than MOST_BLOCKS blocks, some are summed together."""
 
-    def __init__(self, out: Tensor, rows: Sequence[int]) -> None:
-        self.out = out
+    def __init__(self, out: Tensor, rows: Sequence[int], ctas: int) -> None:
+        self.out, self.ctas = out, ctas
         together = -(-len(rows) // MOST_BLOCKS)
         ends = [count * out.shape[1] for count in accumulate(rows)]
         self._lasts: list[int] = [*range(together - 1, len(rows) - 1, together), len(rows) - 1]

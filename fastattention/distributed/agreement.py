@@ -114,7 +114,7 @@ class Agreement:
         if key.rows is not None:
             return Agreed.always(Candidate(key.rows, self._quickest(able, transfer, key.rows, group)))
         kind: Hashable = (transfer.dtype, transfer.hidden, calibrate.magnitude(transfer.rows))
-        ways = {Way(transport.name, Division.WHOLE): (transfer.rows,) for transport in able}
+        ways: dict[Way, tuple[int, ...]] = {Way(each.name, Division.WHOLE): (transfer.rows,) for each in able}
         if calibrate.worth_dividing(transfer):
             costs = self._costs_of(able, transfer, group)
             kind, divided = from_rank_0(lambda: self._divided(call, transfer, costs), group)

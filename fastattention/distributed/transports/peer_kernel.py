@@ -32,9 +32,9 @@ from fastattention.distributed.transports.base import Pending, Room
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_memory import PeerMemory
 
-# Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40. On Hopper 8 of them saturate the
-# links where nothing else runs, and products that leave 8 free run as if alone. 12 are slowed down less by what runs
-# beside them, but there is no number that products could leave 12 without loss.
+# Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40. On Hopper 8 of them saturate
+# the links where nothing else runs, and products that leave 8 free run as if alone. 12 are slowed down less by what
+# runs beside them, but there is no number that products could leave them without loss.
 ROOMS, CTAS_ALONE = (Room(16, 16),), 64
 BULK_ROOMS, BULK_CTAS_ALONE = (Room(8, 8), Room(12, 0)), 16
 WHOLE_BYTES = 256 << 10  # up to which every rank adds up everything

@@ -37,6 +37,7 @@ from fastattention.distributed.transports.peer_memory import PeerMemory
 # runs beside them, but there is no number that products could leave them without loss.
 ROOMS, CTAS_ALONE = (Room(16, 16),), 64
 BULK_ROOMS, BULK_CTAS_ALONE = (Room(8, 8), Room(12, 0)), 16
+LONGEST_PATIENCE = 1e9  # seconds: their nanoseconds fit 64 bits
 WHOLE_BYTES = 256 << 10  # up to which every rank adds up everything
 
 
@@ -55,7 +56,8 @@ class PeerKernel(OnOneHost):
         self._raise: list[FlagWrites] = []  # by block: it is computed
         self._call: _Call | None = None
         if self._reason is None:
-            self._patience = round(timeout_of(group._get_backend(device)).total_seconds() * 1e9)
+            seconds = timeout_of(group._get_backend(device)).total_seconds()
+            self._patience = round(min(seconds, LONGEST_PATIENCE) * 1e9)
             mine = all_reduce_config("float32", self._size, module.device_limits(device.index)).bulk_copies
             self._bulk_copies = all(gather(mine, group))  # CTAs of one number have the same packets on all ranks
             self.rooms = BULK_ROOMS if self._bulk_copies else ROOMS
@@ -64,7 +66,7 @@ class PeerKernel(OnOneHost):
         """Rows that peers can read."""
         partials = super().begin(out, rows, room)
         if self._call is not None:
-            self._forget(self._call)
+            self.give_up(self._call)
         self._call = _Call(out, rows, self.rooms[room].ctas)
         return partials
 
@@ -78,10 +80,18 @@ class PeerKernel(OnOneHost):
         if group is not None:
             self._raise[group].enqueue(module.current_stream(self._device.index))
         if call.is_complete:
-            self._call = None
             self._launch(call, call.ctas, self._stream.cuda_stream, awaits_blocks=True)
             call.end = self._stream.record_event()
-        return _Sum(call)
+            self._call = None
+        return _Sum(self, call)
+
+    def give_up(self, call: _Call) -> None:
+        """Lowers the flags of a call that has failed before its kernel was launched."""
+        if self._call is call:
+            assert self._peers is not None
+            flags = [self._peers.flag(self._rank, Flags.READY + block) for block in range(len(call.ends))]
+            FlagWrites(flags, 0).enqueue(module.current_stream(self._device.index))
+            self._call = None
 
     def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
         """On the current stream, by more CTAs."""
@@ -103,12 +113,6 @@ class PeerKernel(OnOneHost):
         self._addresses = Peers(self._rank, tuple(memory.addresses), flags)
         self._raise = [FlagWrites([memory.flag(self._rank, Flags.READY + block)], 1) for block in range(MOST_BLOCKS)]
         return memory
-
-    def _forget(self, call: _Call) -> None:
-        """Lowers the flags of a call that failed before its kernel was launched."""
-        assert self._peers is not None
-        flags = [self._peers.flag(self._rank, Flags.READY + block) for block in range(len(call.ends))]
-        FlagWrites(flags, 0).enqueue(module.current_stream(self._device.index))
 
     def _launch(self, call: _Call, ctas: int, stream: int, awaits_blocks: bool = False, whole: bool = False) -> None:
         assert self._addresses is not None
@@ -158,9 +162,11 @@ class _Call:
 
 
 class _Sum(Pending):
-    def __init__(self, call: _Call) -> None:
-        self._call = call
+    def __init__(self, transport: PeerKernel, call: _Call) -> None:
+        self._transport, self._call = transport, call
 
     def wait(self) -> None:
-        if self._call.end is not None:  # it is None only where a block after this one has failed
+        if self._call.end is None:  # a block after this one has failed
+            self._transport.give_up(self._call)
+        else:
             torch.cuda.current_stream(self._call.out.device).wait_event(self._call.end)

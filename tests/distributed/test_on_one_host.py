@@ -83,6 +83,7 @@ def test_memory_taken_in_inference_mode_serves_calls_out_of_it(kind: type[OnOneH
     def task(transport: OnOneHost, rank: int, stream: Stream) -> Tensor:
         with torch.inference_mode():
             sum_on(transport, rank, stream, 0, (4, 4), hidden=8, dtype=SINGLE)
+        stream.synchronize()  # what follows is done at once, by this thread
         with torch.no_grad():
             partials = transport.begin(torch.empty(8, 8), [8])
             return torch.mm(torch.ones(8, 2), torch.ones(2, 8), out=partials).clone()

@@ -29,6 +29,33 @@ def launches_of(host: Host, *calls: tuple[int, ...], **like: object) -> list[lis
     return host.run(task)
 
 
+def test_flags_lie_behind_what_peers_read_and_none_is_another() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> tuple[AllReduceParams, range]:
+        sum_on(transport, rank, stream, 0, (7, 5), **SMALL)
+        assert transport._peers is not None
+        memory = transport._peers._handle.memory
+        assert memory.data_ptr() == transport._peers.addresses[rank]
+        behind = memory.data_ptr() + transport._peers.nbytes
+        return host.here.launches[-1].params, range(behind, memory.data_ptr() + memory.nbytes)
+
+    host = Host(3, PeerKernel)
+    ranks = host.run(task)
+    for rank, (params, behind) in enumerate(ranks):
+        lengths = [
+            (params.arrivals[rank], MOST_CTAS * MOST_PARTS),
+            (params.steps, MOST_CTAS),
+            (params.finished, 1),
+            (params.ready, MOST_BLOCKS),
+        ]
+        flags = [start + 4 * number for start, length in lengths for number in range(length)]
+        assert len(set(flags)) == len(flags)
+        assert all(flag in behind and flag % 4 == 0 for flag in flags)
+        for other, _ in ranks:
+            assert other.arrivals[rank] == params.arrivals[rank]
+            assert other.parts[rank] == params.parts[rank] == behind.start - GRANULE
+        assert [*params.parts][3:] == [*params.arrivals][3:] == [None] * (MOST_PARTS - 3)
+
+
 @pytest.mark.parametrize(("size", "gpu"), [(3, "A100"), (4, "RTX 4090"), (8, "H100")])
 def test_every_number_of_ranks_and_either_way_of_reading_are_served(size: int, gpu: str) -> None:
     names = "uneven", "one block", "one block of a few hundred KiB", "more than a granule", "less than a share"
@@ -175,33 +202,6 @@ def test_a_call_made_again_is_the_same_launch_so_that_graphs_can_replay_it() -> 
 def test_a_rank_is_waited_for_as_long_as_the_timeout_of_the_group(timeout: float) -> None:
     [launched] = launches_of(Host(1, PeerKernel, timeout=timeout), (12,), (7, 5), **SMALL)
     assert [params.patience for params, _ in launched] == [timeout * 1e9] * 2
-
-
-def test_flags_lie_behind_what_peers_read_and_none_is_another() -> None:
-    def task(transport: PeerKernel, rank: int, stream: Stream) -> tuple[AllReduceParams, range]:
-        sum_on(transport, rank, stream, 0, (7, 5), **SMALL)
-        assert transport._peers is not None
-        memory = transport._peers._handle.memory
-        assert memory.data_ptr() == transport._peers.addresses[rank]
-        behind = memory.data_ptr() + transport._peers.nbytes
-        return host.here.launches[-1].params, range(behind, memory.data_ptr() + memory.nbytes)
-
-    host = Host(3, PeerKernel)
-    ranks = host.run(task)
-    for rank, (params, behind) in enumerate(ranks):
-        lengths = {
-            params.arrivals[rank]: MOST_CTAS * MOST_PARTS,
-            params.steps: MOST_CTAS,
-            params.finished: 1,
-            params.ready: MOST_BLOCKS,
-        }
-        flags = [start + 4 * number for start, length in lengths.items() for number in range(length)]
-        assert len(set(flags)) == len(flags)
-        assert all(flag in behind and flag % 4 == 0 for flag in flags)
-        for other, _ in ranks:
-            assert other.arrivals[rank] == params.arrivals[rank]
-            assert other.parts[rank] == params.parts[rank] == behind.start - GRANULE
-        assert [*params.parts][3:] == [*params.arrivals][3:] == [None] * (MOST_PARTS - 3)
 
 
 def test_closing_leaves_no_addresses_behind() -> None:

@@ -1,7 +1,8 @@
-"""Ranks that are threads, each with GPU streams that are threads too: what copy_engine enqueues runs as late as it may.
+"""Ranks that are threads, each with GPU streams that are threads too: what transports enqueue runs as late as it may.
 
 Memory is the process's own, so that all ranks reach it. Streams carry out operations in order and know nothing of each
-other but events and flags; each now and then stops for a while. The driver's copies and flags are done by ctypes.
+other but events and flags; each now and then stops for a while. The driver's copies and flags are done by ctypes, as
+are the kernels (pretended_kernels.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,12 +25,18 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
-from fastattention.backends.cuda import summing
+from distributed import pretended_kernels
+from distributed.pretended_kernels import PATIENCE, flag_at
+from fastattention.backends.cuda import all_reduce, summing
+from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import module, streams
-from fastattention.distributed.transports import copy_engine
+from fastattention.backends.cuda.kernel_config import AllReduceConfig
+from fastattention.backends.cuda.params import AllReduceParams
+from fastattention.backends.cuda.plan import Step
+from fastattention.distributed.transports import on_one_host
 from fastattention.distributed.transports.copy_engine import CopyEngine
+from fastattention.distributed.transports.on_one_host import OnOneHost
 
-PATIENCE = 20.0  # seconds until a stream that waits is taken to wait for ever
 DELAY = 2e-3
 
 _WRITE = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
@@ -126,16 +134,30 @@ def carry_out(operation: Any) -> None:
         time.sleep(0)
 
 
-def flag_at(address: Any) -> ctypes.c_uint32:
-    return ctypes.c_uint32.from_address(int(address))
+class Launch(NamedTuple):
+    """Of the kernel by which peer_kernel sums."""
+
+    params: AllReduceParams
+    stream: Stream
 
 
 class Host:
-    """The ranks of one host. `here` is what a thread knows of its own rank."""
+    """The ranks of one host. `here` is what a thread knows of its own rank.
 
-    def __init__(self, size: int) -> None:
+    gpu: which of backends/cuda/chips.py they have; timeout: of the group, in seconds.
+    """
+
+    def __init__(
+        self, size: int, transport: type[OnOneHost] = CopyEngine, gpu: str = "H100", timeout: float = PATIENCE
+    ) -> None:
         self.size = size
         self.here = threading.local()
+        self.on_launch: Callable[[Launch], None] = lambda launch: None  # called behind it
+        self._make, self._limits = transport, CHIPS[gpu]
+        options = SimpleNamespace(_timeout=timedelta(seconds=timeout))
+        self._group: Any = SimpleNamespace(
+            group_name="pretended", _get_backend=lambda device: SimpleNamespace(options=options)
+        )
         self._barrier = threading.Barrier(size)
         self._addresses = [0] * size
         self._taken: list[Tensor] = []
@@ -161,9 +183,21 @@ class Host:
         self._taken.append(self._empty(*shape, **like).fill_(0xFF))
         return self._taken[-1]
 
+    def launch(self, step: Step, params: AllReduceParams, device_index: int | None, stream: int) -> None:
+        """Launches kernels/all_reduce.cuh; `params` is copied before this returns."""
+        config = step.variant
+        assert isinstance(config, AllReduceConfig)
+        assert (config.num_ranks, step.num_blocks) == (self.size, params.num_ctas)
+        assert params.rank == self.here.rank
+        launched = AllReduceParams.from_buffer_copy(params)
+        dtype = getattr(torch, config.dtype)
+        stream_of(stream).enqueue(lambda: pretended_kernels.AllReduce(launched, dtype, self.size).run())
+        self.here.launches.append(Launch(launched, stream_of(stream)))
+        self.on_launch(self.here.launches[-1])
+
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """All that copy_engine uses of GPUs."""
+        """All that the transports use of GPUs."""
         from torch.distributed import _symmetric_memory
 
         here = self.here
@@ -179,20 +213,22 @@ class Host:
                 (dist, "get_world_size", lambda group: self.size),
                 (_symmetric_memory, "empty", self.take),
                 (_symmetric_memory, "rendezvous", self.rendezvous),
-                (copy_engine, "_why_not_group", lambda group, device: None),
+                (on_one_host, "_why_not_group", lambda group, device: None),
                 (streams, "driver_bindings", Driver),
                 (module, "current_stream", lambda index: here.streams[0].cuda_stream),
+                (module, "device_limits", lambda index: self._limits),
                 (summing, "sum_parts", sum_parts),
+                (all_reduce, "all_reduce", self.launch),
             ):
                 stack.enter_context(mock.patch.object(where, name, what))
             yield
 
-    def run(self, task: Callable[[CopyEngine, int, Stream], Any]) -> list[Any]:
+    def run(self, task: Callable[[Any, int, Stream], Any]) -> list[Any]:
         """What task(transport, rank, stream of the compute) returns on each rank, all of them at once."""
 
         def on(rank: int) -> Any:
-            self.here.rank, self.here.streams = rank, [Stream()]
-            transport = CopyEngine(SimpleNamespace(group_name="pretended"), torch.device("cpu"))  # type: ignore[arg-type]
+            self.here.rank, self.here.streams, self.here.launches = rank, [Stream()], []
+            transport = self._make(self._group, torch.device("cpu"))
             try:
                 answer = task(transport, rank, self.here.streams[0])
                 self.synchronize()
@@ -201,6 +237,7 @@ class Host:
                     stream.end()
             return answer
 
+        Stream.streams.clear()
         with self.patched(), ThreadPoolExecutor(self.size) as ranks:
             return list(ranks.map(on, range(self.size)))
 
@@ -208,16 +245,5 @@ class Host:
 def sum_parts(
     parts: Sequence[int], shared: int, out: int, count: int, dtype: torch.dtype, device_index: int | None, stream: int
 ) -> None:
-    """The kernel of that name."""
-
-    def add() -> None:
-        total = sum((numbers_at(part, count, dtype).float() for part in parts), torch.zeros(count)).to(dtype)
-        numbers_at(shared, count, dtype).copy_(total)
-        numbers_at(out, count, dtype).copy_(total)
-
-    stream_of(stream).enqueue(add)
-
-
-def numbers_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype, count=count)
+    """Launches the kernel of that name."""
+    stream_of(stream).enqueue(lambda: pretended_kernels.sum_parts(parts, shared, out, count, dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,7 +29,9 @@ class Notes(Transport):
     def why_not(self, transfer: Transfer) -> str | None:
         return None
 
-    def partials(self, out: Tensor) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+        assert sum(rows) == len(out)
+        self.note(f"begin {list(rows)}")
         return torch.full_like(out, torch.nan)
 
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
@@ -63,14 +67,14 @@ def test_a_block_is_being_summed_while_the_next_is_computed_and_all_are_waited_f
     out = run(notes)
     computed = ["compute 0-1", "sum 0-1", "compute 2-4", "sum 2-4", "compute 5-5", "sum 5-5"]
     log = [entry for entry in notes.log if not entry.startswith("advance")]
-    assert log == [*computed, "wait 0-1", "wait 2-4", "wait 5-5"]
+    assert log == ["begin [2, 3, 1]", *computed, "wait 0-1", "wait 2-4", "wait 5-5"]
     assert torch.equal(out, 2.0 * torch.arange(6.0)[:, None].expand(6, 4))
 
 
 def test_a_sum_is_advanced_once_that_of_the_next_block_has_begun() -> None:
     notes = Notes()
     run(notes, (2, 3, 1, 4))
-    sums = [entry for entry in notes.log if not entry.startswith("compute")]
+    sums = [entry for entry in notes.log if not entry.startswith(("begin", "compute"))]
     assert sums[:7] == ["sum 0-1", "sum 2-4", "advance 0-1", "sum 5-5", "advance 2-4", "sum 6-9", "advance 5-5"]
     assert sums[7:] == ["wait 0-1", "wait 2-4", "wait 5-5", "wait 6-9"]  # which advances the last
 
@@ -78,7 +82,7 @@ def test_a_sum_is_advanced_once_that_of_the_next_block_has_begun() -> None:
 def test_one_block_is_summed_at_once() -> None:
     notes = Notes()
     out = run(notes, (6,))
-    assert notes.log == ["compute 0-5", "sum 0-5", "wait 0-5"]
+    assert notes.log == ["begin [6]", "compute 0-5", "sum 0-5", "wait 0-5"]
     assert torch.equal(out, 2.0 * torch.arange(6.0)[:, None].expand(6, 4))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -111,6 +112,13 @@ BIASED = Sum(DenseCase(name="bias", **UNEVEN), (5, 23, 23), BRAIN, bias=True, hi
 
 @pytest.mark.parametrize("one", [*SUMS, BIASED], ids=lambda one: one.case.name)
 def test_the_sum_is_right_and_the_same_on_all_ranks(gpus: Team, transport: str, one: Sum) -> None:
+    row_bytes = one.hidden * one.dtype.itemsize
+    if transport == "nccl_symmetric" and row_bytes % 16:
+        why = f"rows of {row_bytes} bytes; its kernels sum wrongly what is not aligned to 16"
+        for error in gpus.outcomes(run_with, one, transport):
+            assert isinstance(error, UnsupportedError)
+            assert str(error) == f"no transport can sum the rows of this call:\n  {transport}: {why}"
+        return
     check(one, gpus.run(run_with, one, transport))
 
 
@@ -278,3 +286,39 @@ def test_plans_are_agreed_on(gpus: Team, transport: str) -> None:
 def test_the_transport_is_chosen_with_the_plan(gpus: Team) -> None:
     one = dense("planned-by-all", "auto", BRAIN, hidden=2048, causal=True, **PLANNED)
     check_planned(one, gpus.run(run_planned, one, "auto"))
+
+
+TIMEOUT = 20.0  # of a group in which a rank does not come: its first call compiles kernels, on all ranks at once
+
+
+@pytest.fixture
+def abandoned(pool: Callable[[], Team], tmp_path: Path) -> Iterator[Team]:
+    """Ranks of their own, of which peer_kernel leaves CUDA unusable; skipped where it serves nothing."""
+    reason = pool().run(refusal, "peer_kernel")[0]
+    if reason is not None:
+        pytest.skip(reason)
+    size = min(MOST_RANKS, torch.cuda.device_count())
+    ranks = Team(size, tmp_path, TIMEOUT, backend="nccl", patience=PATIENCE)
+    yield ranks
+    ranks.healthy = False  # they are killed: nothing of CUDA ends by itself any more
+    ranks.close()
+
+
+def run_alone(one: Sum) -> str:
+    """What a call raises for which no other rank makes its own; the ranks have agreed on it before."""
+    try:
+        run_with(one, "peer_kernel")
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("plan", [(5, 23, 23), (51,)], ids=["blocks", "one-block"])
+def test_peer_kernel_fails_when_a_rank_never_comes(abandoned: Team, plan: tuple[int, ...]) -> None:
+    """The team's patience is longer than the timeout of the group, and beyond it a rank hangs."""
+    one = dense("abandoned", plan, BRAIN, **UNEVEN)
+    for _ in range(2):
+        check(one, abandoned.run(run_with, one, "peer_kernel"))
+    assert PATIENCE > 2 * TIMEOUT
+    for error in abandoned.outcomes(run_alone, one, ranks=range(abandoned.size - 1)):
+        assert "CUDA" in str(error), f"the call of a rank has ended with {error!r}"

@@ -16,15 +16,19 @@ from torch import Tensor
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention import ArgumentError, UnsupportedError
+from fastattention.backends.cuda.chips import CHIPS
+from fastattention.backends.cuda.jit import module
 from fastattention.distributed import agreement
-from fastattention.distributed.transports import Transfer, c10d, copy_engine, nccl_symmetric
+from fastattention.distributed.transports import Transfer, c10d, nccl_symmetric, on_one_host
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.nccl_symmetric import NcclSymmetric
+from fastattention.distributed.transports.peer_kernel import PeerKernel
 
 CPU = torch.device("cpu")
 ONE = Sum(DenseCase(name="refused", batch_size=2, seqlen_q=12, seqlen_k=12), (4, 6, 14))
 REASONS = {
-    "copy_engine": "it copies between GPUs, and tensors are on cpu",
+    "copy_engine": "it is for GPUs, and tensors are on cpu",
+    "peer_kernel": "it is for GPUs, and tensors are on cpu",
     "nccl_symmetric": "it is NCCL's, and the group has gloo for tensors on cpu",
 }
 
@@ -61,9 +65,10 @@ def test_auto_then_takes_c10d(team: Team, plan: tuple[int, ...] | str) -> None:
 def pretended(reason: str | None = None) -> Any:
     """Transports of a group of one whose devices refuse for a reason, or not at all."""
     with (
-        mock.patch.object(copy_engine, "_why_not_group", return_value=reason),
+        mock.patch.object(on_one_host, "_why_not_group", return_value=reason),
         mock.patch.object(nccl_symmetric, "_why_not_group", return_value=reason),
         mock.patch.object(c10d.C10d, "__init__", return_value=None),
+        mock.patch.object(module, "device_limits", return_value=CHIPS["H100"]),
         mock.patch.object(dist, "get_rank", return_value=0),
         mock.patch.object(dist, "get_world_size", return_value=1),
         mock.patch.object(torch.cuda, "Stream"),
@@ -75,22 +80,45 @@ def pretended(reason: str | None = None) -> Any:
         yield
 
 
-GROUP = SimpleNamespace(group_name="pretended")
+GROUP = SimpleNamespace(group_name="pretended", _get_backend=lambda device: None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("transport", [CopyEngine, NcclSymmetric])
-def test_where_nothing_speaks_against_it_every_dtype_is_summed(transport: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("transport", "hidden"), [(CopyEngine, 3), (PeerKernel, 3), (NcclSymmetric, 24)])
+def test_where_nothing_speaks_against_it_every_dtype_is_summed(transport: Any, hidden: int, dtype: torch.dtype) -> None:
     with pretended():
-        assert transport(GROUP, CPU).why_not(Transfer(7, 3, dtype, CPU, 1)) is None
+        assert transport(GROUP, CPU).why_not(Transfer(7, hidden, dtype, CPU, 1)) is None
     with pretended("no"):
-        assert transport(GROUP, CPU).why_not(Transfer(7, 3, dtype, CPU, 1)) == "no"
+        assert transport(GROUP, CPU).why_not(Transfer(7, hidden, dtype, CPU, 1)) == "no"
 
 
-def test_copy_engine_adds_floats_alone() -> None:
+@pytest.mark.parametrize("transport", [CopyEngine, PeerKernel])
+def test_transports_on_one_host_add_floats_alone(transport: Any) -> None:
     with pretended():
-        reason = CopyEngine(GROUP, CPU).why_not(Transfer(7, 3, torch.float64, CPU, 1))  # type: ignore[arg-type]
+        reason = transport(GROUP, CPU).why_not(Transfer(7, 3, torch.float64, CPU, 1))
     assert reason == "torch.float64 is not added up; float16, bfloat16 and float32 are"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "row_bytes"),
+    [
+        (1, torch.float16, 2),
+        (3, torch.bfloat16, 6),
+        (2, torch.float32, 8),
+        (4, torch.float32, None),
+        (71, torch.float16, 142),
+        (72, torch.float16, None),  # 9 * 16
+        (76, torch.bfloat16, 152),
+        (1, torch.float64, 8),
+    ],
+)
+def test_nccl_symmetric_refuses_rows_that_are_not_aligned(
+    hidden: int, dtype: torch.dtype, row_bytes: int | None
+) -> None:
+    with pretended():
+        reason = NcclSymmetric(GROUP, CPU).why_not(Transfer(16, hidden, dtype, CPU, 1))  # type: ignore[arg-type]
+    wrong = f"rows of {row_bytes} bytes; its kernels sum wrongly what is not aligned to 16"
+    assert reason == (None if row_bytes is None else wrong)
 
 
 def group_of(backend: str) -> Any:
@@ -129,19 +157,19 @@ def nccl() -> tuple[NcclSymmetric, mock.Mock]:
     return transport, transport._communicator
 
 
-def rows(count: int) -> Tensor:
-    return torch.zeros(count, 4)
+def begin(transport: NcclSymmetric, count: int) -> Tensor:
+    return transport.begin(torch.zeros(count, 4), [count])
 
 
 def test_a_pool_is_registered_once_and_again_when_it_must_grow() -> None:
     with pretended():
         transport, communicator = nccl()
-        first = transport.partials(rows(6))
+        first = begin(transport, 6)
         assert (first.shape, first.dtype) == ((6, 4), torch.float32)
-        assert transport.partials(rows(3)).data_ptr() == first.data_ptr()
+        assert begin(transport, 3).data_ptr() == first.data_ptr()
         [(pool,)] = [call.args for call in communicator.register_mem_pool.call_args_list]
         communicator.deregister_mem_pool.assert_not_called()
-        transport.partials(rows(7))
+        begin(transport, 7)
         communicator.deregister_mem_pool.assert_called_once_with(pool)
         assert communicator.register_mem_pool.call_count == 2
         assert all(call.kwargs == {"symm": True} for call in communicator.register_mem_pool.call_args_list)
@@ -150,12 +178,12 @@ def test_a_pool_is_registered_once_and_again_when_it_must_grow() -> None:
 def test_a_pool_that_a_graph_uses_stays_registered_until_the_end() -> None:
     with pretended():
         transport, communicator = nccl()
-        captured = transport.partials(rows(6))
+        captured = begin(transport, 6)
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            assert transport.partials(rows(6)).data_ptr() == captured.data_ptr()
+            assert begin(transport, 6).data_ptr() == captured.data_ptr()
             with pytest.raises(ArgumentError, match="a pool cannot grow while a CUDA graph is captured"):
-                transport.partials(rows(7))
-        assert transport.partials(rows(7)).data_ptr() != captured.data_ptr()
+                begin(transport, 7)
+        assert begin(transport, 7).data_ptr() != captured.data_ptr()
         communicator.deregister_mem_pool.assert_not_called()
         assert [kept.data_ptr() for kept in transport._in_graphs.values()] == [captured.data_ptr()]
         transport.close()
@@ -167,6 +195,6 @@ def test_a_pool_taken_in_inference_mode_serves_calls_out_of_it() -> None:
     with pretended():
         transport, _ = nccl()
         with torch.inference_mode():
-            transport.partials(rows(6))
+            begin(transport, 6)
         with torch.no_grad():
-            torch.mm(torch.ones(6, 2), torch.ones(2, 4), out=transport.partials(rows(6)))
+            torch.mm(torch.ones(6, 2), torch.ones(2, 4), out=begin(transport, 6))

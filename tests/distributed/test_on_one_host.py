@@ -1,0 +1,207 @@
+"""Transports through memory that GPUs of one host read from each other, without GPUs (pretended_gpus.py)."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.pretended_calls import BRAIN, CALLS, HALF, SINGLE, check, sum_on, summed
+from distributed.pretended_gpus import Host, Stream
+from distributed.pretended_kernels import PATIENCE
+from fastattention import ArgumentError
+from fastattention.distributed.transports import on_one_host
+from fastattention.distributed.transports.copy_engine import CopyEngine
+from fastattention.distributed.transports.on_one_host import OnOneHost
+from fastattention.distributed.transports.peer_kernel import PeerKernel
+from fastattention.distributed.transports.peer_memory import GRANULE
+
+
+@pytest.fixture(params=[CopyEngine, PeerKernel], ids=lambda transport: transport.name)
+def kind(request: pytest.FixtureRequest) -> type[OnOneHost]:
+    transport: type[OnOneHost] = request.param
+    return transport
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_calls_of_all_sizes_one_after_the_other_are_right_however_streams_run(kind: type[OnOneHost], size: int) -> None:
+    calls = list(enumerate([*CALLS.values(), *reversed(CALLS.values())] * 2))
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> list[Tensor]:
+        return [sum_on(transport, rank, stream, call, blocks, **like) for call, (blocks, like) in calls]
+
+    for results in Host(size, kind).run(task):
+        for (call, (blocks, like)), found in zip(calls, results, strict=True):
+            check(found, size, call, blocks, **like)
+
+
+def test_blocks_are_summed_while_later_ones_are_computed(kind: type[OnOneHost]) -> None:
+    blocks, like = (5, 8, 3), {"hidden": 24, "dtype": HALF}
+    expected = summed(3, 0, sum(blocks), **like)
+
+    def await_first(block: int, out: Tensor) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while block == 2 and not torch.equal(out[:5], expected[:5]):
+            assert time.monotonic() < deadline, "the first block is not summed before the last is computed"
+            time.sleep(0)
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> Tensor:
+        return sum_on(transport, rank, stream, 0, blocks, before=await_first, **like)
+
+    for found in Host(3, kind).run(task):
+        check(found, 3, 0, blocks, **like)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fails_at"),
+    [((5, 6, 7), 0), ((5, 6, 7), 1), ((5, 6, 7), 2), ((18,), 0), ((1,) * 37, 20), ((5, 6, 7, 9, 2), 4)],
+)
+def test_calls_are_right_after_one_that_failed_on_all_ranks(
+    kind: type[OnOneHost], blocks: tuple[int, ...], fails_at: int
+) -> None:
+    like = {"hidden": 21, "dtype": BRAIN}
+    calls = list(enumerate([(4, 4, 5), (3,), (2, 30, 4, 1), (700, 1, 2, GRANULE // 40)], start=2))
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> list[Tensor]:
+        results = []
+        for call, after in calls:
+            with pytest.raises(MemoryError, match=f"no memory for block {fails_at}"):
+                sum_on(transport, rank, stream, call + 100, blocks, fails_at=fails_at, **like)
+            results.append(sum_on(transport, rank, stream, call, after, **like))
+        return results
+
+    for results in Host(3, kind).run(task):
+        for (call, after), found in zip(calls, results, strict=True):
+            check(found, 3, call, after, **like)
+
+
+def test_memory_taken_in_inference_mode_serves_calls_out_of_it(kind: type[OnOneHost]) -> None:
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> Tensor:
+        with torch.inference_mode():
+            sum_on(transport, rank, stream, 0, (4, 4), hidden=8, dtype=SINGLE)
+        stream.synchronize()  # what follows is done at once, by this thread
+        with torch.no_grad():
+            partials = transport.begin(torch.empty(8, 8), [8])
+            return torch.mm(torch.ones(8, 2), torch.ones(2, 8), out=partials).clone()
+
+    for product in Host(2, kind).run(task):
+        assert (product == 2.0).all()
+
+
+def test_memory_is_not_taken_while_a_graph_is_captured(kind: type[OnOneHost]) -> None:
+    like = {"hidden": 256, "dtype": SINGLE}
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> Tensor:
+        sum_on(transport, rank, stream, 0, (8, 8), **like)
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            sum_on(transport, rank, stream, 1, (8, 8), **like)
+            with pytest.raises(
+                ArgumentError, match=r"while a CUDA graph is captured: make the largest call once before"
+            ):
+                transport.begin(torch.empty(GRANULE), [GRANULE])
+        return sum_on(transport, rank, stream, 2, (5, 11), **like)
+
+    for found in Host(1, kind).run(task):
+        check(found, 1, 2, (5, 11), **like)
+
+
+def test_memory_that_a_graph_uses_is_kept_when_larger_takes_its_place(kind: type[OnOneHost]) -> None:
+    like = {"hidden": 256, "dtype": SINGLE}
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> None:
+        sum_on(transport, rank, stream, 0, (8, 8), **like)
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            sum_on(transport, rank, stream, 1, (8, 8), **like)
+        captured = memory_of(transport)
+        sum_on(transport, rank, stream, 2, (GRANULE // 1024, GRANULE // 1024), **like)
+        assert not captured & memory_of(transport)
+        assert captured == transport._in_graphs
+
+    Host(1, kind).run(task)
+
+
+def memory_of(transport: OnOneHost) -> set[object]:
+    """What peers read, and what a transport has besides."""
+    return {transport._peers, *getattr(transport, "_parts", ())}
+
+
+@pytest.mark.parametrize("blocks", [(8, 8), (16,)], ids=["blocks", "one-block"])
+def test_either_kind_of_call_in_a_graph_keeps_what_peers_read(kind: type[OnOneHost], blocks: tuple[int, ...]) -> None:
+    like = {"hidden": 256, "dtype": SINGLE}
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> None:
+        sum_on(transport, rank, stream, 0, (16,), **like)
+        sum_on(transport, rank, stream, 0, (8, 8), **like)
+        assert not transport._in_graphs
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            sum_on(transport, rank, stream, 1, blocks, **like)
+        assert transport._peers in transport._in_graphs
+
+    Host(1, kind).run(task)
+
+
+def test_what_peers_read_is_given_back_when_larger_takes_its_place_and_at_the_end(kind: type[OnOneHost]) -> None:
+    like, granule = {"hidden": 256, "dtype": SINGLE}, GRANULE // 1024
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> list[list[bool]]:
+        memory, alive = [], []
+        for call, rows in enumerate([8, granule, 2 * granule, 3 * granule]):
+            sum_on(transport, rank, stream, call, (rows, 8), **like)
+            memory.append(weakref.ref(transport._peers))
+            if call == 2:
+                with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+                    sum_on(transport, rank, stream, call, (rows, 8), **like)
+            alive.append([one() is not None for one in memory])
+        stream.synchronize()
+        transport.close()
+        return [*alive, [one() is not None for one in memory]]
+
+    [alive] = Host(1, kind).run(task)
+    assert alive[:3] == [[True], [False, True], [False, False, True]]
+    assert alive[3:] == [[False, False, True, True], [False] * 4]
+
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: True)
+    monkeypatch.setattr(on_one_host.module, "why_unavailable", lambda: None)
+
+
+@pytest.mark.usefixtures("_four_gpus")
+def test_what_a_device_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_one_host._why_not_device(GPU) is None
+    monkeypatch.setattr(on_one_host.module, "why_unavailable", lambda: "no compiler")
+    assert on_one_host._why_not_device(GPU) == "no compiler"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer != 3)
+    assert on_one_host._why_not_device(GPU) == "cuda:1 cannot read the memory of cuda:3"
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert on_one_host._why_not_device(GPU) == "it is written for CUDA"
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert "NCCL_P2P_DISABLE=1" in str(on_one_host._why_not_device(GPU))
+    assert on_one_host._why_not_device(torch.device("cpu")) == "it is for GPUs, and tensors are on cpu"
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([("a", None)] * 8, None),
+        ([("a", None)] * 9, "it adds up 8 parts at most, of 9 ranks"),
+        ([("a", None), ("b", None)], "its ranks are on 2 hosts, and GPUs read each other's memory within one"),
+        ([("a", None), ("a", "no compiler")], "no compiler"),
+    ],
+)
+def test_the_reason_of_any_rank_is_that_of_all(
+    answers: list[tuple[str, str | None]], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_one_host, "gather", lambda mine, group: answers)
+    monkeypatch.setattr(on_one_host, "_why_not_device", lambda device: None)
+    assert on_one_host._why_not_group(mock.Mock(), GPU) == reason

@@ -1,0 +1,215 @@
+"""The transport peer_kernel without GPUs: when its kernel is launched, and with what (pretended_gpus.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.pretended_calls import BRAIN, CALLS, HALF, SINGLE, check, sum_on
+from distributed.pretended_gpus import Host, Launch, Stream
+from distributed.pretended_kernels import flag_at
+from fastattention.backends.cuda.all_reduce import MOST_CTAS, Flags
+from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
+from fastattention.distributed.tiled_allreduce import tiled_allreduce
+from fastattention.distributed.transports.peer_kernel import BULK_CTAS, CTAS, WHOLE_BYTES, PeerKernel
+from fastattention.distributed.transports.peer_memory import GRANULE
+
+SMALL = {"hidden": 24, "dtype": HALF}
+
+
+def launches_of(host: Host, *calls: tuple[int, ...], **like: object) -> list[list[Launch]]:
+    """By rank, those of some calls of the same rows but for their number."""
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[Launch]:
+        for call, blocks in enumerate(calls):
+            sum_on(transport, rank, stream, call, blocks, **like)
+        return host.here.launches  # type: ignore[no-any-return]
+
+    return host.run(task)
+
+
+def test_flags_lie_behind_what_peers_read_and_none_is_another() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> tuple[AllReduceParams, range]:
+        sum_on(transport, rank, stream, 0, (7, 5), **SMALL)
+        assert transport._peers is not None
+        memory = transport._peers._handle.memory
+        assert memory.data_ptr() == transport._peers.addresses[rank]
+        behind = memory.data_ptr() + transport._peers.nbytes
+        return host.here.launches[-1].params, range(behind, memory.data_ptr() + memory.nbytes)
+
+    host = Host(3, PeerKernel)
+    ranks = host.run(task)
+    for rank, (params, behind) in enumerate(ranks):
+        lengths = [
+            (params.arrivals[rank], MOST_CTAS * MOST_PARTS),
+            (params.steps, MOST_CTAS),
+            (params.finished, 1),
+            (params.ready, MOST_BLOCKS),
+        ]
+        flags = [start + 4 * number for start, length in lengths for number in range(length)]
+        assert len(set(flags)) == len(flags)
+        assert all(flag in behind and flag % 4 == 0 for flag in flags)
+        for other, _ in ranks:
+            assert other.arrivals[rank] == params.arrivals[rank]
+            assert other.parts[rank] == params.parts[rank] == behind.start - GRANULE
+        assert [*params.parts][3:] == [*params.arrivals][3:] == [None] * (MOST_PARTS - 3)
+
+
+@pytest.mark.parametrize(("size", "gpu"), [(3, "A100"), (4, "RTX 4090"), (8, "H100")])
+def test_every_number_of_ranks_and_either_way_of_reading_are_served(size: int, gpu: str) -> None:
+    names = "uneven", "one block", "one block of a few hundred KiB", "more than a granule", "less than a share"
+    calls = list(enumerate(CALLS[name] for name in names))
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[Tensor]:
+        return [sum_on(transport, rank, stream, call, blocks, **like) for call, (blocks, like) in calls]
+
+    for results in Host(size, PeerKernel, gpu).run(task):
+        for (call, (blocks, like)), found in zip(calls, results, strict=True):
+            check(found, size, call, blocks, **like)
+
+
+def test_the_kernel_is_launched_once_a_call_and_behind_the_last_block() -> None:
+    host = Host(2, PeerKernel)
+    logs: list[list[str]] = [[], []]
+    host.on_launch = lambda launch: logs[launch.params.rank].append(f"launch for {launch.params.num_blocks}")
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> None:
+        out = torch.empty(12, 24, dtype=HALF)
+        for blocks in ((3, 4, 5), (12,), (11, 1)):
+            tiled_allreduce(lambda start, *_: logs[rank].append(f"compute {start}"), out, blocks, transport)
+
+    host.run(task)
+    three = ["compute 0", "compute 3", "compute 7", "launch for 3"]
+    assert logs == [[*three, "compute 0", "launch for 1", "compute 0", "compute 11", "launch for 2"]] * 2
+
+
+def test_once_the_kernel_waits_it_needs_nothing_more_of_the_host() -> None:
+    host, calls = Host(3, PeerKernel), [(3, 4, 5), (12,), (1, 1), (1,) * 40]
+    host.on_launch = lambda launch: launch.stream.synchronize()
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[Tensor]:
+        return [sum_on(transport, rank, stream, call, blocks, **SMALL) for call, blocks in enumerate(calls)]
+
+    for results in host.run(task):
+        for call, (blocks, found) in enumerate(zip(calls, results, strict=True)):
+            check(found, 3, call, blocks, **SMALL)
+
+
+@pytest.mark.parametrize("failing", [None, (3, 2), (37, 20), (16, 15), (16, 0)], ids=str)
+@pytest.mark.parametrize("count", [2, 3, 15, 16, 17, 20, 33, 48, 49])
+def test_a_flag_is_up_when_all_blocks_that_are_summed_together_are_computed(
+    count: int, failing: tuple[int, int] | None
+) -> None:
+    """Also after a call that has raised some of them, and failed: before its first block is computed none is up."""
+    together = -(-count // MOST_BLOCKS)
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> tuple[list[Tensor], list[Launch]]:
+        def look(block: int, out: Tensor) -> None:
+            assert transport._peers is not None
+            flags = [flag_at(transport._peers.flag(rank, Flags.READY + number)).value for number in range(MOST_BLOCKS)]
+            complete = block // together
+            assert flags == [1] * complete + [0] * (MOST_BLOCKS - complete)
+
+        if failing is not None:
+            with pytest.raises(MemoryError):
+                sum_on(transport, rank, stream, 9, (1,) * failing[0], fails_at=failing[1], **SMALL)
+        calls = range(2)
+        return [sum_on(transport, rank, stream, call, (1,) * count, before=look, **SMALL) for call in calls], launches()
+
+    host = Host(2, PeerKernel)
+
+    def launches() -> list[Launch]:
+        return list(host.here.launches)
+
+    for results, launched in host.run(task):
+        for call, found in enumerate(results):
+            check(found, 2, call, (1,) * count, **SMALL)
+        assert len(launched) == 2
+        for params, _ in launched:
+            assert params.num_blocks == -(-count // together) <= MOST_BLOCKS
+            ends = [24 * min((number + 1) * together, count) for number in range(params.num_blocks)]
+            assert list(params.ends) == ends + [0] * (MOST_BLOCKS - len(ends))
+
+
+def test_flags_are_lowered_when_a_call_has_ended() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> None:
+        for blocks in ((3, 4, 5), (1,) * 40, (12,)):
+            sum_on(transport, rank, stream, 0, blocks, **SMALL)
+            stream.synchronize()
+            assert transport._peers is not None
+            for number in [Flags.FINISHED, *range(Flags.READY, Flags.READY + MOST_BLOCKS)]:
+                assert flag_at(transport._peers.flag(rank, number)).value == 0
+
+    Host(2, PeerKernel).run(task)
+
+
+def test_a_single_block_is_summed_on_the_stream_of_the_compute_and_blocks_beside_it() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[bool]:
+        for blocks in ((12,), (7, 5), (12,)):
+            sum_on(transport, rank, stream, 0, blocks, **SMALL)
+        assert [bool(params.ready) for params, _ in host.here.launches] == [False, True, False]
+        return [launch.stream is stream for launch in host.here.launches]
+
+    host = Host(2, PeerKernel)
+    assert host.run(task) == [[True, False, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("blocks", "whole"),
+    [((1,), 1), ((256,), 1), ((257,), 0), ((5000,), 0), ((1, 1), 0), ((200, 56), 0), ((200, 57), 0)],
+)
+def test_every_rank_adds_up_everything_of_small_single_blocks(blocks: tuple[int, ...], whole: int) -> None:
+    assert WHOLE_BYTES == 256 * 512 * 2
+    for launched in launches_of(Host(2, PeerKernel), blocks, hidden=512, dtype=BRAIN):
+        assert [params.whole for params, _ in launched] == [whole]
+
+
+@pytest.mark.parametrize("gpu", ["V100", "A100", "RTX 4090", "H100"])
+def test_ctas_are_the_same_on_all_ranks_and_have_something_to_do(gpu: str) -> None:
+    beside, alone = BULK_CTAS if gpu == "H100" else CTAS
+    assert beside <= alone <= MOST_CTAS
+    a_cta = 16 * 512  # bytes that it sums at a time
+    rows = {  # of 512 bytes
+        (1,): 1,
+        (16,): 1,
+        (17,): 2,  # all of it on either rank
+        (16, 16): 1,  # half of it on either rank
+        (16, 17): 2,
+        (4096 - 7, 7): beside,  # of 2 MiB
+        (4096,): alone,
+    }
+    assert 2 * alone * a_cta <= 4096 * 512
+    host = Host(2, PeerKernel, gpu)
+    launched = launches_of(host, *rows, hidden=128, dtype=SINGLE)
+    assert [[params.num_ctas for params, _ in each] for each in launched] == [list(rows.values())] * 2
+
+
+def test_a_call_made_again_is_the_same_launch_so_that_graphs_can_replay_it() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[bytes]:
+        out = torch.empty(12, 24, dtype=HALF)
+        for blocks in [(3, 4, 5), (12,)] * 3:
+            tiled_allreduce(lambda *_: None, out, blocks, transport)
+        return [bytes(params) for params, _ in host.here.launches]
+
+    host = Host(2, PeerKernel)
+    for several, single, *again in host.run(task):
+        assert several != single
+        assert again == [several, single] * 2
+
+
+@pytest.mark.parametrize("timeout", [0.75, 17.0, 86400.0])
+def test_a_rank_is_waited_for_as_long_as_the_timeout_of_the_group(timeout: float) -> None:
+    [launched] = launches_of(Host(1, PeerKernel, timeout=timeout), (12,), (7, 5), **SMALL)
+    assert [params.patience for params, _ in launched] == [timeout * 1e9] * 2
+
+
+def test_closing_leaves_no_addresses_behind() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> None:
+        sum_on(transport, rank, stream, 0, (7, 5), **SMALL)
+        stream.synchronize()
+        transport.close()
+        assert transport._addresses is None
+        assert not transport._raise
+
+    Host(1, PeerKernel).run(task)

@@ -33,7 +33,7 @@ from fastattention.backends.cuda.jit import module, streams
 from fastattention.backends.cuda.kernel_config import AllReduceConfig
 from fastattention.backends.cuda.params import AllReduceParams
 from fastattention.backends.cuda.plan import Step
-from fastattention.distributed.transports import on_one_host
+from fastattention.distributed.transports import on_one_host, peer_kernel
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.on_one_host import OnOneHost
 
@@ -214,6 +214,7 @@ class Host:
                 (_symmetric_memory, "empty", self.take),
                 (_symmetric_memory, "rendezvous", self.rendezvous),
                 (on_one_host, "_why_not_group", lambda group, device: None),
+                (peer_kernel, "gather", lambda mine, group: [mine] * self.size),
                 (streams, "driver_bindings", Driver),
                 (module, "current_stream", lambda index: here.streams[0].cuda_stream),
                 (module, "device_limits", lambda index: self._limits),

@@ -29,7 +29,7 @@ class Notes(Transport):
     def why_not(self, transfer: Transfer) -> str | None:
         return None
 
-    def begin(self, out: Tensor, rows: Sequence[int]) -> Tensor:
+    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         assert sum(rows) == len(out)
         self.note(f"begin {list(rows)}")
         return torch.full_like(out, torch.nan)

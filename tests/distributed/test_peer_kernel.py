@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,18 @@ from torch import Tensor
 from distributed.pretended_calls import BRAIN, CALLS, HALF, SINGLE, check, sum_on
 from distributed.pretended_gpus import Host, Launch, Stream
 from distributed.pretended_kernels import flag_at
+from fastattention.backends.cuda import all_reduce
 from fastattention.backends.cuda.all_reduce import MOST_CTAS, Flags
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
 from fastattention.distributed.tiled_allreduce import tiled_allreduce
-from fastattention.distributed.transports.peer_kernel import BULK_CTAS, CTAS, WHOLE_BYTES, PeerKernel
+from fastattention.distributed.transports.peer_kernel import (
+    BULK_CTAS_ALONE,
+    BULK_ROOMS,
+    CTAS_ALONE,
+    ROOMS,
+    WHOLE_BYTES,
+    PeerKernel,
+)
 from fastattention.distributed.transports.peer_memory import GRANULE
 
 SMALL = {"hidden": 24, "dtype": HALF}
@@ -167,8 +177,9 @@ def test_every_rank_adds_up_everything_of_small_single_blocks(blocks: tuple[int,
 
 @pytest.mark.parametrize("gpu", ["V100", "A100", "RTX 4090", "H100"])
 def test_ctas_are_the_same_on_all_ranks_and_have_something_to_do(gpu: str) -> None:
-    beside, alone = BULK_CTAS if gpu == "H100" else CTAS
-    assert beside <= alone <= MOST_CTAS
+    rooms, alone = (BULK_ROOMS, BULK_CTAS_ALONE) if gpu == "H100" else (ROOMS, CTAS_ALONE)
+    beside = rooms[0].ctas
+    assert max(room.ctas for room in rooms) <= alone <= MOST_CTAS
     a_cta = 16 * 512  # bytes that it sums at a time
     rows = {  # of 512 bytes
         (1,): 1,
@@ -183,6 +194,31 @@ def test_ctas_are_the_same_on_all_ranks_and_have_something_to_do(gpu: str) -> No
     host = Host(2, PeerKernel, gpu)
     launched = launches_of(host, *rows, hidden=128, dtype=SINGLE)
     assert [[params.num_ctas for params, _ in each] for each in launched] == [list(rows.values())] * 2
+
+
+def test_a_call_has_the_ctas_of_its_room() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[int]:
+        assert transport.rooms == BULK_ROOMS
+        for room in range(len(BULK_ROOMS)):
+            tiled_allreduce(lambda *_: None, torch.empty(4096, 128), (4000, 96), transport, room)
+        return [params.num_ctas for params, _ in host.here.launches]
+
+    host = Host(2, PeerKernel, "H100")
+    assert host.run(task) == [[room.ctas for room in BULK_ROOMS]] * 2
+
+
+def test_a_launch_that_fails_leaves_no_flag_up() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[int]:
+        with (
+            mock.patch.object(all_reduce, "all_reduce", side_effect=MemoryError("no memory for the kernel")),
+            pytest.raises(MemoryError),
+        ):
+            sum_on(transport, rank, stream, 0, (3, 4, 5), **SMALL)
+        stream.synchronize()
+        assert transport._peers is not None
+        return [flag_at(transport._peers.flag(rank, Flags.READY + number)).value for number in range(MOST_BLOCKS)]
+
+    assert Host(1, PeerKernel).run(task) == [[0] * MOST_BLOCKS]
 
 
 def test_a_call_made_again_is_the_same_launch_so_that_graphs_can_replay_it() -> None:

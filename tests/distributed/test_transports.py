@@ -68,6 +68,7 @@ def pretended(reason: str | None = None) -> Any:
         mock.patch.object(on_one_host, "_why_not_group", return_value=reason),
         mock.patch.object(nccl_symmetric, "_why_not_group", return_value=reason),
         mock.patch.object(c10d.C10d, "__init__", return_value=None),
+        mock.patch.object(peer_kernel, "gather", lambda mine, group: [mine]),
         mock.patch.object(module, "device_limits", return_value=CHIPS["H100"]),
         mock.patch.object(dist, "get_rank", return_value=0),
         mock.patch.object(dist, "get_world_size", return_value=1),

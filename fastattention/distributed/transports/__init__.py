@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed.transports.base import Pending, Transfer, Transport
+from fastattention.distributed.transports.base import Pending, Room, Transfer, Transport
 from fastattention.errors import ArgumentError
 
 # Name -> module:class. Modules are imported when first asked for.
@@ -35,4 +35,4 @@ def make(name: str, group: ProcessGroup, device: torch.device) -> Transport:
     return transport
 
 
-__all__ = ["TRANSPORTS", "Pending", "Transfer", "Transport", "check_name", "make"]
+__all__ = ["TRANSPORTS", "Pending", "Room", "Transfer", "Transport", "check_name", "make"]

@@ -19,7 +19,7 @@ from fastattention import ArgumentError, UnsupportedError
 from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import module
 from fastattention.distributed import agreement
-from fastattention.distributed.transports import Transfer, c10d, nccl_symmetric, on_one_host
+from fastattention.distributed.transports import Transfer, c10d, nccl_symmetric, on_one_host, peer_kernel
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.nccl_symmetric import NcclSymmetric
 from fastattention.distributed.transports.peer_kernel import PeerKernel

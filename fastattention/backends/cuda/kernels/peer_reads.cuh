@@ -23,7 +23,9 @@ struct PeerRanges {
         return rank == without ? 0 : left < longest ? left : longest;
     }
     FA_DEVICE int64_t number(int rank, int64_t at) const { return (begin + rank * step + at) * Packet<Format>::kNumbers; }
-    FA_DEVICE const Item* item(int rank, int64_t at) const { return static_cast<const Item*>(memory[rank]) + number(rank, at); }
+    FA_DEVICE const Item* item(int rank, int64_t at) const {
+        return static_cast<const Item*>(memory[rank]) + number(rank, at);
+    }
 };
 
 #if !FA_BULK_COPIES
@@ -75,7 +77,8 @@ class PeerReads {
 
 public:
     FA_DEVICE PeerReads(int cta, int num_ctas)
-        : first_(static_cast<int64_t>(cta) * kAllReduceThreads), stride_(static_cast<int64_t>(num_ctas) * kAllReduceThreads) {
+        : first_(static_cast<int64_t>(cta) * kAllReduceThreads),
+          stride_(static_cast<int64_t>(num_ctas) * kAllReduceThreads) {
         if (thread_index() == 0)
             for (int stage = 0; stage < kStages; ++stage) bulk_begin(counter(stage));
         block_barrier();
@@ -96,7 +99,8 @@ public:
             SomePacket packets[kRanks];
 #pragma unroll
             for (int rank = 0; rank < kRanks; ++rank)
-                if (at < ranges.packets(rank)) packets[rank] = SomePacket::read_shared(place(stage, rank) + 16 * thread_index());
+                if (at < ranges.packets(rank))
+                    packets[rank] = SomePacket::read_shared(place(stage, rank) + 16 * thread_index());
             if (at < ranges.longest) use(at, packets);
             block_barrier();
         }

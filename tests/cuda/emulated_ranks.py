@@ -1,4 +1,4 @@
-"""Ranks of kernels/all_reduce.cuh: processes that share memory, each of which runs the emulated kernel on its own part."""
+"""Ranks of kernels/all_reduce.cuh: processes that share memory, each of which runs the emulated kernel."""
 
 from __future__ import annotations
 

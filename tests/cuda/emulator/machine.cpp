@@ -64,8 +64,8 @@ void count_accesses(Warp& warp) {
     warp.accesses.count(report.loads, report.stores, report.copies);
 }
 
-// A thread that can go on: of the same warp, or else of the next one that has such a lane, or else one that a bulk copy
-// resumes.
+// A thread that can go on: of the same warp, or else of the next one that has such a lane, or else one that waits for a
+// bulk copy.
 Thread& next_thread(const Thread& thread) {
     if (thread.warp->stopped != kAllLanes) return next_lane(thread);
     const std::size_t count = now->warps.size();

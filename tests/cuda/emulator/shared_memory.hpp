@@ -7,11 +7,11 @@
 // start, and what it wrote is new at the wait.
 //
 // Bulk copies write at any time before a thread has waited for the phase that counts them. They are carried out as late as
-// can be: when the first thread waits and all bytes have been asked for. Threads may access what has come if they have waited
-// themselves, or are behind a barrier of the CTA with one that has. Found: counters that nobody began, or that are begun
-// twice; a phase that begins before anyone has waited for the one before; waits that never end, because nobody expects bytes
-// or not as many are asked for as are expected; sizes and addresses that are no multiples of 16; a CTA that ends before its
-// copies do.
+// can be: when the first thread waits and all bytes have been asked for. Threads may access what has come if they have
+// waited themselves, or are behind a barrier of the CTA with one that has. Found: counters that nobody began, or that are
+// begun twice; a phase that begins before anyone has waited for the one before; waits that never end, because nobody
+// expects bytes or not as many are asked for as are expected; sizes and addresses that are no multiples of 16; a CTA that
+// ends before its copies do.
 //
 // A race is found whatever the order in which fibers happen to run, but only between accesses that this launch makes.
 #pragma once

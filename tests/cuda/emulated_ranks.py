@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     whole: bool = False
     out_offset: int = 0  # of numbers, from a multiple of 16 bytes
     raised: Sequence[Sequence[int]] | None = None  # by rank: blocks as they are computed, while the kernel runs
+    last: int | None = None  # a rank that computes a block when all others wait for it, one after the other
 
     @property
     def count(self) -> int:
@@ -106,7 +108,8 @@ class Host:
         for number, call in enumerate(self.calls):
             fill_with_ones(mine.parts)
             fill_with_ones(mine.out)
-            compute = threading.Thread(target=self._compute, args=(rank, number))
+            step = self._flag(rank, Flags.STEPS)
+            compute = threading.Thread(target=self._compute, args=(rank, number, step))
             compute.start()
             if call.raised is None:
                 compute.join()
@@ -119,16 +122,28 @@ class Host:
             ):
                 ctypes.memmove(after[number].data_ptr(), now.data_ptr(), now.nbytes)
 
-    def _compute(self, rank: int, number: int) -> None:
-        """What the stream of a rank does: writes the blocks, and says so."""
+    def _compute(self, rank: int, number: int, step: int) -> None:
+        """What the stream of a rank does: writes the blocks, and says so. step: that the first CTA took last."""
         mine, call, item = self.ranks[rank], self.calls[number], self.dtype.itemsize
         for block in range(len(call.ends)) if call.raised is None else call.raised[rank]:
+            if call.last == rank:
+                self._await_others(rank, step + block * (1 if call.whole else 2) + 1)
             begin = call.ends[block - 1] if block else 0
             at = item * begin
             to, source = mine.parts.data_ptr() + GUARD, mine.computed[number].data_ptr()
             ctypes.memmove(to + at, source + at, item * (call.ends[block] - begin))
             if call.raised is not None:
                 ctypes.c_int32.from_address(mine.flags.data_ptr() + 4 * (Flags.READY + block)).value = 1
+
+    def _await_others(self, rank: int, step: int) -> None:
+        """Until the first CTA of every other rank has come to a meeting, or long enough."""
+        deadline = time.monotonic_ns() + PATIENCE
+        for other in range(len(self.ranks)):
+            while other != rank and self._flag(rank, other) < step and time.monotonic_ns() < deadline:
+                os.sched_yield()
+
+    def _flag(self, rank: int, number: int) -> int:
+        return ctypes.c_int32.from_address(self.ranks[rank].flags.data_ptr() + 4 * number).value
 
     def _launch(self, rank: int, call: Call, patience: int) -> None:
         mine, item = self.ranks[rank], self.dtype.itemsize

@@ -100,6 +100,9 @@ def test_blocks_are_awaited_in_whatever_order_they_are_computed(dtype: str, num_
     for num_blocks, num_ctas in ((1, 1), (3, 2), (MOST_BLOCKS, 3), (MOST_BLOCKS, 1)):
         raised = [shuffled(num_blocks) for _ in range(num_ranks)]
         calls.append(Call(some_ends(2500, num_blocks), num_ctas, num_blocks == 3, 3 * (num_ctas % 2), raised))
+    for last in range(num_ranks):
+        raised = [shuffled(5) if rank != last else list(range(5)) for rank in range(num_ranks)]
+        calls.append(Call(some_ends(1200, 5), 1 + last % 2, last % 3 == 1, 0, raised, last))
     reverse = list(reversed(range(5)))
     calls.append(Call(some_ends(999, 5), raised=[reverse] * num_ranks))
     assert_right(Host(AllReduceConfig(dtype, num_ranks, bulk_copies), calls), num_ranks)

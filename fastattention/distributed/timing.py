@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 ROUNDS = 3
-AHEAD_CYCLES = 20_000_000  # of a GPU, some 10 ms: longer than the launches of a call take to enqueue
+AHEAD_CYCLES = 20_000_000  # of a GPU, some 10 ms: longer than the launches of a few calls take to enqueue
 
 
 def module_of(device: torch.device) -> Any:

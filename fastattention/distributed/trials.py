@@ -22,7 +22,7 @@ from fastattention.distributed.timing import called_seconds, queued_seconds
 from fastattention.distributed.transports import Transfer, Transport
 
 ROUNDS = 5
-CALLS = 2  # in a row, as the layers of a model come
+CALLS, SHORT_CALLS = 2, 8  # in a row, as the layers of a model come; of calls that are not worth dividing
 FINALISTS = 2  # of one block, and as many of several
 
 
@@ -53,7 +53,8 @@ class Trial:
         """Takes the memory of a second result."""
         self._candidates, self._group, self._device = candidates, group, transfer.device
         out = call.inputs.q.new_empty(transfer.rows, transfer.hidden)
-        self._works = [partial(_run, call, out, candidate) for candidate in candidates]
+        calls = CALLS if any(len(candidate.rows) > 1 for candidate in candidates) else SHORT_CALLS
+        self._works = [partial(_run, call, out, candidate, calls) for candidate in candidates]
 
     def winners(self) -> Winners:
         """The fastest; more than one block must gain LEAST_GAIN. The same on all ranks."""
@@ -88,6 +89,6 @@ class Trial:
         return len(self._candidates[place].rows) == 1
 
 
-def _run(call: AttentionLinear, out: torch.Tensor, candidate: Candidate) -> None:
-    for _ in range(CALLS):
+def _run(call: AttentionLinear, out: torch.Tensor, candidate: Candidate, calls: int) -> None:
+    for _ in range(calls):
         tiled_allreduce(call.compute, out, *candidate)

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "emulator"
 CACHE = HERE.parents[1] / "build" / "emulator"
 COMPILE = ("c++", "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas")
-MACHINE = ("fiber.cpp", "banks.cpp", "shared_memory.cpp", "collectives.cpp", "machine.cpp")
+MACHINE = ("fiber.cpp", "banks.cpp", "shared_memory.cpp", "collectives.cpp", "flags.cpp", "machine.cpp")
 
 
 class EmulatorError(Exception):

@@ -1,23 +1,9 @@
 // Small kernels that test the emulator: some do one thing right, some do one thing wrong. test_emulator.py names them.
-#include "intrinsics.cuh"
+#include "probes.hpp"
 
 #include <cstring>
 
-#include "machine.hpp"
-
-using namespace fastattention;
-
 namespace {
-
-struct Arguments {
-    const void* in;
-    void* out;
-    std::int32_t first, second;  // threads, or a size and a stride
-    std::int32_t barrier;        // between what they do: 0 none, 1 of the warp, 2 of the CTA
-};
-
-constexpr int kWarps = 2;
-constexpr uint32_t kSharedBytes = 8192;
 
 const uint32_t* words_of_lane(const Arguments& p, int count) {
     return static_cast<const uint32_t*>(p.in) + lane_index() * count;
@@ -96,12 +82,6 @@ void widen(const Arguments& p) {
     static_cast<float*>(p.out)[lane_index()] = float16_to_float(static_cast<const uint16_t*>(p.in)[lane_index()]);
 }
 
-void fill_shared() {
-    for (uint32_t i = static_cast<uint32_t>(thread_index()) * 16; i < kSharedBytes; i += kWarps * 32 * 16)
-        store_shared_128(shared_memory() + i, Words4{});
-    block_barrier();
-}
-
 // Lanes of a warp access `first` bytes at a distance of `second`.
 void strided_loads(const Arguments& p) {
     fill_shared();
@@ -129,11 +109,6 @@ void strided_copies(const Arguments& p) {
 }
 
 // --- what needs a barrier ---
-
-void wait_at(int barrier) {
-    if (barrier == 1) warp_barrier();
-    if (barrier == 2) block_barrier();
-}
 
 void write_then_read(const Arguments& p) {
     fill_shared();
@@ -264,13 +239,6 @@ void copy_nothing(const Arguments& p) {
 
 }  // namespace
 
-#define PROBE(name, ...)                                                                                                    \
-    extern "C" __attribute__((visibility("default"))) int name(const Arguments* arguments, std::int64_t num_blocks,         \
-                                                               const emulator::Range* ranges, std::int64_t num_ranges,      \
-                                                               emulator::Report* report) {                                  \
-        const auto kernel = [](const void* p) { (__VA_ARGS__)(*static_cast<const Arguments*>(p)); };                        \
-        return !emulator::launch(kernel, arguments, num_blocks, kWarps, kSharedBytes, ranges, num_ranges, *report);         \
-    }
 PROBE(probe_m16n8k8_float16, m16n8k8_float16)
 PROBE(probe_m16n8k16_float16, m16n8k16_float16)
 PROBE(probe_m16n8k16_bfloat16, m16n8k16_bfloat16)

@@ -25,12 +25,14 @@ from fastattention.backends.cuda.jit.variants import (
 )
 from fastattention.backends.cuda.kernel_config import (
     MAX_REGISTERS,
+    AllReduceConfig,
     AppendConfig,
     KernelConfig,
     MergeConfig,
     SumConfig,
     Variant,
 )
+from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.errors import CompileError
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
@@ -118,9 +120,27 @@ def test_a_merge_or_a_sum_spills_nothing(chip: str) -> None:
     target = CHIPS[chip].target
     if (reason := compiler.why_not_target(target)) is not None:
         pytest.skip(reason)
-    merges = [kernel for kernel in variants_of(CHIPS[chip], (64,)) if isinstance(kernel, MergeConfig | SumConfig)]
-    assert len(merges) == 7 + 3
+    kinds = MergeConfig | SumConfig | AllReduceConfig
+    merges = [kernel for kernel in variants_of(CHIPS[chip], (64,)) if isinstance(kernel, kinds)]
+    assert len(merges) == 7 + 3 + 3 * 3
     assert spills([measure(kernel, target) for kernel in merges]) == {}
+
+
+def test_bulk_copies_compile_from_hopper_on() -> None:
+    """An error before, rather than machine code without them."""
+    kernel = AllReduceConfig("float16", 4, bulk_copies=True)
+    for target in (80, 89):
+        with pytest.raises(CompileError, match=rf"{kernel.name} does not compile for sm_{target}"):
+            compiler.compile_kernel(kernel, target)
+    assert compiler.compile_kernel(kernel, 90).resources.keys() == {"fastattention_all_reduce"}
+
+
+@pytest.mark.parametrize("num_ranks", range(2, MOST_PARTS + 1))
+@pytest.mark.parametrize("bulk_copies", [False, True], ids=["registers", "bulk"])
+def test_a_sum_over_gpus_compiles_for_every_number_of_them(num_ranks: int, bulk_copies: bool) -> None:
+    usage = measure(AllReduceConfig("bfloat16", num_ranks, bulk_copies), 90)
+    assert usage.spill_bytes == 0
+    assert usage.resources.keys() == {entry.name for entry in usage.kernel.entries}
 
 
 def test_every_code_path_is_reported() -> None:
@@ -145,8 +165,9 @@ def test_the_table_has_the_first_entry_and_the_spills_of_all() -> None:
         AppendConfig("bfloat16", "float8"),
         MergeConfig("bfloat16", "float32"),
         SumConfig("bfloat16"),
+        AllReduceConfig("bfloat16", 4, bulk_copies=False),
     ],
-    ids=["forward", "decode", "append", "merge", "sum"],
+    ids=["forward", "decode", "append", "merge", "sum", "all_reduce"],
 )
 def test_machine_code_is_of_the_kernel(kernel: Variant) -> None:
     """And the compiler has nothing to say about it."""

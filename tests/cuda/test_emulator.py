@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import emulator
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from emulator import EmulatorError, Range, Report
+from emulator import EmulatorError
+from probing import BLOCK, NONE, WARP, aligned, probe
 
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
 
 LANES = np.arange(32)
-NONE, WARP, BLOCK = 0, 1, 2  # barriers
-
-
-class Arguments(ctypes.Structure):
-    """Of every probe, as in probes.cpp."""
-
-    _fields_: ClassVar = [
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("first", ctypes.c_int32),
-        ("second", ctypes.c_int32),
-        ("barrier", ctypes.c_int32),
-    ]
-
-
-@functools.cache
-def probes() -> ctypes.CDLL:
-    return ctypes.CDLL(str(emulator.build("probes", Path(__file__).parent / "probes.cpp", {})))
-
-
-def aligned(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy that begins at a multiple of 64 bytes."""
-    buffer = np.zeros(values.nbytes + 64, dtype=np.uint8)
-    begin = -buffer.ctypes.data % 64
-    copy = buffer[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)
-    copy[...] = values
-    return copy
-
-
-def probe(
-    name: str,
-    source: npt.NDArray[Any] | None = None,
-    target: npt.NDArray[Any] | None = None,
-    first: int = 0,
-    second: int = 0,
-    barrier: int = NONE,
-    num_blocks: int = 1,
-) -> Report:
-    """Runs a probe on two arrays, which are all it may access."""
-    source = aligned(np.zeros(64, np.uint8)) if source is None else source
-    target = aligned(np.zeros(64, np.uint8)) if target is None else target
-    arguments = Arguments(source.ctypes.data, target.ctypes.data, first, second, barrier)
-    ranges = [Range(array.ctypes.data, array.nbytes) for array in (source, target)]
-    return emulator.checked(getattr(probes(), f"probe_{name}"), name, arguments, num_blocks, ranges)
 
 
 def test_every_intrinsic_is_emulated() -> None:

@@ -11,13 +11,20 @@ from pathlib import Path
 import pytest
 
 import fastattention
-from fastattention.backends.cuda.params import AppendParams, AttentionParams, MergeParams, Params, SumParams
+from fastattention.backends.cuda.params import (
+    AllReduceParams,
+    AppendParams,
+    AttentionParams,
+    MergeParams,
+    Params,
+    SumParams,
+)
 
 HEADER = Path(fastattention.__file__).parent / "backends" / "cuda" / "kernels" / "params.h"
 
-every_struct = pytest.mark.parametrize(
-    "struct", [AttentionParams, AppendParams, MergeParams, SumParams], ids=lambda struct: struct.__name__
-)
+STRUCTS = (AttentionParams, AppendParams, MergeParams, AllReduceParams, SumParams)
+
+every_struct = pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 
 
 def names_in_header(struct: type[Params]) -> list[str]:
@@ -34,8 +41,7 @@ def names(struct: type[Params]) -> list[str]:
 
 
 def test_the_header_has_no_other_struct() -> None:
-    structs = ["AttentionParams", "AppendParams", "MergeParams", "SumParams"]
-    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == structs
+    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == [struct.__name__ for struct in STRUCTS]
 
 
 @every_struct

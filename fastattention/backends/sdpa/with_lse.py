@@ -65,8 +65,8 @@ def kernel_of(problem: Problem) -> str | None:
 
 
 def _is_lower_right(problem: Problem) -> bool:
-    """Causal, with more keys than queries, and something hidden."""
-    return problem.is_causal and 1 < problem.seqlen_q < problem.seqlen_k
+    """Causal, with more keys than queries."""
+    return problem.is_causal and problem.seqlen_q < problem.seqlen_k
 
 
 @functools.cache

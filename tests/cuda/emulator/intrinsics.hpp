@@ -87,6 +87,11 @@ FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
     *counter = is_last ? 0 : *counter + 1;
     return is_last;
 }
+FA_DEVICE void system_fence() { emulator::system_fence(*emulator::current); }
+FA_DEVICE int32_t load_flag(const int32_t* flag) { return emulator::load_flag(*emulator::current, flag); }
+FA_DEVICE void store_flag(int32_t* flag, int32_t x) { emulator::store_flag(*emulator::current, flag, x); }
+FA_DEVICE int64_t nanoseconds() { return emulator::nanoseconds(); }
+FA_DEVICE void give_up() { emulator::fail(*emulator::current, "gave up"); }
 FA_DEVICE void store_global_64(void* address, Words2 x) {
     emulator::check_global(address, 8, "writes", true);
     *static_cast<Words2*>(address) = x;
@@ -146,6 +151,16 @@ template <int kPending>
 FA_DEVICE void copy_async_wait() {
     emulator::wait_for_copies(*emulator::current, kPending);
 }
+
+FA_DEVICE void bulk_begin(uint32_t counter) { emulator::begin_counter(*emulator::current, counter); }
+FA_DEVICE void bulk_expect(uint32_t counter, uint32_t bytes) { emulator::expect_bytes(*emulator::current, counter, bytes); }
+FA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t counter) {
+    emulator::start_bulk_copy(*emulator::current, to, from, bytes, counter);
+}
+FA_DEVICE void bulk_wait(uint32_t counter, uint32_t phase) {
+    emulator::wait_for_bytes(*emulator::current, counter, phase);
+}
+FA_DEVICE void bulk_fence() { emulator::bulk_fence(*emulator::current); }
 
 FA_DEVICE void load_matrices(uint32_t (&x)[4], uint32_t address) { emulator::load_matrices(x, address); }
 FA_DEVICE void load_matrices_transposed(uint32_t (&x)[4], uint32_t address) {

@@ -44,11 +44,19 @@ void go_on_with(Thread& thread) {
     __builtin_unreachable();
 }
 
+constexpr std::uint32_t kAllLanes = 0xffffffff;
+
+std::uint32_t bit_of(const Thread& thread) { return 1u << thread.lane; }
+
+bool has_returned(const Thread& thread) { return thread.warp->returned & bit_of(thread); }
+
+// The next lane of the warp that can go on. There must be one.
 Thread& next_lane(const Thread& thread) {
+    const Warp& warp = *thread.warp;
     int lane = thread.lane;
     do lane = (lane + 1) % kLanes;
-    while (thread.warp->threads[lane].returned);
-    return thread.warp->threads[lane];
+    while (warp.stopped >> lane & 1);
+    return warp.threads[lane];
 }
 
 void count_accesses(Warp& warp) {
@@ -56,15 +64,22 @@ void count_accesses(Warp& warp) {
     warp.accesses.count(report.loads, report.stores, report.copies);
 }
 
-bool waits_at_barrier(const Warp& warp) { return warp.arrived > 0; }
-
-// The next warp that does not wait at a barrier. None of its lanes has arrived anywhere, so any can go on.
-Thread& next_warp(const Thread& thread) {
+// A thread that can go on: of the same warp, or else of the next one that has such a lane, or else one that waits for a
+// bulk copy.
+Thread& next_thread(const Thread& thread) {
+    if (thread.warp->stopped != kAllLanes) return next_lane(thread);
     const std::size_t count = now->warps.size();
-    for (std::size_t i = 1;; ++i) {
-        Warp& warp = now->warps[(static_cast<std::size_t>(thread.index / kLanes) + i) % count];
-        if (warp.live > 0 && !waits_at_barrier(warp)) return next_lane(warp.threads[kLanes - 1]);
-    }
+    for (;; finish_bulk_copies(thread))
+        for (std::size_t i = 1; i <= count; ++i) {
+            const Warp& warp = now->warps[(static_cast<std::size_t>(thread.index / kLanes) + i) % count];
+            if (warp.stopped != kAllLanes) return next_lane(warp.threads[kLanes - 1]);
+        }
+}
+
+// Its lanes have all come to where they waited, or returned.
+void let_go_on(Warp& warp) {
+    warp.arrived = 0;
+    warp.stopped = warp.returned;
 }
 
 // All warps wait at a barrier. They can go on.
@@ -73,31 +88,33 @@ void release(const Thread& thread) {
         fail(thread, "waits at block_barrier, but thread %d returned after an earlier barrier", now->returned_late->index);
     ++epoch;
     now->waiting_warps = 0;
-    for (Warp& warp : now->warps) warp.arrived = 0;
+    for (Warp& warp : now->warps) let_go_on(warp);
 }
 
 void return_from_kernel() {
     Thread& me = *current;
     Warp& warp = *me.warp;
-    me.returned = true;
+    warp.returned |= bit_of(me);
+    warp.stopped |= bit_of(me);
     if (warp.arrived > 0 && warp.at != &kBlockBarrier) fail(me, "returned while lanes of its warp wait at %s", warp.at->name);
     if (epoch > first_epoch) now->returned_late = &me;
     if (--warp.live == 0) {
         count_accesses(warp);
-        if (--now->live_warps == 0) leave();
-    } else if (warp.arrived < warp.live) {
-        go_on_with(next_lane(me));
-    } else {
+        if (--now->live_warps == 0) {
+            check_no_bulk_copies(me);
+            leave();
+        }
+    } else if (warp.arrived == warp.live) {
         ++now->waiting_warps;
     }
     if (now->waiting_warps == now->live_warps) {
         for (const Thread& waiting : now->threads)
-            if (!waiting.returned) {
+            if (!has_returned(waiting)) {
                 release(waiting);
                 break;
             }
     }
-    go_on_with(next_warp(me));
+    go_on_with(next_thread(me));
 }
 
 void run_thread() {
@@ -107,13 +124,14 @@ void run_thread() {
 
 void prepare_block(const Stacks& stacks) {
     for (Thread& thread : now->threads) {
-        thread.returned = false;
         thread.num_groups = 0;
+        thread.fences = {};
         thread.fiber.prepare(run_thread, stacks.top(thread.index), Stacks::kBytes);
     }
     for (Warp& warp : now->warps) {
         warp.live = kLanes;
         warp.arrived = 0;
+        warp.returned = warp.stopped = 0;
     }
     now->live_warps = static_cast<int>(now->warps.size());
     now->waiting_warps = 0;
@@ -149,26 +167,48 @@ void fail(const Thread& thread, const char* format, ...) {
 void arrive(const Collective& at, void* operands) {
     Thread& me = *current;
     Warp& warp = *me.warp;
+    check_fence(me, "waits for others");
     if (warp.arrived == 0) warp.at = &at;
     if (warp.at != &at) fail(me, "waits at %s while lanes of its warp wait at %s", at.name, warp.at->name);
     if (warp.live < kLanes && &at != &kBlockBarrier) fail(me, "waits at %s, but lanes of its warp have returned", at.name);
     warp.operands[me.lane] = operands;
-    if (++warp.arrived < warp.live) return go_on_with(next_lane(me));
+    warp.stopped |= bit_of(me);
+    if (++warp.arrived < warp.live) return go_on_with(next_thread(me));
     count_accesses(warp);
     if (&at != &kBlockBarrier) {
-        warp.arrived = 0;
+        let_go_on(warp);
         return at.run(warp);
     }
-    if (++now->waiting_warps < now->live_warps) return go_on_with(next_warp(me));
+    if (++now->waiting_warps < now->live_warps) return go_on_with(next_thread(me));
     release(me);
 }
 
 void block_barrier() { arrive(kBlockBarrier, nullptr); }
 
-void check_global(const void* address, int bytes, const char* does, bool accessed) {
+void pause() {
+    current->warp->stopped |= bit_of(*current);
+    go_on_with(next_thread(*current));
+}
+
+void resume(Thread& thread) { thread.warp->stopped &= ~bit_of(thread); }
+
+void let_others_go_on() {
+    const std::size_t count = now->threads.size();
+    for (std::size_t i = 1; i < count; ++i) {
+        Thread& other = now->threads[(static_cast<std::size_t>(current->index) + i) % count];
+        if (!(other.warp->stopped & bit_of(other))) return go_on_with(other);
+    }
+}
+
+void check_global(const void* address, std::uint32_t bytes, const char* does, bool accessed) {
+    check_global(address, bytes, bytes, does, accessed);
+}
+
+void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignment, const char* does, bool accessed) {
     const auto from = reinterpret_cast<std::uintptr_t>(address);
-    if (from % bytes != 0)
-        fail(*current, "%s %d bytes of global memory at %p, which is not a multiple of %d", does, bytes, address, bytes);
+    if (from % alignment != 0)
+        fail(*current, "%s %u bytes of global memory at %p, which is not a multiple of %u", does, bytes, address, alignment);
+    if (accessed) check_fence(*current, does);
     const auto contains = [&](const Range& range) {
         return from >= range.address && from + bytes <= range.address + static_cast<std::uint64_t>(range.bytes);
     };
@@ -178,7 +218,7 @@ void check_global(const void* address, int bytes, const char* does, bool accesse
             now->last_range = &now->ranges[i];
             return;
         }
-    fail(*current, "%s %d bytes of global memory at %p, which is in none of the ranges given", does, bytes, address);
+    fail(*current, "%s %u bytes of global memory at %p, which is in none of the ranges given", does, bytes, address);
 }
 
 bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,
@@ -192,10 +232,12 @@ bool launch(void (*kernel)(const void* params), const void* params, std::int64_t
     const Stacks stacks(num_warps * kLanes);
     for (block = 0; block < num_blocks && report.error[0] == '\0'; ++block) {
         prepare_block(stacks);
-        begin_shared_memory(shared_bytes);
+        begin_shared_memory(shared_bytes, now->threads.size());
+        begin_flags();
         current = &now->threads[0];
         Fiber::switch_stacks(now->outside, current->fiber);
         for (Thread& thread : now->threads) abandon_copies(thread);
+        abandon_bulk_copies();
     }
     report.matrices = matrix_wavefronts;
     return report.error[0] == '\0';

@@ -2,14 +2,16 @@
 //
 // A thread runs until it arrives at something that lanes do together: a collective of its warp, or a barrier of the CTA.
 // Then the next lane of the warp runs. The last lane to arrive does the work for all 32 and goes on; the others follow when
-// it stops at the next collective. Warps take turns at barriers.
+// it stops at the next collective. Warps take turns at barriers. Waiting for a bulk copy, or for another process, is a
+// matter of a single thread.
 //
 // Found, with block and thread, and ending the launch:
 // - lanes of a warp that wait at different collectives, or return while others wait;
 // - a barrier that a thread misses: it took part in one, and returned before another (threads that return before the first
 //   barrier do not count);
 // - shared memory: see shared_memory.hpp;
-// - global memory: accesses of 8 and 16 bytes that are not aligned, or not within one of the ranges passed with the launch.
+// - global memory: accesses of 8 and 16 bytes that are not aligned, or not within one of the ranges passed with the launch;
+// - flags between processes: see flags.hpp.
 // Not found: accesses to global memory through ordinary pointers, and races there; a barrier that threads reach in
 // different places of the kernel.
 #pragma once
@@ -19,6 +21,7 @@
 
 #include "banks.hpp"
 #include "fiber.hpp"
+#include "flags.hpp"
 
 #pragma GCC visibility push(hidden)
 
@@ -58,14 +61,15 @@ struct Thread {
     Fiber fiber;
     Warp* warp;
     int index, lane;
-    bool returned;
     int num_groups;  // of asynchronous copies that it committed
     std::vector<PendingCopy> copies;
+    Fences fences;
 };
 
 struct Warp {
     Thread* threads;  // of its 32 lanes
     int live, arrived;
+    std::uint32_t returned, stopped;  // lanes, as bits; stopped are those that arrived, paused or returned
     const Collective* at;       // where those that arrived wait
     void* operands[kLanes];     // of the collective, on the stacks of the lanes
     std::uint32_t epoch;        // advances at each barrier of the warp
@@ -88,8 +92,17 @@ void arrive(const Collective& at, void* operands);
 // The current thread waits for all threads of the CTA that have not returned.
 void block_barrier();
 
+// The current thread stops until another one resumes it. When no thread can go on, a bulk copy ends that one waits for.
+void pause();
+void resume(Thread& thread);
+
+// All other threads that can go on take turns with the current one.
+void let_others_go_on();
+
 // The current thread `does` something with `bytes` of global memory, or, when not `accessed`, with their address alone.
-void check_global(const void* address, int bytes, const char* does, bool accessed);
+void check_global(const void* address, std::uint32_t bytes, const char* does, bool accessed);
+// Likewise, where the address need not be a multiple of the bytes.
+void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignment, const char* does, bool accessed);
 
 // Runs `kernel` for each CTA; false, with a message in the report, when it failed.
 bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,

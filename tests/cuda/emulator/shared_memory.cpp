@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 
 namespace emulator {
 
@@ -9,11 +10,13 @@ namespace {
 
 constexpr int kSeveralThreads = -1;  // of one warp
 constexpr int kSeveralWarps = -2;
+constexpr int kBulkCopy = -4;
 
-// Who accessed a word, and when. Epochs of a warp order its own threads, those of the CTA all of them.
+// Who accessed a word, and when. Epochs of a warp order its own threads, those of the CTA all of them. Of a bulk copy these
+// are the phase and the number of its counter, and `epoch` is that of the first thread that waited for it.
 struct Event {
     std::uint32_t epoch, warp_epoch;
-    std::int32_t thread;  // or kSeveral...
+    std::int32_t thread;  // or one of the above
     std::int32_t warp;
 };
 
@@ -22,8 +25,30 @@ struct Word {
     std::int32_t copied_by;  // the thread whose asynchronous copy is under way, or -1
 };
 
+struct BulkCopy {
+    std::uint32_t to;
+    const void* from;
+    std::uint32_t bytes;
+};
+
+// Of bulk copies, and the phase that is under way.
+struct Counter {
+    std::uint32_t address;
+    std::int32_t number;  // among counters
+    std::vector<std::uint32_t> seen;  // by thread: phases up to the one that it waited for last
+    std::uint32_t phases = 0;         // that have ended
+    bool is_expected = false;
+    std::uint32_t expected = 0, requested = 0;  // bytes
+    std::vector<BulkCopy> copies;
+    std::vector<Thread*> waiting;
+
+    bool has_all() const { return is_expected && requested == expected; }
+};
+
 std::vector<unsigned char> memory;
 std::vector<Word> words;
+std::deque<Counter> counters;
+std::size_t threads;
 
 Event event_of(const Thread& thread) {
     return {epoch, thread.warp->epoch, thread.index, thread.index / kLanes};
@@ -32,6 +57,7 @@ Event event_of(const Thread& thread) {
 // Whether a barrier lies between an event and what the thread does now, or it was that thread's own.
 bool is_before(const Event& event, const Event& now) {
     if (event.epoch < now.epoch || event.thread == now.thread) return true;
+    if (event.thread == kBulkCopy) return counters[event.warp].seen[now.thread] > event.warp_epoch;
     return event.thread != kSeveralWarps && event.warp == now.warp && event.warp_epoch < now.warp_epoch;
 }
 
@@ -47,9 +73,9 @@ void add_reader(Event& read, const Event& now) {
     }
 }
 
-Word* checked(const Thread& thread, std::uint32_t address, std::uint32_t bytes, const char* does) {
-    if (address % bytes != 0)
-        fail(thread, "%s %u bytes of shared memory at %u, which is not a multiple of %u", does, bytes, address, bytes);
+Word* checked(const Thread& thread, std::uint32_t address, std::uint32_t bytes, std::uint32_t alignment, const char* does) {
+    if (address % alignment != 0)
+        fail(thread, "%s %u bytes of shared memory at %u, which is not a multiple of %u", does, bytes, address, alignment);
     if (address < kSharedBase || address - kSharedBase + bytes > memory.size())
         fail(thread, "%s %u bytes of shared memory at %u, outside of %u ... %u", does, bytes, address, kSharedBase,
              kSharedBase + static_cast<std::uint32_t>(memory.size()) - 1);
@@ -62,41 +88,74 @@ void check_not_copied(const Thread& thread, const Word& word, std::uint32_t addr
              word.copied_by);
 }
 
+// Whoever wrote the word must have done so before the last barrier.
+void check_written_before(const Thread& thread, const Event& written, const Event& now, std::uint32_t address,
+                          const char* does) {
+    if (is_before(written, now)) return;
+    if (written.thread == kBulkCopy)
+        fail(thread, "%s shared memory at %u, where it has not waited for a bulk copy", does, address);
+    fail(thread, "%s shared memory at %u, which thread %d wrote since their last barrier", does, address, written.thread);
+}
+
 // Nobody may have accessed the word since the last barrier.
 void check_write(const Thread& thread, const Word& word, const Event& now, std::uint32_t address) {
     check_not_copied(thread, word, address, "writes");
-    if (!is_before(word.written, now))
-        fail(thread, "writes shared memory at %u, which thread %d wrote since their last barrier", address,
-             word.written.thread);
+    check_written_before(thread, word.written, now, address, "writes");
     if (is_before(word.read, now)) return;
     if (word.read.thread >= 0)
         fail(thread, "writes shared memory at %u, which thread %d read since their last barrier", address, word.read.thread);
     fail(thread, "writes shared memory at %u, which several threads read since their last barrier", address);
 }
 
+// The counter at an address, which the thread may use.
+Counter& counter_at(Thread& thread, std::uint32_t address) {
+    std::uint32_t unused[2];
+    read_shared(thread, address, unused, sizeof unused);
+    for (Counter& counter : counters)
+        if (counter.address == address) return counter;
+    fail(thread, "uses shared memory at %u as a counter of bulk copies, which it is not", address);
+}
+
+// Carries out the copies of the phase under way.
+void end_phase(Counter& counter) {
+    for (const BulkCopy& copy : counter.copies) {
+        Word* word = &words[(copy.to - kSharedBase) / 4];
+        for (std::uint32_t i = 0; i < copy.bytes; i += 4, ++word) {
+            word->copied_by = -1;
+            word->written = {epoch, counter.phases, kBulkCopy, counter.number};
+        }
+        std::memcpy(&memory[copy.to - kSharedBase], copy.from, copy.bytes);
+    }
+    ++counter.phases;
+    counter.is_expected = false;
+    counter.expected = counter.requested = 0;
+    counter.copies.clear();
+    for (Thread* thread : counter.waiting) resume(*thread);
+    counter.waiting.clear();
+}
+
 }  // namespace
 
-void begin_shared_memory(std::uint32_t bytes) {
+void begin_shared_memory(std::uint32_t bytes, std::size_t num_threads) {
+    threads = num_threads;
     memory.resize(bytes);
     words.resize(bytes / 4, Word{{0, 0, -3, -1}, {0, 0, -3, -1}, -1});
 }
 
 void read_shared(Thread& thread, std::uint32_t address, void* to, std::uint32_t bytes) {
-    Word* word = checked(thread, address, bytes, "reads");
+    Word* word = checked(thread, address, bytes, bytes, "reads");
     const Event now = event_of(thread);
     for (std::uint32_t i = 0; i < bytes; i += 4, ++word) {
         check_not_copied(thread, *word, address + i, "reads");
         if (word->written.epoch < first_epoch) fail(thread, "reads shared memory at %u, which nobody wrote", address + i);
-        if (!is_before(word->written, now))
-            fail(thread, "reads shared memory at %u, which thread %d wrote since their last barrier", address + i,
-                 word->written.thread);
+        check_written_before(thread, word->written, now, address + i, "reads");
         add_reader(word->read, now);
     }
     std::memcpy(to, &memory[address - kSharedBase], bytes);
 }
 
 void write_shared(Thread& thread, std::uint32_t address, const void* from, std::uint32_t bytes) {
-    Word* word = checked(thread, address, bytes, "writes");
+    Word* word = checked(thread, address, bytes, bytes, "writes");
     const Event now = event_of(thread);
     for (std::uint32_t i = 0; i < bytes; i += 4, ++word) {
         check_write(thread, *word, now, address + i);
@@ -106,7 +165,7 @@ void write_shared(Thread& thread, std::uint32_t address, const void* from, std::
 }
 
 void start_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes) {
-    Word* word = checked(thread, to, bytes, "copies");
+    Word* word = checked(thread, to, bytes, bytes, "copies");
     const Event now = event_of(thread);
     for (std::uint32_t i = 0; i < bytes; i += 4, ++word) {
         check_write(thread, *word, now, to + i);
@@ -139,6 +198,78 @@ void abandon_copies(Thread& thread) {
     for (const PendingCopy& copy : thread.copies)
         for (std::uint32_t i = 0; i < copy.bytes / 4; ++i) words[(copy.to - kSharedBase) / 4 + i].copied_by = -1;
     thread.copies.clear();
+}
+
+void begin_counter(Thread& thread, std::uint32_t counter) {
+    const std::uint32_t nothing[2] = {};
+    write_shared(thread, counter, nothing, sizeof nothing);
+    for (const Counter& other : counters)
+        if (other.address == counter) fail(thread, "begins the counter at %u, which has begun", counter);
+    counters.push_back({counter, static_cast<std::int32_t>(counters.size()), std::vector<std::uint32_t>(threads)});
+}
+
+void expect_bytes(Thread& thread, std::uint32_t counter, std::uint32_t bytes) {
+    Counter& here = counter_at(thread, counter);
+    if (here.is_expected)
+        fail(thread, "expects bytes at the counter at %u, whose phase before nobody has waited for", counter);
+    here.is_expected = true;
+    here.expected = bytes;
+}
+
+void start_bulk_copy(Thread& thread, std::uint32_t to, const void* from, std::uint32_t bytes, std::uint32_t counter) {
+    if (bytes == 0 || bytes % 16 != 0) fail(thread, "copies %u bytes, which is not a multiple of 16", bytes);
+    check_bulk_fence(thread);
+    check_global(from, bytes, 16, "copies", true);
+    Counter& here = counter_at(thread, counter);
+    Word* word = checked(thread, to, bytes, 16, "copies");
+    const Event now = event_of(thread);
+    for (std::uint32_t i = 0; i < bytes; i += 4, ++word) {
+        check_write(thread, *word, now, to + i);
+        word->copied_by = thread.index;
+    }
+    here.requested += bytes;
+    here.copies.push_back({to, from, bytes});
+}
+
+void wait_for_bytes(Thread& thread, std::uint32_t counter, std::uint32_t phase) {
+    if (phase > 1) fail(thread, "waits for a phase by %u, which is not a bit", phase);
+    Counter& here = counter_at(thread, counter);
+    const bool has_ended = (here.phases & 1) != phase;
+    const std::uint32_t phases = here.phases + !has_ended;
+    if (!has_ended && here.has_all()) {
+        end_phase(here);
+    } else if (!has_ended) {
+        here.waiting.push_back(&thread);
+        pause();
+    }
+    here.seen[thread.index] = phases;
+}
+
+void finish_bulk_copies(const Thread& thread) {
+    const Counter* stuck = nullptr;
+    for (Counter& counter : counters) {
+        if (counter.waiting.empty()) continue;
+        if (counter.has_all()) return end_phase(counter);
+        stuck = &counter;
+    }
+    if (stuck == nullptr) fail(thread, "is the last that stopped: no thread can go on");
+    if (!stuck->is_expected)
+        fail(*stuck->waiting[0], "waits for bytes that nobody expects, at the counter at %u", stuck->address);
+    fail(*stuck->waiting[0], "waits for %u bytes at the counter at %u, of which %u were asked for", stuck->expected,
+         stuck->address, stuck->requested);
+}
+
+void check_no_bulk_copies(const Thread& thread) {
+    for (const Counter& counter : counters)
+        if (counter.is_expected || !counter.copies.empty())
+            fail(thread, "returned as the last, and nobody has waited for the counter at %u", counter.address);
+}
+
+void abandon_bulk_copies() {
+    for (const Counter& counter : counters)
+        for (const BulkCopy& copy : counter.copies)
+            for (std::uint32_t i = 0; i < copy.bytes / 4; ++i) words[(copy.to - kSharedBase) / 4 + i].copied_by = -1;
+    counters.clear();
 }
 
 }  // namespace emulator

@@ -47,7 +47,7 @@ public:
 private:
     // All ranks' CTAs of this number come here before any goes on, and see what the others have written.
     FA_DEVICE void meet() {
-        ++step_;
+        step_ = static_cast<int32_t>(static_cast<uint32_t>(step_) + 1u);  // They may wrap around.
         block_barrier();
         const int other = thread_index();
         if (other < kRanks && other != p_.rank) {
@@ -109,8 +109,9 @@ private:
         reads_.for_each(sums, [&](int64_t at, const SomePacket(&read)[kRanks]) {
 #pragma unroll
             for (int rank = 0; rank < kRanks; ++rank) {
+                if (at >= sums.packets(rank)) continue;
                 const int64_t number = sums.number(rank, at);
-                if (at < sums.packets(rank)) read[rank].write(static_cast<Item*>(p_.out) + number, begin - number, end - number);
+                read[rank].write(static_cast<Item*>(p_.out) + number, begin - number, end - number);
             }
         });
     }

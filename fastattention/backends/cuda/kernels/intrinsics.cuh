@@ -231,36 +231,28 @@ FA_DEVICE void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Copies of many bytes to shared memory by the engine for them, from Hopper on, and 8 bytes of shared memory by which threads
-// learn of their end. These count one phase after the other: in each, one thread says how many bytes will come.
+// Copies of many bytes to shared memory by the engine for them, from Hopper on, and 8 bytes of shared memory by which
+// threads learn of their end. These count one phase after the other: in each, one thread says how many bytes will come.
 FA_DEVICE void bulk_begin(uint32_t counter) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;" ::"r"(counter) : "memory");
-#endif
 }
 FA_DEVICE void bulk_expect(uint32_t counter, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(bytes) : "memory");
-#endif
 }
 // A multiple of 16 bytes, aligned to 16.
 FA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t counter) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(counter)
                  : "memory");
-#endif
 }
 // Until all bytes of a phase have come, given its lowest bit.
 FA_DEVICE void bulk_wait(uint32_t counter, uint32_t phase) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}" ::"r"(
-                     counter),
-                 "r"(phase)
+    asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}"
+                 :
+                 : "r"(counter), "r"(phase)
                  : "memory");
-#endif
 }
-// Between what threads have written, or know to be written, and bulk copies of it.
+// Between what threads have written, or know to be written, and bulk copies of it. Where there are none, nothing.
 FA_DEVICE void bulk_fence() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async;" ::: "memory");

@@ -23,7 +23,9 @@ struct PeerRanges {
         return rank == without ? 0 : left < longest ? left : longest;
     }
     FA_DEVICE int64_t number(int rank, int64_t at) const { return (begin + rank * step + at) * Packet<Format>::kNumbers; }
-    FA_DEVICE const Item* item(int rank, int64_t at) const { return static_cast<const Item*>(memory[rank]) + number(rank, at); }
+    FA_DEVICE const Item* item(int rank, int64_t at) const {
+        return static_cast<const Item*>(memory[rank]) + number(rank, at);
+    }
 };
 
 #if !FA_BULK_COPIES

@@ -1,0 +1,6 @@
+// The library of one variant of the kernel that sums over GPUs.
+#include "all_reduce.cuh"
+
+#include "launch.hpp"
+
+FA_EMULATED(emulate_all_reduce, fastattention_all_reduce, AllReduceParams, fastattention::kAllReduceWarps, FA_SHARED_BYTES)

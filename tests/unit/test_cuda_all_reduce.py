@@ -51,10 +51,13 @@ def test_bulk_copies_need_their_shared_memory(num_ranks: int) -> None:
     assert all_reduce_config("float16", num_ranks, CHIPS["H100"]._replace(shared_per_block=99 << 10)).shared_bytes == 0
 
 
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 12), (3, 8), (4, 6), (5, 4), (6, 4), (7, 3), (8, 3)])
-def test_shared_memory_is_stages_of_pieces_and_their_counters(num_ranks: int, stages: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "stages", "at_once"),
+    [(2, 6, 2), (3, 4, 2), (4, 3, 2), (5, 4, 1), (6, 4, 1), (7, 3, 1), (8, 3, 1)],
+)
+def test_shared_memory_is_stages_of_pieces_and_their_counters(num_ranks: int, stages: int, at_once: int) -> None:
     config = AllReduceConfig("bfloat16", num_ranks, bulk_copies=True)
-    assert config.shared_bytes == stages * (num_ranks * 16 * PACKETS_OF_CTA + 8)
+    assert config.shared_bytes == stages * (num_ranks * at_once * 16 * PACKETS_OF_CTA + 8)
     assert config.macros()["FA_SHARED_BYTES"] == str(config.shared_bytes)
     assert [entry.shared_bytes for entry in config.entries] == [config.shared_bytes]
 
@@ -84,10 +87,10 @@ def test_the_header_has_as_many_warps() -> None:
 
 
 def test_a_step_is_made_once() -> None:
-    step = all_reduce_step(torch.bfloat16, 4, 12, CHIPS["H100"])
+    step = all_reduce_step(torch.bfloat16, 4, 12, True)
     assert (step.variant, step.num_blocks) == (AllReduceConfig("bfloat16", 4, bulk_copies=True), 12)
-    assert all_reduce_step(torch.bfloat16, 4, 12, CHIPS["H100"]) is step
-    assert all_reduce_step(torch.float32, 4, 12, CHIPS["A100"]).variant == AllReduceConfig("float32", 4, False)
+    assert all_reduce_step(torch.bfloat16, 4, 12, True) is step
+    assert all_reduce_step(torch.float32, 4, 12, False).variant == AllReduceConfig("float32", 4, bulk_copies=False)
 
 
 @pytest.mark.parametrize(

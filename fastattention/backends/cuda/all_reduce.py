@@ -83,7 +83,7 @@ def _template(ends: tuple[int, ...], patience: int, num_ctas: int, rank: int, wh
 
 
 def ctas_for(nbytes: int, num_ranks: int, at_most: int, whole: bool) -> int:
-    """CTAs that have something to do."""
+    """CTAs that have something to do, where each thread takes a packet of every rank at a time."""
     packets = -(-nbytes // PACKET_BYTES)
     of_a_rank = packets if whole else -(-packets // num_ranks)
     return max(min(at_most, -(-of_a_rank // (32 * ALL_REDUCE_WARPS))), 1)

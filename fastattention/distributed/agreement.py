@@ -22,7 +22,7 @@ from fastattention.distributed import calibrate, transports
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import TransportCost
 from fastattention.distributed.exchange import from_rank_0, gather
-from fastattention.distributed.plan import choose, even
+from fastattention.distributed.plan import choose, even, worth_dividing
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.distributed.trials import Candidate, Trial
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -115,7 +115,7 @@ class Agreement:
             return Agreed.always(Candidate(key.rows, self._quickest(able, transfer, key.rows, group)))
         kind: Hashable = (transfer.dtype, transfer.hidden, calibrate.magnitude(transfer.rows))
         ways: dict[Way, tuple[int, ...]] = {Way(each.name, Division.WHOLE): (transfer.rows,) for each in able}
-        if calibrate.worth_dividing(transfer):
+        if worth_dividing(transfer.rows, transfer.nbytes):
             costs = self._costs_of(able, transfer, group)
             kind, divided = from_rank_0(lambda: self._divided(call, transfer, costs), group)
             ways |= divided

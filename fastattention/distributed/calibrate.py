@@ -28,7 +28,7 @@ from fastattention import config, files
 from fastattention.distributed.blocks import AttentionLinear, Piece, may_cut_sequences
 from fastattention.distributed.costs import ComputeCost, Table, TransportCost, Workload
 from fastattention.distributed.exchange import from_rank_0, gather, largest
-from fastattention.distributed.plan import LEAST_BYTES, LEAST_ROWS, even
+from fastattention.distributed.plan import even
 from fastattention.distributed.timing import ROUNDS, called_seconds, module_of, queued_seconds, synchronize
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.problem import Layout, Problem
@@ -60,11 +60,6 @@ def transport_costs(
     costs = tuple(_Measurement(transport, transfer, group).cost() for transport in transports)
     from_rank_0(lambda: _write(path, identity, costs), group)
     return costs
-
-
-def worth_dividing(transfer: Transfer) -> bool:
-    """Whether there is enough to make two blocks of."""
-    return transfer.nbytes >= 2 * LEAST_BYTES and transfer.rows >= 2 * LEAST_ROWS
 
 
 def _identity(transports: Sequence[Transport], transfer: Transfer, group: ProcessGroup) -> dict[str, Any]:

@@ -25,6 +25,11 @@ STEPS = (4, 2, 1)  # cuts by which the search moves a boundary
 SIMPLER = 0.01  # fewer blocks, and cuts between sequences, are preferred if they cost no more of the time than this
 
 
+def worth_dividing(rows: int, nbytes: int) -> bool:
+    """Whether there is enough to make two blocks of."""
+    return nbytes >= 2 * LEAST_BYTES and rows >= 2 * LEAST_ROWS
+
+
 class Event(NamedTuple):
     """When something ran, in seconds since the block began."""
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from fastattention.distributed import npu
 from fastattention.distributed.deferred import DeferredAttention
-from fastattention.distributed.plan import LEAST_BYTES, LEAST_ROWS
+from fastattention.distributed.plan import worth_dividing
 from fastattention.errors import UnsupportedError
 
 PlanOf = Callable[[int], Sequence[int]]
@@ -40,7 +40,7 @@ class Tiling:
     def may_divide(self, num_rows: int, linear: nn.Linear) -> bool:
         """Whether so many rows may be worth two blocks. Of others the ranks need not agree on anything."""
         num_bytes = num_rows * linear.out_features * linear.weight.dtype.itemsize
-        return self.plan != "auto" or (num_rows >= 2 * LEAST_ROWS and num_bytes >= 2 * LEAST_BYTES)
+        return self.plan != "auto" or worth_dividing(num_rows, num_bytes)
 
     def settle(self, x: Any, linear: nn.Linear) -> Any:
         """Deferred attention that `project` is to compute; otherwise the tensor to which the layer is to be applied."""

@@ -17,7 +17,7 @@ from conformance.case import DenseCase
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention import ArgumentError
-from fastattention.distributed import agreement, calibrate, trials
+from fastattention.distributed import agreement, calibrate, plan, trials
 from fastattention.distributed.costs import ComputeCost, TransportCost
 from fastattention.distributed.plan import Plan, choose
 from fastattention.distributed.transports.c10d import C10d
@@ -45,8 +45,8 @@ def rank_dependent_plan(workload: object, compute: ComputeCost, transports: tupl
 def planning(choose: Any = choose) -> Iterator[None]:
     """Calls so small are planned too, by `choose`."""
     with (
-        mock.patch.object(calibrate, "LEAST_BYTES", 1),
-        mock.patch.object(calibrate, "LEAST_ROWS", 1),
+        mock.patch.object(plan, "LEAST_BYTES", 1),
+        mock.patch.object(plan, "LEAST_ROWS", 1),
         mock.patch.object(agreement, "choose", choose),
         mock.patch.object(agreement, "even", lambda workload, number: (workload.rows,)),  # no other blocks
         mock.patch.object(trials, "LEAST_GAIN", -math.inf),  # blocks always win

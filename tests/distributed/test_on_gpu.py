@@ -18,7 +18,7 @@ from torch import Tensor
 from distributed.sums import Sum, arguments_of, check, run_part
 from distributed.team import Team
 from fastattention import ArgumentError, UnsupportedError
-from fastattention.backends.sdpa import with_lse
+from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import agreement
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.transports import TRANSPORTS
@@ -240,7 +240,7 @@ def test_a_new_call_is_not_captured(gpus: Team, transport: str) -> None:
 
 def run_counting_corners(one: Sum, transport: str, backend: str) -> tuple[Tensor, int]:
     """The result, and how many calls torch's kernels with lse have served."""
-    with mock.patch.object(with_lse, "attend", wraps=with_lse.attend) as attend:
+    with mock.patch.object(gpu_kernels, "attend", wraps=gpu_kernels.attend) as attend:
         return run_with(one, transport, backend), attend.call_count
 
 

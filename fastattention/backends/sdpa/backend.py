@@ -7,7 +7,7 @@ import torch
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.packed_cache import REFUSAL
-from fastattention.backends.sdpa import fused, math, with_lse
+from fastattention.backends.sdpa import fused, gpu_kernels, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, join, split
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
@@ -37,9 +37,9 @@ class SdpaBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, splits the call into sequences of one length, attends to each and joins the results."""
-        if with_lse.can_serve(problem):
+        if gpu_kernels.can_serve(problem):
             parts = split(problem, inputs, inputs.q, whole_batch=True)
-            return join(problem, inputs, [with_lse.attend(problem, part) for part in parts])
+            return join(problem, inputs, [gpu_kernels.attend(problem, part) for part in parts])
         q = inputs.q if inputs.k_new is None else append_tokens(problem, inputs)
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         unmasked = fused.can_express(problem) and not (problem.has_alibi or problem.has_bias)
@@ -49,8 +49,8 @@ class SdpaBackend(Backend):
 
     def prefers_corner(self, corner: Problem) -> bool:
         """Where cuDNN's kernel is there, which knows only squares; fewer queries are one call of FlashAttention."""
-        worth_it = corner.seqlen_q >= _LEAST_CORNER and with_lse.can_serve(corner)
-        return worth_it and with_lse.kernel_of(corner) == "cudnn"
+        worth_it = corner.seqlen_q >= _LEAST_CORNER and gpu_kernels.can_serve(corner)
+        return worth_it and gpu_kernels.kernel_of(corner) == "cudnn"
 
     def describe(self) -> str:
         """Version of torch and which of its kernels are switched on."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattention.backends.sdpa import with_lse
+from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
 from fastattention.backends.sdpa.parts import Part
 from fastattention.problem import Layout, Problem
@@ -41,7 +41,7 @@ LOWER_RIGHT = replace(FULL, window_right=0)
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(with_lse, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_all_keys_and_the_square_triangle_are_served(changes: dict[str, Any]) -> None:
-    assert with_lse.can_serve(replace(FULL, **changes))
+    assert gpu_kernels.can_serve(replace(FULL, **changes))
     square = replace(SQUARE, **changes)
-    assert with_lse.can_serve(replace(square, seqlen_k=square.seqlen_q))
+    assert gpu_kernels.can_serve(replace(square, seqlen_k=square.seqlen_q))
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -90,28 +90,28 @@ REFUSED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", REFUSED, ids=str)
 @pytest.mark.parametrize("problem", [FULL, SQUARE], ids=["full", "square"])
 def test_what_they_cannot_compute_is_refused(problem: Problem, changes: dict[str, Any]) -> None:
-    assert not with_lse.can_serve(replace(problem, **changes))
+    assert not gpu_kernels.can_serve(replace(problem, **changes))
 
 
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 def test_a_causal_call_with_more_keys_than_queries_is_flash_attentions(return_lse: bool) -> None:
     problem = replace(LOWER_RIGHT, return_lse=return_lse)
-    assert with_lse.can_serve(problem)
-    assert with_lse.kernel_of(problem) == "flash"
+    assert gpu_kernels.can_serve(problem)
+    assert gpu_kernels.kernel_of(problem) == "flash"
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        assert not with_lse.can_serve(problem)
+        assert not gpu_kernels.can_serve(problem)
 
 
 @pytest.mark.parametrize(
     "changes", [{"seqlen_k": 10}, {"window_right": 3}, {"seqlen_k": 0, "window_right": -1}], ids=str
 )
 def test_other_masks_are_refused(changes: dict[str, Any]) -> None:
-    assert not with_lse.can_serve(replace(SQUARE, **changes))
+    assert not gpu_kernels.can_serve(replace(SQUARE, **changes))
 
 
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert not with_lse.can_serve(FULL)
+    assert not gpu_kernels.can_serve(FULL)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernel_is_one_that_is_switched_on_and_fits_the_gpu(
     capability: tuple[int, int], enabled: list[SDPBackend], kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(with_lse, "_capability", lambda device: capability)
+    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: capability)
     with sdpa_kernel(enabled):
-        assert with_lse.kernel_of(FULL) == kernel
-        assert with_lse.can_serve(FULL) == (kernel is not None)
+        assert gpu_kernels.kernel_of(FULL) == kernel
+        assert gpu_kernels.can_serve(FULL) == (kernel is not None)
         assert SdpaBackend().prefers_corner(CORNER) == (kernel == "cudnn")
 
 
@@ -174,7 +174,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     name = f"_scaled_dot_product_{request.param}_attention"
     places = {"cudnn": (6, 5, 4), "flash": (4, 3, None)}[request.param]
     computing = Kernel(name, places)  # type: ignore[arg-type]
-    monkeypatch.setattr(with_lse, "kernel_of", lambda problem: request.param)
+    monkeypatch.setattr(gpu_kernels, "kernel_of", lambda problem: request.param)
     monkeypatch.setattr(torch.ops.aten, name, computing)
     return computing
 
@@ -185,7 +185,7 @@ def test_operators_get_what_they_ask_for(kernel: Kernel, problem: Problem, dtype
     q = torch.randn(2, problem.seqlen_q, 4, 64).to(dtype)
     k, v = (torch.randn(2, problem.seqlen_k, 2, 64).to(dtype) for _ in range(2))
     part = Part(*(x.transpose(1, 2) for x in (q, k, v)), None, None, None)
-    out, lse, mask = with_lse.attend(replace(problem, dtype=dtype), part)
+    out, lse, mask = gpu_kernels.attend(replace(problem, dtype=dtype), part)
     options = Options(softmax_scale=problem.softmax_scale, causal=problem is not FULL, return_lse=True)
     expected = reference_attention(*prepare_dense(q, k, v, options))
     assert torch.equal(out, expected.out.transpose(1, 2).to(dtype))

@@ -151,6 +151,12 @@ def test_nccl_symmetric_needs_what_it_is_made_of(
     assert nccl_symmetric._why_not_group(group_of(backend), torch.device(device)) == reason
 
 
+def test_nccl_symmetric_reads_no_memory_of_peers_where_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    reason = nccl_symmetric._why_not_group(group_of("nccl"), torch.device("cuda"))
+    assert str(reason).startswith("NCCL_P2P_DISABLE=1 keeps GPUs from reading each other's memory")
+
+
 def nccl() -> tuple[NcclSymmetric, mock.Mock]:
     """The transport, and its communicator that takes notes. Within `pretended`."""
     transport = NcclSymmetric(GROUP, CPU)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastattention import config
 from fastattention.distributed.transports.base import Pending, Room, Transfer
 from fastattention.distributed.transports.c10d import C10d
 from fastattention.errors import ArgumentError
@@ -107,6 +108,8 @@ class _Copied(Pending):
 def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
     if device.type != "cuda" or group._get_backend(device).name() != "nccl":
         return f"it is NCCL's, and the group has {group._get_backend(device).name()} for tensors on {device.type}"
+    if config.peer_to_peer_disabled():
+        return "NCCL_P2P_DISABLE=1 keeps GPUs from reading each other's memory, and it would do so all the same"
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version < LEAST_NCCL:
         return f"NCCL {'.'.join(map(str, version))} has no symmetric memory; 2.27 and newer have"

@@ -1,9 +1,9 @@
 """peer_kernel: one kernel of few CTAs reads what all ranks have computed, adds it up, and reads the others' sums.
 
-It is launched once for all blocks of a call, when the last of them has been enqueued, and runs from the beginning of
-the call on a stream of its own. The stream of the compute tells it by flags in memory which blocks are computed. So no
-block waits until a matrix product leaves a multiprocessor to a kernel that sums; the few that this one has are taken
-once. NVLink's multicast is not used.
+It is launched once for all blocks of a call, when the last of them has been enqueued, and runs on a stream of its own
+from the end of the first. The stream of the compute tells it by flags in memory which blocks are computed. So no block
+waits until a matrix product leaves a multiprocessor to a kernel that sums: the few that this one has are taken once.
+Nor does it wait for anything that the host has yet to do. NVLink's multicast is not used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// How a CTA reads packets of several GPUs: ranges of them, one of each rank, side by side. Of every range, CTA i has packets
-// [i n, (i + 1) n), and so on in turns, n being its threads; a thread gets the same packet of all ranges.
+// How a CTA reads packets of several GPUs: ranges of them, one of each rank, side by side. CTAs take pieces of so many packets
+// in turns, the same of every range; a thread gets the same packets of all ranges.
 #pragma once
 
 #include "packet.cuh"

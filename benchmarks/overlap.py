@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 # Attention and products copy nothing: a copy is a collective's, between GPUs or out of its memory.
-_COMMUNICATION = re.compile(r"nccl|Memcpy|symmetric_memory::")
+_COMMUNICATION = re.compile(r"nccl|Memcpy|symmetric_memory::|fastattention_all_reduce")
 _NO_WORK = re.compile(r"cu(da)?[A-Z]|nccl:|ProfilerStep|.*(Sync|Wait Event)$")  # calls, waits and names of ranges
 
 Interval = tuple[float, float]
@@ -45,7 +45,7 @@ def is_work(name: str) -> bool:
 
 
 def is_communication(name: str) -> bool:
-    """Whether a kernel or a copy moves data between GPUs. All else computes."""
+    """Whether a kernel or a copy moves data between GPUs, or waits for that. All else computes."""
     return _COMMUNICATION.search(name) is not None
 
 

@@ -347,10 +347,10 @@ def measure(device: torch.device, options: Options) -> None:
 
 
 def save(record: dict[str, Any], output: Path) -> None:
-    """Rank 0 writes tiled_allreduce.json; without peer-to-peer access, under another name."""
+    """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; without peer-to-peer access, under another name."""
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
-        name = "tiled_allreduce_no_p2p" if record["nccl_p2p_disable"] else "tiled_allreduce"
+        name = f"tiled_allreduce_tp{record['world_size']}" + "_no_p2p" * record["nccl_p2p_disable"]
         (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         row = record["rows"][-1]
         MESSAGES.print(row["model"], row["batch_size"], row["seqlen_q"], row["derived"], row["refused"])
@@ -365,7 +365,7 @@ def main(
     lengths: str = "",
     output: Path = RESULTS,
 ) -> None:
-    """Measure the GPUs of this host; write tiled_allreduce.json into `output`.
+    """Measure the GPUs of this host; write tiled_allreduce_tp4.json, by the number of ranks, into `output`.
 
     --lengths 32768,65536: instead of all cases, these, one sequence of --model each.
     """

@@ -65,6 +65,7 @@ COMMUNICATION = (
     "Memcpy PtoP (Device -> Device)",
     "Memcpy DtoD (Device -> Device)",
     "void c10d::symmetric_memory::one_shot_all_reduce_kernel<c10::BFloat16>",
+    "fastattention_all_reduce",
 )
 NO_WORK = (
     "cudaLaunchKernel", "cudaEventRecord", "cuLaunchKernelEx", "cuMemcpyAsync", "cuStreamBatchMemOp", "Stream Sync",
@@ -148,7 +149,7 @@ def test_the_benchmark_measures_every_case_on_processes_too(tmp_path: Path, monk
     )
     options = tiled_allreduce.Options(cases, rounds=1, graphs=False, trace=False, output=tmp_path, dtype=torch.float32)
     ranks.run_ranks(tiled_allreduce.measure, [options], 2, "cpu", 60.0)
-    record = json.loads((tmp_path / "tiled_allreduce.json").read_text())
+    record = json.loads((tmp_path / "tiled_allreduce_tp2.json").read_text())
     assert record["world_size"] == 2
     for case, row in zip(cases, record["rows"], strict=True):
         assert [row[name] for name in ("model", "batch_size", "seqlen_q")] == [

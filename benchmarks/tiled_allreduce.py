@@ -347,7 +347,7 @@ def measure(device: torch.device, options: Options) -> None:
 
 
 def save(record: dict[str, Any], output: Path) -> None:
-    """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; without peer-to-peer access, _no_p2p behind it."""
+    """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; _no_p2p is added without peer-to-peer access."""
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
         name = f"tiled_allreduce_tp{record['world_size']}" + "_no_p2p" * record["nccl_p2p_disable"]

@@ -238,6 +238,17 @@ MACHINES = {
                     ),
                     slowdown=0.02,  # measured: of a product
                 ),
+                TransportCost(
+                    "peer_kernel",
+                    (
+                        (128 * KIB, 20e-6),  # measured, and so are all larger: 8 CTAs
+                        (8 * MIB, 68e-6),
+                        (32 * MIB, 186e-6),
+                        (64 * MIB, 350e-6),
+                        (256 * MIB, 1311e-6),
+                    ),
+                    slowdown=0.09,  # measured: products that leave 8 multiprocessors free 1.07 to 1.12, attention 1.04
+                ),
             ),
             tp=4,
         ),

@@ -30,14 +30,14 @@ def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
     for said in (
         "llama-2-70b on 4 x h200, 8 x 2048 tokens",
         "attention 500 TFLOPS, product 680",
-        "256.00 MiB by copy_engine",
-        "blocks 3, of 4096, 5504, 6784 rows",
+        "256.00 MiB by peer_kernel",
+        "blocks 6, of 2 x 2048, 2 x 3072, 3328, 2816 rows",
         "predicted serial 2.31 ms",
-        "predicted in blocks 1.78 ms, 1.30x",
-        "50% hidden, 676 us exposed",
+        "predicted in blocks 1.63 ms, 1.41x",
+        "60% hidden, 531 us exposed",
         "c10d 2.31 ms 3",
         "2.3x copy_engine",
-        "1.0x chosen",
+        "1.1x chosen",
         "Every time is predicted from rates",
     ):
         assert said in output
@@ -52,7 +52,7 @@ def test_bars_show_which_block_runs_when(run_command: RunCommand) -> None:
     assert len(compute + communication.strip()) == COLUMNS
     compute, communication = blocks.split(" Transports")[0].split(" all-reduce ")
     for lane in (compute, communication.replace(" ", "")):
-        assert [numeral for numeral, _ in groupby(lane)] == list("123")
+        assert [numeral for numeral, _ in groupby(lane)] == list("123456")
     assert len(compute) < COLUMNS * 0.8
 
 

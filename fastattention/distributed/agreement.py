@@ -105,7 +105,15 @@ class Agreement:
             if len(self.agreed) == MOST_KEPT:
                 del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
             self.agreed[key] = known
+            self._release_unused()
         return known.captured if _is_capturing(key.problem.device) else known.called
+
+    def _release_unused(self) -> None:
+        """The memory of transports that have been measured and tried, and serve no call."""
+        used = {id(each.transport) for known in self.agreed.values() for each in known}
+        for transport in self.transports.values():
+            if id(transport) not in used:
+                transport.release()
 
     def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
         problem = key.problem

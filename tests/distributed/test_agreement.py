@@ -18,9 +18,11 @@ from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention import ArgumentError
 from fastattention.distributed import agreement, calibrate, plan, trials
+from fastattention.distributed.agreement import Agreed
 from fastattention.distributed.costs import ComputeCost, TransportCost
 from fastattention.distributed.plan import Plan, choose
 from fastattention.distributed.transports.c10d import C10d
+from fastattention.distributed.trials import Candidate
 
 CASE = DenseCase(name="agreed", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 AUTO = Sum(CASE, "auto")
@@ -205,3 +207,14 @@ def capture_something_new() -> None:
 def test_a_new_call_under_graph_capture_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"cannot be captured in a CUDA graph.*once before"):
         capture_something_new()
+
+
+def test_transports_that_serve_no_call_give_their_memory_back() -> None:
+    known = agreement.Agreement(4)
+    called, captured, loser = (mock.Mock(spec=C10d) for _ in range(3))
+    known.transports = {(str(place), torch.device("cpu")): each for place, each in enumerate((called, captured, loser))}
+    known.agreed[mock.sentinel.key] = Agreed(Candidate((1,), called), Candidate((1,), captured))
+    known._release_unused()
+    loser.release.assert_called_once()
+    called.release.assert_not_called()
+    captured.release.assert_not_called()

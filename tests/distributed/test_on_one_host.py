@@ -165,6 +165,40 @@ def test_what_peers_read_is_given_back_when_larger_takes_its_place_and_at_the_en
     assert alive[3:] == [[False, False, True, True], [False] * 4]
 
 
+def test_memory_that_is_given_back_is_taken_anew_by_the_next_call(kind: type[OnOneHost]) -> None:
+    like = {"hidden": 40, "dtype": SINGLE}
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> list[Tensor]:
+        transport.release()  # nothing yet
+        results = []
+        for call in range(3):
+            results.append(sum_on(transport, rank, stream, call, (7, 5), **like))
+            memory = weakref.ref(transport._peers)
+            transport.release()
+            assert memory() is None
+        return results
+
+    for results in Host(3, kind).run(task):
+        for call, found in enumerate(results):
+            check(found, 3, call, (7, 5), **like)
+
+
+def test_memory_that_a_graph_uses_is_not_given_back(kind: type[OnOneHost]) -> None:
+    like = {"hidden": 256, "dtype": SINGLE}
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> None:
+        sum_on(transport, rank, stream, 0, (8, 8), **like)
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            sum_on(transport, rank, stream, 1, (8, 8), **like)
+        captured = transport._peers
+        transport.release()
+        assert captured in transport._in_graphs
+        sum_on(transport, rank, stream, 2, (8, 8), **like)
+        assert transport._peers is not captured
+
+    Host(1, kind).run(task)
+
+
 GPU = torch.device("cuda", 1)
 
 

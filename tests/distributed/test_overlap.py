@@ -157,7 +157,11 @@ def test_the_benchmark_measures_every_case_on_processes_too(tmp_path: Path, monk
             case.batch_size,
             case.seqlen_q,
         ]
-        assert row["plans"]["auto"]["eager"] == {"rows": [case.batch_size * case.seqlen_q], "transport": "c10d"}
+        assert row["plans"]["auto"]["eager"] == {
+            "rows": [case.batch_size * case.seqlen_q],
+            "transport": "c10d",
+            "room": {"ctas": 0, "left_free": 0},
+        }
         assert set(row["refused"]) == {"copy_engine", "nccl_symmetric"}
         assert set(row["seconds"]["eager"]) == {
             "serial", "auto", "c10d", "attention", "product", "compute", "all-reduce",

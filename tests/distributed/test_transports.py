@@ -198,6 +198,23 @@ def test_a_pool_that_a_graph_uses_stays_registered_until_the_end() -> None:
         communicator.shutdown.assert_called_once()
 
 
+def test_a_pool_that_is_given_back_is_taken_anew() -> None:
+    with pretended():
+        transport, communicator = nccl()
+        transport.release()
+        communicator.deregister_mem_pool.assert_not_called()
+        begin(transport, 6)
+        transport.release()
+        communicator.deregister_mem_pool.assert_called_once()
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+            captured = begin(transport, 6)
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            begin(transport, 6)
+        transport.release()
+        communicator.deregister_mem_pool.assert_called_once()  # a graph uses that one
+        assert begin(transport, 6).data_ptr() != captured.data_ptr()
+
+
 def test_a_pool_taken_in_inference_mode_serves_calls_out_of_it() -> None:
     with pretended():
         transport, _ = nccl()

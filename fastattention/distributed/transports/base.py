@@ -83,6 +83,10 @@ class Transport(abc.ABC):
         """The same with nothing to overlap: what follows on the current stream finds the sum in `out`."""
         self.all_reduce(partial, out).wait()
 
+    def release(self) -> None:
+        """Gives back the memory that no graph uses; the next call takes it anew. All ranks do, between calls."""
+        return
+
     def close(self) -> None:
         """Releases what the transport holds, once the user's group is gone."""
         return

@@ -95,9 +95,9 @@ class CopyEngine(OnOneHost):
         end: torch.cuda.Event = self._stream.record_event()
         return end
 
-    def close(self) -> None:
-        """Gives the memory back."""
-        super().close()
+    def release(self) -> None:
+        """Gives back what peers read, and its own parts."""
+        super().release()
         self._meetings = None
         self._parts = [parts[:0].clone() for parts in self._parts]
 

@@ -72,12 +72,20 @@ class NcclSymmetric(C10d):
         super().all_reduce_now(partial, partial)
         out.copy_(partial)
 
-    def close(self) -> None:
-        """Ends the communicator, after its pool."""
-        for pool in dict.fromkeys((*self._in_graphs, self._pool)):
-            if pool is not None:
-                self._communicator.deregister_mem_pool(pool)
+    def release(self) -> None:
+        """Gives back the pool."""
+        if self._pool is None:
+            return
+        torch.cuda.synchronize(self._device)
+        if self._pool not in self._in_graphs:
+            self._communicator.deregister_mem_pool(self._pool)
         self._rows, self._pool = self._rows[:0].clone(), None
+
+    def close(self) -> None:
+        """Ends the communicator, after its pools."""
+        self.release()
+        for pool in self._in_graphs:
+            self._communicator.deregister_mem_pool(pool)
         self._in_graphs.clear()
         if self._reason is None:
             super().close()

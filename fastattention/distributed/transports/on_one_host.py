@@ -58,10 +58,16 @@ class OnOneHost(Transport):
         if torch.cuda.is_current_stream_capturing():
             self._in_graphs.update(memory)
 
+    def release(self) -> None:
+        """Gives back what peers read."""
+        if self._peers is not None:
+            torch.cuda.synchronize(self._device)  # as with any new memory: nobody uses the old any more
+            self._peers = None
+
     def close(self) -> None:
         """Gives the memory back."""
         self._in_graphs.clear()
-        self._peers = None
+        self.release()
 
 
 def check_not_capturing() -> None:

@@ -101,9 +101,9 @@ class PeerKernel(OnOneHost):
         ctas = BULK_CTAS_ALONE if self._bulk_copies else CTAS_ALONE
         self._launch(call, ctas, stream, whole=out.nbytes <= WHOLE_BYTES)
 
-    def close(self) -> None:
-        """Gives the memory back."""
-        super().close()
+    def release(self) -> None:
+        """Gives back what peers read, and knows its addresses no more."""
+        super().release()
         self._addresses = None
         self._raise.clear()
 

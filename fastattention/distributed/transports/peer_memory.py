@@ -26,13 +26,14 @@ class PeerMemory:
         self._handle = _symmetric_memory.rendezvous(memory, group_name)  # returns when all ranks are here
         self.mine: Tensor = memory[: self.nbytes]
         # The last view: making one takes longer than launching a kernel.
-        self._place: tuple[torch.dtype, torch.Size] = (self.mine.dtype, self.mine.shape)
+        self._place: tuple[torch.dtype, torch.Size, bool] | None = None
         self._view = self.mine
         self.addresses: Sequence[int] = list(self._handle.buffer_ptrs)
 
     def like(self, out: Tensor) -> Tensor:
         """The first bytes of this rank, as `out`."""
-        place = (out.dtype, out.shape)
+        # A view that was made in inference mode cannot be written out of it.
+        place = (out.dtype, out.shape, torch.is_inference_mode_enabled())
         if place != self._place:
             self._place, self._view = place, self.mine[: out.nbytes].view(out.dtype).view(out.shape)
         return self._view

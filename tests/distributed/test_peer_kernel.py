@@ -15,6 +15,7 @@ from fastattention.backends.cuda import all_reduce
 from fastattention.backends.cuda.all_reduce import MOST_CTAS, Flags
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
 from fastattention.distributed.tiled_allreduce import tiled_allreduce
+from fastattention.distributed.transports import Transfer
 from fastattention.distributed.transports.peer_kernel import (
     BULK_CTAS_ALONE,
     BULK_ROOMS,
@@ -205,6 +206,22 @@ def test_a_call_has_the_ctas_of_its_room() -> None:
 
     host = Host(2, PeerKernel, "H100")
     assert host.run(task) == [[room.ctas for room in BULK_ROOMS]] * 2
+
+
+@pytest.mark.parametrize(("gpu", "held"), [("H100", 12), ("A100", 16)])
+def test_a_gpu_whose_multiprocessors_it_would_hold_is_refused(gpu: str, held: int) -> None:
+    transfer = Transfer(12, 24, HALF, torch.device("cpu"), 2)
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> str | None:
+        return transport.why_not(transfer)
+
+    for num_sms, reason in (
+        (2 * held, None),
+        (2 * held - 1, f"it would hold {held} of a GPU's {2 * held - 1} multiprocessors"),
+    ):
+        host = Host(2, PeerKernel, gpu)
+        host._limits = host._limits._replace(num_sms=num_sms)
+        assert host.run(task) == [reason] * 2
 
 
 def test_a_launch_that_fails_leaves_no_flag_up() -> None:

@@ -58,9 +58,19 @@ class PeerKernel(OnOneHost):
         if self._reason is None:
             seconds = timeout_of(group._get_backend(device)).total_seconds()
             self._patience = round(min(seconds, LONGEST_PATIENCE) * 1e9)
-            mine = all_reduce_config("float32", self._size, module.device_limits(device.index)).bulk_copies
-            self._bulk_copies = all(gather(mine, group))  # CTAs of one number have the same packets on all ranks
+            limits = module.device_limits(device.index)
+            mine = all_reduce_config("float32", self._size, limits).bulk_copies, limits.num_sms
+            answers = gather(mine, group)
+            self._bulk_copies = all(
+                bulk for bulk, _ in answers
+            )  # CTAs of one number have the same packets on all ranks
             self.rooms = BULK_ROOMS if self._bulk_copies else ROOMS
+            self._reason = self._why_too_small(min(num_sms for _, num_sms in answers))
+
+    def _why_too_small(self, num_sms: int) -> str | None:
+        """Its CTAs wait for compute, which must not wait for their multiprocessors."""
+        held = max(room.ctas for room in self.rooms)
+        return f"it would hold {held} of a GPU's {num_sms} multiprocessors" if num_sms < 2 * held else None
 
     def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""

@@ -106,6 +106,7 @@ class Agreement:
                 del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
             self.agreed[key] = known
             self._release_unused()
+            self._reserve(key, known.captured)
         return known.captured if _is_capturing(key.problem.device) else known.called
 
     def _release_unused(self) -> None:
@@ -114,6 +115,10 @@ class Agreement:
         for transport in self.transports.values():
             if id(transport) not in used:
                 transport.release()
+
+    def _reserve(self, key: Key, captured: Candidate) -> None:
+        row = key.hidden * key.problem.dtype.itemsize
+        captured.transport.reserve(sum(captured.rows) * row, max(captured.rows) * row)
 
     def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
         problem = key.problem

@@ -209,6 +209,24 @@ def test_a_new_call_under_graph_capture_is_refused() -> None:
         capture_something_new()
 
 
+def run_with_another_transport_in_graphs(one: Sum) -> list[Any]:
+    """What has been reserved of it after two calls."""
+    forget()
+    known = agreement.agreement_of(dist.group.WORLD)
+    in_graphs = mock.Mock(spec=C10d)
+    called = Candidate((one.rows,), next(iter(known.transports.values())))
+    with mock.patch.object(known, "_agree", return_value=Agreed(called, Candidate((4, 20), in_graphs))):
+        run_part(one)
+        run_part(one)
+    return [tuple(reserved.args) for reserved in in_graphs.reserve.call_args_list]
+
+
+def test_what_graphs_of_a_call_need_is_there_when_it_has_been_made(team: Team) -> None:
+    team.run(run_part, AUTO)  # makes the transport
+    row = 4 * AUTO.hidden
+    assert team.run(run_with_another_transport_in_graphs, AUTO) == [[(24 * row, 20 * row)]] * team.size
+
+
 def test_transports_that_serve_no_call_give_their_memory_back() -> None:
     known = agreement.Agreement(4)
     called, captured, loser = (mock.Mock(spec=C10d) for _ in range(3))

@@ -183,6 +183,25 @@ def test_memory_that_is_given_back_is_taken_anew_by_the_next_call(kind: type[OnO
             check(found, 3, call, (7, 5), **like)
 
 
+def test_what_is_reserved_can_be_captured(kind: type[OnOneHost]) -> None:
+    like = {"hidden": 256, "dtype": SINGLE}
+    rows = (GRANULE // 1024, 1000, 7)
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> list[Tensor]:
+        results = [sum_on(transport, rank, stream, 0, (8, 8), **like)]
+        transport.reserve(sum(rows) * 1024, max(rows) * 1024)
+        memory = transport._peers
+        transport.reserve(1024, 1024)  # it is there
+        assert transport._peers is memory
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            results.append(sum_on(transport, rank, stream, 1, rows, **like))
+        return results
+
+    for first, captured in Host(1, kind).run(task):
+        check(first, 1, 0, (8, 8), **like)
+        check(captured, 1, 1, rows, **like)
+
+
 def test_memory_that_a_graph_uses_is_not_given_back(kind: type[OnOneHost]) -> None:
     like = {"hidden": 256, "dtype": SINGLE}
 

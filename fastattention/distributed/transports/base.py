@@ -64,6 +64,13 @@ class Transport(abc.ABC):
     def why_not(self, transfer: Transfer) -> str | None:
         """Why this transport cannot serve `transfer`, or None. The answer is the same on every rank."""
 
+    def reserve(self, nbytes: int, largest_block: int) -> None:
+        """Takes what a call of so many bytes needs, in blocks of so many at most, if it is not there. Collective.
+
+        A graph can capture the call then, though another transport has served it.
+        """
+        return
+
     @abc.abstractmethod
     def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Begins a call that sums into `out` (rows, hidden), in blocks of so many rows.

@@ -63,9 +63,9 @@ class CopyEngine(OnOneHost):
 
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
         """On a stream of its own, but for the addition."""
-        share = -(-out.nbytes // (self._size * ALIGNMENT)) * ALIGNMENT
+        share = self._bytes_of_share(out.nbytes)
         block = _Block(partial, out, share, self._turn, last=out.data_ptr() + out.nbytes == self._end)
-        self._take_parts(block)
+        self._take_parts(block.turn, self._size * share)
         self._keep_for_graphs(self._peers, self._parts[block.turn])
         self._turn = 1 - self._turn
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -101,11 +101,21 @@ class CopyEngine(OnOneHost):
         self._meetings = None
         self._parts = [parts[:0].clone() for parts in self._parts]
 
-    def _take_parts(self, block: _Block) -> None:
-        if self._parts[block.turn].nbytes < self._size * block.share:
+    def reserve(self, nbytes: int, largest_block: int) -> None:
+        """Memory that peers can read, and for this rank's parts of a block."""
+        super().reserve(nbytes, largest_block)
+        for turn in range(2):
+            self._take_parts(turn, self._size * self._bytes_of_share(largest_block))
+
+    def _bytes_of_share(self, block: int) -> int:
+        """Of a block of so many bytes, at most."""
+        return -(-block // (self._size * ALIGNMENT)) * ALIGNMENT
+
+    def _take_parts(self, turn: int, nbytes: int) -> None:
+        if self._parts[turn].nbytes < nbytes:
             check_not_capturing()
             with torch.cuda.stream(self._stream):
-                self._parts[block.turn] = torch.empty(self._size * block.share, dtype=torch.uint8, device=self._device)
+                self._parts[turn] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _fetch_parts(self, block: _Block) -> None:
         self._meet(Point.COMPUTED, block)

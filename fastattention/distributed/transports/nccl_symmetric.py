@@ -59,6 +59,11 @@ class NcclSymmetric(C10d):
             self._in_graphs[self._pool] = self._rows
         return self._rows[: out.nbytes].view(out.dtype).view(out.shape)
 
+    def reserve(self, nbytes: int, largest_block: int) -> None:
+        """A pool that is large enough."""
+        if self._rows.nbytes < nbytes:
+            self._grow(nbytes)
+
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
         """On the communicator's stream; the copy follows on another."""
         work = self._begin(partial, partial, asynchronous=True)

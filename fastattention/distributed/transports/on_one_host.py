@@ -44,10 +44,19 @@ class OnOneHost(Transport):
         """Rows that peers can read."""
         if self._peers is None or self._peers.nbytes < out.nbytes:
             check_not_capturing()
-            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
-            self._peers = None
-            self._peers = self._take(out.nbytes)
+            self._grow(out.nbytes)
+        assert self._peers is not None
         return self._peers.like(out)
+
+    def reserve(self, nbytes: int, largest_block: int) -> None:
+        """Memory that peers can read."""
+        if self._peers is None or self._peers.nbytes < nbytes:
+            self._grow(nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
+        self._peers = None
+        self._peers = self._take(nbytes)
 
     @abc.abstractmethod
     def _take(self, nbytes: int) -> PeerMemory:

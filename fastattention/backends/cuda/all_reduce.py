@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.kernel_config import ALL_REDUCE_WARPS, AllReduceConfig
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
@@ -91,7 +90,4 @@ def ctas_for(nbytes: int, num_ranks: int, at_most: int, whole: bool) -> int:
 
 def all_reduce(step: Step, params: AllReduceParams, device_index: int, stream: int) -> None:
     """Enqueues it. The device must be the current one."""
-    function = step.loaded.get(device_index)
-    if function is None:
-        function = step.loaded[device_index] = module.load_kernel(step.variant, device_index).functions[step.entry]
-    function.launch(params, step.num_blocks, stream)
+    step.function(device_index).launch(params, step.num_blocks, stream)

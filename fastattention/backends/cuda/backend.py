@@ -203,9 +203,7 @@ class CudaBackend(Backend):
 
     def _launch(self, step: Step, params: Params, problem: Problem | MergeProblem) -> None:
         index = _device_index(problem)
-        function = step.loaded.get(index)
-        if function is None:
-            function = step.loaded[index] = module.load_kernel(step.variant, index).functions[step.entry]
+        function = step.function(index)
         stream = module.current_stream(index)
         if index == torch.cuda.current_device():
             function.launch(params, step.num_blocks, stream)

@@ -11,6 +11,7 @@ from fastattention.backends.common.layout import bias_strides, pointer, token_st
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.decode_heuristics import Split
+from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.module import Function
 from fastattention.backends.cuda.kernel_config import APPEND_WARPS, CACHE_FORMATS, AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.memory import Strides
@@ -28,6 +29,13 @@ class Step:
     entry: int  # of the variant's
     num_blocks: int
     loaded: dict[int, Function] = field(default_factory=dict)  # by device
+
+    def function(self, device_index: int) -> Function:
+        """What it launches on a device, loaded when first asked for."""
+        function = self.loaded.get(device_index)
+        if function is None:
+            function = self.loaded[device_index] = module.load_kernel(self.variant, device_index).functions[self.entry]
+        return function
 
 
 @dataclass

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.kernel_config import SUM_WARPS, SumConfig
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_PARTS, SumParams
@@ -36,5 +35,4 @@ def sum_parts(
     Numbers are float16, bfloat16 or float32, added in float32 and rounded once. The device must be the current one.
     """
     step = sum_step(dtype, count)
-    kernel = module.load_kernel(step.variant, device_index)
-    kernel.functions[step.entry].launch(sum_params(parts, shared, out, count), step.num_blocks, stream)
+    step.function(device_index).launch(sum_params(parts, shared, out, count), step.num_blocks, stream)

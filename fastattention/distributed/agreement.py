@@ -101,11 +101,13 @@ class Agreement:
         if known is None:
             _check_not_capturing(key.problem.device)
             _check_same(key, group)
+            measured = len(self._costs), len(self._verdicts)
             known = self._agree(key, call, group)
             if len(self.agreed) == MOST_KEPT:
                 del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
             self.agreed[key] = known
-            self._release_unused()
+            if (len(self._costs), len(self._verdicts)) != measured:  # which takes memory of all transports
+                self._release_unused()
             self._reserve(key, known.captured)
         return known.captured if _is_capturing(key.problem.device) else known.called
 

@@ -100,9 +100,7 @@ class NcclSymmetric(C10d):
         torch.cuda.synchronize(self._device)
         if self._pool is None:  # a communicator is made at its first sum, and pools are registered with one
             super().all_reduce_now(*[torch.zeros(1, device=self._device)] * 2)
-        elif self._pool not in self._in_graphs:
-            self._communicator.deregister_mem_pool(self._pool)
-        self._rows = self._rows[:0].clone()
+        self.release()
         self._pool = torch.cuda.MemPool(self._communicator.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool, self._device):
             self._rows = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

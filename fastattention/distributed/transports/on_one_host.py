@@ -42,21 +42,20 @@ class OnOneHost(Transport):
 
     def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""
-        if self._peers is None or self._peers.nbytes < out.nbytes:
-            check_not_capturing()
-            self._grow(out.nbytes)
-        assert self._peers is not None
-        return self._peers.like(out)
+        return self._memory_of(out.nbytes).like(out)
 
     def reserve(self, nbytes: int, largest_block: int) -> None:
         """Memory that peers can read."""
-        if self._peers is None or self._peers.nbytes < nbytes:
-            self._grow(nbytes)
+        self._memory_of(nbytes)
 
-    def _grow(self, nbytes: int) -> None:
-        torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
-        self._peers = None
-        self._peers = self._take(nbytes)
+    def _memory_of(self, nbytes: int) -> PeerMemory:
+        """As many bytes or more, larger ones in the place of what there is."""
+        if self._peers is None or self._peers.nbytes < nbytes:
+            check_not_capturing()
+            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
+            self._peers = None
+            self._peers = self._take(nbytes)
+        return self._peers
 
     @abc.abstractmethod
     def _take(self, nbytes: int) -> PeerMemory:

@@ -64,9 +64,10 @@ class AttentionParams(Params):
         out_stride_batch out_stride_head lse_stride_batch lse_stride_head
         bias_stride_batch bias_stride_head bias_stride_row bias_stride_key alibi_stride_batch block_table_stride""",
         i="""q_stride_row k_stride_row v_stride_row out_stride_row batch_size seqlen_q seqlen_k seqlen_new
-        max_cache_seqlen nheads group_size headdim headdim_v page_block_size page_multiplier page_shift
-        window_left window_right bias_is_float
-        num_m_tiles heads_together num_units num_groups num_splits partial_rows""",
+        max_cache_seqlen nheads group_size group_multiplier group_shift headdim headdim_v
+        page_block_size page_multiplier page_shift window_left window_right bias_is_float
+        num_m_tiles heads_together num_units units_multiplier units_shift
+        num_groups groups_multiplier groups_shift num_splits partial_rows""",
         f="softmax_scale softcap",
     )
     _pointers, _rest = _formats(_fields_)

@@ -96,7 +96,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     packed = problem.layout is Layout.PACKED
     out_row = problem.nheads * inputs.v.shape[-1]
     lse_head = problem.total_q if packed else problem.seqlen_q
-    split = plan.split or Split(0, 0, 0, 0, 0, 0, False)
+    split, page_block_size = plan.split or Split(0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
@@ -108,23 +108,23 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         0 if table is None else table.stride(0),
         q_row, k_row, v_row, out_row,
         problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
-        max_cache_seqlen(problem, inputs), problem.nheads, problem.group_size,
-        inputs.q.shape[-1], inputs.v.shape[-1], problem.page_block_size or 0, *page_divisor(problem.page_block_size),
+        max_cache_seqlen(problem, inputs), problem.nheads, problem.group_size, *divisor(problem.group_size),
+        inputs.q.shape[-1], inputs.v.shape[-1], page_block_size, *divisor(page_block_size),
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
-        plan.num_m_tiles, plan.heads_together, split.num_units, split.num_groups, split.num_splits,
-        split.partial_rows,
+        plan.num_m_tiles, plan.heads_together, split.num_units, *divisor(split.num_units),
+        split.num_groups, *divisor(split.num_groups), split.num_splits, split.partial_rows,
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on
 
 
-def page_divisor(page_block_size: int | None) -> tuple[int, int]:
-    """(multiplier, shift) with which kernels divide by a number (Divisor in shared_tile.cuh), as int32; zeros for 1."""
-    if page_block_size is None or page_block_size == 1:
+def divisor(size: int) -> tuple[int, int]:
+    """(multiplier, shift) with which kernels divide by a number (Divisor in numbers.cuh), as int32; zeros below 2."""
+    if size < 2:
         return 0, 0
-    exponent = (page_block_size - 1).bit_length()
-    multiplier = -(-(1 << 31 + exponent) // page_block_size)
+    exponent = (size - 1).bit_length()
+    multiplier = -(-(1 << 31 + exponent) // size)
     return (multiplier ^ 1 << 31) - (1 << 31), exponent - 1
 
 

@@ -81,6 +81,7 @@ FA_DEVICE Words2 load_written_64(const void* address) {
     return *static_cast<const Words2*>(address);
 }
 FA_DEVICE Words4 load_written_128(const void* address) { return load_global_128(address); }
+FA_DEVICE Words4 load_written_128(const void* address, bool valid) { return valid ? load_global_128(address) : Words4{}; }
 FA_DEVICE void memory_fence() {}
 FA_DEVICE uint32_t count_up(int32_t* counter, int count) {
     const bool is_last = *counter == count - 1;

@@ -12,11 +12,24 @@ FA_DEVICE int leftpad_of(const Params& p, int batch) {
     return p.cache_leftpad == nullptr ? 0 : p.cache_leftpad[batch];
 }
 
-// Whether a sequence's cache has room for what was to be appended, and its numbers make sense.
+// What a sequence has in its cache before this call's append.
+struct CachedTokens {
+    int count;  // with those that belong to nobody:
+    int pad;
+
+    template <class Params>
+    FA_DEVICE CachedTokens(const Params& p, int batch) : count(p.cache_seqlens[batch]), pad(leftpad_of(p, batch)) {}
+
+    // Whether there is room for what was to be appended, and the numbers make sense.
+    template <class Params>
+    FA_DEVICE bool are_within_capacity(const Params& p) const {
+        return count <= p.max_cache_seqlen && 0 <= pad && pad <= count;
+    }
+};
+
 template <class Params>
 FA_DEVICE bool is_within_capacity(const Params& p, int batch) {
-    const int before = p.cache_seqlens[batch], pad = leftpad_of(p, batch);
-    return before <= p.max_cache_seqlen && 0 <= pad && pad <= before;
+    return CachedTokens(p, batch).are_within_capacity(p);
 }
 
 }  // namespace fastattention

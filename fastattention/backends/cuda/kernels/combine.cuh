@@ -1,5 +1,5 @@
 // Merges the partial results of a decode, where its CTAs do not do so themselves: a CTA takes a row of a unit of a
-// sequence, and its warps share out the partial results among themselves.
+// sequence, and its teams, half a warp each, share out the partial results among themselves.
 #pragma once
 
 #include "partials.cuh"
@@ -7,13 +7,14 @@
 namespace fastattention {
 
 constexpr int kCombineWarps = 8;
-constexpr int kCombineShared = kCombineWarps * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each warp
+constexpr int kCombineTeams = kCombineWarps * kRowsOfWarp;
+constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each team
 
 class CombineRow {
 public:
     FA_DEVICE CombineRow(const AttentionParams& p, int batch, int unit, int row)
         : p_(p),
-          schedule_(p),
+          schedule_(p, cached_tokens_of_lane(p, 0)),
           batch_(batch),
           unit_(unit),
           row_(row),
@@ -26,21 +27,21 @@ public:
         if (groups_.end - groups_.begin == 1 || token >= p_.seqlen_q) return;
         // What is read above was there before the decode.
         wait_for_previous_kernel();
-        const int warp = warp_index();
-        leave(warp, PartialRow{p_, schedule_, groups_, unit_, row_}.merged(groups_.begin + warp, kCombineWarps));
+        const int team = warp_index() * kRowsOfWarp + half_of_warp();
+        leave(team, PartialRow(p_, schedule_, groups_, unit_, row_, true).merged(team, kCombineTeams));
         block_barrier();
-        if (warp != 0) return;
-        MergedRow result = left_by_all();
+        if (warp_index() != 0) return;
+        const MergedRow result = left_by_all();
         const int head = kv_head * p_.group_size + group_row - token * p_.group_size;
-        write_row(p_, batch_, head, token, result);
+        if (team == 0) write_row(p_, batch_, head, token, result);
     }
 
 private:
-    static FA_DEVICE uint32_t shared_of(int warp) { return shared_memory() + warp * (kColumnsOfRow + 4) * 4; }
+    static FA_DEVICE uint32_t shared_of(int team) { return shared_memory() + team * (kColumnsOfRow + 4) * 4; }
 
-    FA_DEVICE static void leave(int warp, const MergedRow& row) {
-        const uint32_t to = shared_of(warp);
-        if (lane_index() == 0) store_shared_128(to, {as_bits(row.stats.max), as_bits(row.stats.sum), 0, 0});
+    FA_DEVICE static void leave(int team, const MergedRow& row) {
+        const uint32_t to = shared_of(team);
+        if (lane_of_row() == 0) store_shared_128(to, {as_bits(row.stats.max), as_bits(row.stats.sum), 0, 0});
 #pragma unroll
         for (int j = 0; j < kVectorsOfLane; ++j) {
             if (column_of_lane(j) >= kColumnsOfRow) continue;
@@ -50,20 +51,18 @@ private:
     }
 
     FA_DEVICE static MergedRow left_by_all() {
-        RowStats parts[kCombineWarps];
-        Words4 words[kCombineWarps][kVectorsOfLane];
+        static_assert(kCombineTeams == kLanesOfRow, "lane k has the maximum and the sum of team k");
+        MergedRow row;
+        const Words4 stats = load_shared_128(shared_of(lane_of_row()));
+        Words4 words[kCombineTeams][kVectorsOfLane];
 #pragma unroll
-        for (int warp = 0; warp < kCombineWarps; ++warp) {
-            const Words4 stats = load_shared_128(shared_of(warp));
-            parts[warp] = {as_float(stats.word[0]), as_float(stats.word[1])};
+        for (int team = 0; team < kCombineTeams; ++team)
 #pragma unroll
             for (int j = 0; j < kVectorsOfLane; ++j)
-                words[warp][j] = column_of_lane(j) < kColumnsOfRow
-                                     ? load_shared_128(shared_of(warp) + 16 + column_of_lane(j) * 4)
+                words[team][j] = column_of_lane(j) < kColumnsOfRow
+                                     ? load_shared_128(shared_of(team) + 16 + column_of_lane(j) * 4)
                                      : Words4{};
-        }
-        MergedRow row;
-        row.add(parts, words);
+        row.add({as_float(stats.word[0]), as_float(stats.word[1])}, words);
         return row;
     }
 
@@ -79,6 +78,6 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kCombineWarps * 32, 1)
     fastattention_combine(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
     const int row = static_cast<int>(block_index()), place = quotient(row, params.partial_rows);
-    const int batch = quotient(place, params.num_units);
+    const int batch = units_divisor(params).quotient_of(place);
     CombineRow(params, batch, place - batch * params.num_units, row - place * params.partial_rows).run();
 }

@@ -57,9 +57,10 @@ public:
         : p_(p), shared_(shared_memory()), stats_shared_(shared_ + kLoopBytes) {}
 
     FA_DEVICE void run() const {
-        const Schedule schedule(p_);
+        const CachedTokens of_lane = cached_tokens_of_lane(p_, 0);  // memory takes its time
         const int cta = static_cast<int>(block_index()) / kValueParts;
-        const int group = quotient(cta, p_.num_units), unit = cta - group * p_.num_units;
+        const int group = units_divisor(p_).quotient_of(cta), unit = cta - group * p_.num_units;
+        const Schedule schedule(p_, of_lane);
         if (group >= schedule.num_groups()) return;
         Stretch rest = schedule.stretch(group);
         if (rest.begin >= rest.end) return;
@@ -80,7 +81,7 @@ public:
 private:
     FA_DEVICE Work work_of(int batch, int unit) const {
         const int kv_head = quotient(unit, p_.num_m_tiles);
-        return {unit - kv_head * p_.num_m_tiles, kv_head * p_.group_size, batch,
+        return {unit - kv_head * p_.num_m_tiles, kv_head * p_.group_size, kv_head, batch,
                 static_cast<int>(block_index()) % kValueParts * kHeaddimV};
     }
 
@@ -163,7 +164,7 @@ private:
         }
     }
 
-    // The last CTA that leaves its part of a unit merges all of them, a row a warp, in the order of groups.
+    // The last CTA that leaves its part of a unit merges all of them, in the order of groups, half a warp a row.
     FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit,
                                   const Work& work) const {
         const Stretch groups = schedule.groups_of(sequence);
@@ -176,11 +177,12 @@ private:
         block_barrier();
         if (load_shared_32(stats_shared_) == 0) return;
         memory_fence();
-        for (int row = warp_index(); row < p_.partial_rows; row += kWarps) {
-            const int at = work.m_tile * kTileM + row, token = token_of(p_, at);
-            if (token >= p_.seqlen_q) continue;
-            const MergedRow merged = PartialRow{p_, schedule, groups, unit, row}.merged(groups.begin, 1);
-            write_row(p_, work.batch, head_of(p_, work, at), token, merged);
+#pragma unroll 1
+        for (int first = warp_index() * kRowsOfWarp; first < p_.partial_rows; first += kWarps * kRowsOfWarp) {
+            const int row = first + half_of_warp(), at = work.m_tile * kTileM + row, token = token_of(p_, at);
+            const bool exists = row < p_.partial_rows && token < p_.seqlen_q;
+            const MergedRow merged = PartialRow(p_, schedule, groups, unit, row, exists).merged(0, 1);
+            if (exists) write_row(p_, work.batch, head_of(p_, work, at), token, merged);
         }
     }
 

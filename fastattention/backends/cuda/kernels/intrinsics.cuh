@@ -121,6 +121,19 @@ FA_DEVICE Words4 load_written_128(const void* address) {
                  : "memory");
     return x;
 }
+// Zeros where `valid` does not hold: a branch around it would part its address from others'.
+FA_DEVICE Words4 load_written_128(const void* address, bool valid) {
+    Words4 x;
+    asm volatile(
+        "{.reg .pred valid;\n"
+        "setp.ne.s32 valid, %5, 0;\n"
+        "mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@valid ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];}"
+        : "=&r"(x.word[0]), "=&r"(x.word[1]), "=&r"(x.word[2]), "=&r"(x.word[3])
+        : "l"(address), "r"(static_cast<int>(valid))
+        : "memory");
+    return x;
+}
 // What this thread wrote is seen by all threads that find out about it later.
 FA_DEVICE void memory_fence() { __threadfence(); }
 // Counts one of `count` that come to a counter, which is 0 before the first and again after the last; 1 for the last.

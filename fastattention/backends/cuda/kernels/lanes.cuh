@@ -11,15 +11,18 @@ FA_DEVICE int sum_of_lanes(int x) {
     return x;
 }
 
+// Of the kLanes neighbours that a lane is one of; likewise below.
+template <int kLanes = 32>
 FA_DEVICE float sum_of_lanes(float x) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) x += shuffle_xor(x, distance);
     return x;
 }
 
+template <int kLanes = 32>
 FA_DEVICE float maximum_of_lanes(float x) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) x = maximum(x, shuffle_xor(x, distance));
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) x = maximum(x, shuffle_xor(x, distance));
     return x;
 }
 

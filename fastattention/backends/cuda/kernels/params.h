@@ -49,15 +49,18 @@ struct AttentionParams {
     int32_t max_cache_seqlen;    // sequences with a longer cache have no room for the append: their results are NaN
     int32_t nheads;
     int32_t group_size;  // query heads that share a key head
+    int32_t group_multiplier, group_shift;  // divide by group_size, see Divisor; likewise below
     int32_t headdim, headdim_v;
     int32_t page_block_size;
-    int32_t page_multiplier, page_shift;  // divide by page_block_size, see Divisor
-    int32_t window_left, window_right;    // keys visible on either side of the diagonal, -1 unlimited
+    int32_t page_multiplier, page_shift;
+    int32_t window_left, window_right;  // keys visible on either side of the diagonal, -1 unlimited
     int32_t bias_is_float;              // otherwise it has the dtype of q
     int32_t num_m_tiles;                // of the longest sequence
     int32_t heads_together;             // heads whose tiles run at about the same time, see find_work
     int32_t num_units;                  // tiles of query rows of all key heads, see schedule.cuh
+    int32_t units_multiplier, units_shift;
     int32_t num_groups;                 // of CTAs, that share the keys of all sequences evenly
+    int32_t groups_multiplier, groups_shift;
     int32_t num_splits;                 // parts that the keys of each sequence are split into instead, 0 is off
     int32_t partial_rows;               // query rows of a partial result
     float softmax_scale;

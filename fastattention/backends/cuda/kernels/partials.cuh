@@ -7,28 +7,34 @@
 
 namespace fastattention {
 
+// Half a warp takes a row, so that few instructions serve two rows: a merge waits for the latency of memory once, and its
+// instructions count as much as that does.
+constexpr int kLanesOfRow = 16;
+constexpr int kRowsOfWarp = 32 / kLanesOfRow;
 constexpr int kColumnsOfRow = kHeaddimV * kValueParts;
-constexpr int kVectorsOfLane = (kColumnsOfRow + 127) / 128;  // of four columns: lane l has columns 4 l, 4 l + 128, ...
+constexpr int kVectorsOfLane = (kColumnsOfRow + 63) / 64;  // of four columns: lane l has columns 4 l, 4 l + 64, ...
+constexpr int kPartsTogether = kVectorsOfLane <= 2 ? kLanesOfRow : 32 / kVectorsOfLane;  // as registers allow
 
-FA_DEVICE int column_of_lane(int vector) { return vector * 128 + lane_index() * 4; }
+FA_DEVICE int lane_of_row() { return lane_index() % kLanesOfRow; }
+FA_DEVICE int half_of_warp() { return lane_index() / kLanesOfRow; }
+FA_DEVICE int column_of_lane(int vector) { return vector * 64 + lane_of_row() * 4; }
 
-// What a warp has merged of a row.
+// What half a warp has merged of a row.
 struct MergedRow {
     RowStats stats{-infinity(), 0.0f};
     float values[kVectorsOfLane][4] = {};
 
-    // Takes the partial results of some groups. All of them are on their way at once, for each takes as long as all
-    // together.
+    // Takes kCount partial results; lane k has the maximum and the sum of the k-th.
     template <int kCount>
-    FA_DEVICE void add(const RowStats (&parts)[kCount], const Words4 (&words)[kCount][kVectorsOfLane]) {
-        float highest = stats.max;
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) highest = larger(parts[k].max, highest);
+    FA_DEVICE void add(const RowStats& of_lane, const Words4 (&words)[kCount][kVectorsOfLane]) {
+        static_assert(kCount <= kLanesOfRow, "a lane has those of one at most");
+        const float highest = larger(maximum_of_lanes<kLanesOfRow>(of_lane.max), stats.max);
         rescale(highest);
+        const float weight_of_lane = exp2_approximate(of_lane.max - shift_of(highest));
+        stats.sum += sum_of_lanes<kLanesOfRow>(weight_of_lane * of_lane.sum);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
-            const float weight = exp2_approximate(parts[k].max - shift_of(highest));
-            stats.sum += weight * parts[k].sum;
+            const float weight = shuffle(weight_of_lane, half_of_warp() * kLanesOfRow + k);
 #pragma unroll
             for (int j = 0; j < kVectorsOfLane; ++j)
 #pragma unroll
@@ -47,39 +53,61 @@ private:
     }
 };
 
-// The partial results of one row of a unit.
-struct PartialRow {
-    const AttentionParams& p;
-    const Schedule& schedule;
-    Stretch groups;  // that have parts of the sequence
-    int unit, row;
-
-    // Merges those of group `first` and of every `step`-th after it.
-    FA_DEVICE MergedRow merged(int first, int step) const {
-        constexpr int kTogether = 8;
-        MergedRow result;
-        for (; first < groups.end; first += kTogether * step) {
-            RowStats parts[kTogether];
-            Words4 words[kTogether][kVectorsOfLane];
+// The partial results of one row of a unit, of which each of `groups` has left one.
+class PartialRow {
+public:
+    // exists: whether there is such a row; otherwise nothing is read.
+    FA_DEVICE PartialRow(const AttentionParams& p, const Schedule& schedule, Stretch groups, int unit, int row, bool exists)
+        : p_(p), num_parts_(groups.end - groups.begin) {
+        first_ = at(schedule.slot(groups.begin, true, unit), row);
+        other_ = at(schedule.slot(groups.begin, false, unit), row);
+        step_ = (schedule.slot(1, false, unit) - schedule.slot(0, false, unit)) * p.partial_rows;
+        parts_of_stats_ = exists && lane_of_row() < kPartsTogether ? num_parts_ : 0;
 #pragma unroll
-            for (int k = 0; k < kTogether; ++k) read(first + k * step, parts[k], words[k]);
-            result.add(parts, words);
+        for (int j = 0; j < kVectorsOfLane; ++j) parts_[j] = exists && column_of_lane(j) < p.headdim_v ? num_parts_ : 0;
+    }
+
+    // Merges every `share`-th part, from `index` on. Both halves of a warp call this, for the same groups.
+    FA_DEVICE MergedRow merged(int index, int share) const {
+        MergedRow result;
+#pragma unroll 1
+        for (int first = index; first - index < num_parts_; first += kPartsTogether * share) {
+            const RowStats of_lane = read_stats(first + lane_of_row() * share);
+            Words4 words[kPartsTogether][kVectorsOfLane];
+            const float* from = p_.partial_out + row_of(first) * p_.headdim_v + column_of_lane(0);
+            read(first, from, words[0]);
+            from = p_.partial_out + (other_ + static_cast<int64_t>(first) * step_) * p_.headdim_v + column_of_lane(0);
+            const int step = step_ * share * p_.headdim_v;
+#pragma unroll
+            for (int k = 1; k < kPartsTogether; ++k) read(first + k * share, from += step, words[k]);
+            result.add(of_lane, words);
         }
         return result;
     }
 
 private:
-    FA_DEVICE void read(int group, RowStats& stats, Words4 (&words)[kVectorsOfLane]) const {
-        const int64_t at = static_cast<int64_t>(schedule.slot(group, group == groups.begin, unit)) * p.partial_rows + row;
-        const bool valid = group < groups.end;
-        const Words2 pair = valid ? load_written_64(p.partial_stats + 2 * at) : Words2{{as_bits(-infinity()), 0}};
-        stats = {as_float(pair.word[0]), as_float(pair.word[1])};
-#pragma unroll
-        for (int j = 0; j < kVectorsOfLane; ++j)
-            words[j] = valid && column_of_lane(j) < p.headdim_v
-                           ? load_written_128(p.partial_out + at * p.headdim_v + column_of_lane(j))
-                           : Words4{};
+    FA_DEVICE int64_t at(int slot, int row) const { return static_cast<int64_t>(slot) * p_.partial_rows + row; }
+
+    // The first group may begin with the sequence; the stretches of the others begin within it.
+    FA_DEVICE int64_t row_of(int part) const { return part == 0 ? first_ : other_ + static_cast<int64_t>(part) * step_; }
+
+    FA_DEVICE RowStats read_stats(int part) const {
+        if (part >= parts_of_stats_) return {-infinity(), 0.0f};
+        const Words2 words = load_written_64(p_.partial_stats + 2 * row_of(part));
+        return {as_float(words.word[0]), as_float(words.word[1])};
     }
+
+    FA_DEVICE void read(int part, const float* from, Words4 (&words)[kVectorsOfLane]) const {
+#pragma unroll
+        for (int j = 0; j < kVectorsOfLane; ++j) words[j] = load_written_128(from + j * 64, part < parts_[j]);
+    }
+
+    const AttentionParams& p_;
+    const int num_parts_;
+    int64_t first_, other_;        // rows of partial results: the first group's, and where it would be if it were not the first
+    int step_;                     // from a group's to the next one's
+    int parts_of_stats_;           // that this lane reads
+    int parts_[kVectorsOfLane];
 };
 
 // Writes out and lse of a row.
@@ -95,7 +123,7 @@ FA_DEVICE void write_row(const AttentionParams& p, int batch, int head, int toke
         store_global_64(out + column_of_lane(j),
                         {Element::pack(x[0] * factor, x[1] * factor), Element::pack(x[2] * factor, x[3] * factor)});
     }
-    if (p.lse != nullptr && lane_index() == 0)
+    if (p.lse != nullptr && lane_of_row() == 0)
         p.lse[batch * p.lse_stride_batch + head * p.lse_stride_head + token] = result.lse;
 }
 

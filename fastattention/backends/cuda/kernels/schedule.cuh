@@ -28,7 +28,9 @@ struct Stretch {
 // long as a tile.
 class EvenParts {
 public:
-    FA_DEVICE EvenParts(int length, int parts) : each_(quotient(length, parts)), longer_(length - each_ * parts) {}
+    FA_DEVICE EvenParts(int length, int parts) : EvenParts(length, parts, quotient(length, parts)) {}
+    // each: length / parts.
+    FA_DEVICE EvenParts(int length, int parts, int each) : each_(each), longer_(length - each * parts) {}
 
     FA_DEVICE Stretch part(int i) const { return {begin_of(i), begin_of(i + 1)}; }
 
@@ -48,16 +50,24 @@ struct SequenceTiles {
     int batch, begin, end;
 };
 
+FA_DEVICE Divisor units_divisor(const AttentionParams& p) { return {p.num_units, p.units_multiplier, p.units_shift}; }
+
+// Of the 32 sequences from `first` on a lane has one; those without, another's.
+FA_DEVICE CachedTokens cached_tokens_of_lane(const AttentionParams& p, int first) {
+    return CachedTokens(p, smaller(first + lane_index(), p.batch_size - 1));
+}
+
 // The line is as long as all sequences together, which every warp finds out for itself, a sequence a lane. Up to 32
 // sequences, their lanes also say who has which tile.
 class Schedule {
 public:
-    FA_DEVICE explicit Schedule(const AttentionParams& p)
+    // of_lane: of the first 32 sequences.
+    FA_DEVICE Schedule(const AttentionParams& p, const CachedTokens& of_lane)
         : p_(p),
-          end_of_lane_(ends_from(0, 0)),
+          end_of_lane_(ends_from(0, 0, of_lane)),
           total_(p.batch_size > 32 ? sum_of_tiles(p.batch_size) : shuffle(end_of_lane_, 31)),
           groups_(p.num_splits > 0 ? p.batch_size * p.num_splits : smaller(p.num_groups, total_)),
-          stretches_(total_, groups_) {}
+          stretches_(total_, groups_, groups_ < p.num_groups ? 1 : groups_divisor().quotient_of(total_)) {}
 
     // Groups that have something to do, with num_splits at most.
     FA_DEVICE int num_groups() const { return groups_; }
@@ -97,7 +107,7 @@ public:
 #pragma unroll 1
         for (; first + 32 < p_.batch_size && shuffle(end_of_lane, 31) <= tile; first += 32) {
             begin = shuffle(end_of_lane, 31);
-            end_of_lane = ends_from(first + 32, begin);
+            end_of_lane = ends_from(first + 32, begin, cached_tokens_of_lane(p_, first + 32));
         }
         const int lane = count_lanes(end_of_lane <= tile);
         return {first + lane, lane == 0 ? begin : shuffle(end_of_lane, lane - 1), shuffle(end_of_lane, lane)};
@@ -111,17 +121,22 @@ public:
     FA_DEVICE static int first_key(const BasicTileRange<int>& mask) { return mask.row_begin(0) / kTileN * kTileN; }
 
 private:
+    FA_DEVICE Divisor groups_divisor() const { return {p_.num_groups, p_.groups_multiplier, p_.groups_shift}; }
+
+    FA_DEVICE int tiles_of(int batch) const { return tiles_of(CachedTokens(p_, batch)); }
+
     // A sequence without keys has a tile too, so that someone writes its results.
-    FA_DEVICE int tiles_of(int batch) const {
-        const BasicTileRange<int> mask = mask_of(p_, batch);
+    FA_DEVICE int tiles_of(const CachedTokens& before) const {
+        const BasicTileRange<int> mask = mask_of_cache(p_, before);
         const int keys = mask.row_end(mask.seqlen_q - 1) - first_key(mask);
         return keys <= 0 ? 1 : (keys + kLineTile - 1) / kLineTile;
     }
 
     // Where the sequences from `first` on end, one a lane, when the first begins at `begin`.
-    FA_DEVICE int ends_from(int first, int begin) const {
-        const int mine = first + lane_index();
-        return begin + sum_up_to_lane(mine < p_.batch_size ? tiles_of(mine) : 0);
+    FA_DEVICE int ends_from(int first, int begin, const CachedTokens& of_lane) const {
+        const int tiles = tiles_of(of_lane);
+        if (p_.batch_size == 1) return tiles;
+        return begin + sum_up_to_lane(first + lane_index() < p_.batch_size ? tiles : 0);
     }
 
     // Of the sequences before `batch`; all lanes ask together.

@@ -48,19 +48,6 @@ private:
     uint32_t at_, flip_;
 };
 
-// Divides numbers below 2^31 by multiplication: with l = ceil(log2(size)), multiplier = ceil(2^(31 + l) / size) and shift =
-// l - 1. A decode asks for pages more often than there is time for divisions. Without a multiplier it divides.
-struct Divisor {
-    int size;
-    uint32_t multiplier;
-    int shift;
-
-    FA_DEVICE int quotient_of(int x) const {
-        if (multiplier == 0) return quotient(x, size);
-        return static_cast<int>(multiply_high(static_cast<uint32_t>(x), multiplier) >> shift);
-    }
-};
-
 // Of a row: a block, and a row in it.
 struct Place {
     int block, row;

@@ -13,9 +13,11 @@ FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
 // A tile of query rows: of one head, or of all the heads that share a key head (kGroupedRows), `head` being the first.
 struct Work {
-    int m_tile, head, batch;
+    int m_tile, head, kv_head, batch;
     int first_column;  // of v and out
 };
+
+FA_DEVICE Divisor group_divisor(const AttentionParams& p) { return {p.group_size, p.group_multiplier, p.group_shift}; }
 
 // CTAs start in the order of their index. Those of `heads_together` heads come together, so that their keys and values stay
 // in the second-level cache, and among them the last tiles, which see the most keys under a causal mask, come first.
@@ -27,9 +29,10 @@ FA_DEVICE Work find_work(const AttentionParams& p) {
     const int64_t within = index - group * tiles_together;
     const int64_t first_head = group * p.heads_together;
     const int64_t heads_here = heads - first_head < p.heads_together ? heads - first_head : p.heads_together;
-    const int64_t head = first_head + within % heads_here;
-    return {p.num_m_tiles - 1 - static_cast<int>(within / heads_here), static_cast<int>(head % p.nheads),
-            static_cast<int>(head / p.nheads), static_cast<int>(block_index() % kValueParts) * kHeaddimV};
+    const int64_t index_of_head = first_head + within % heads_here;
+    const int head = static_cast<int>(index_of_head % p.nheads);
+    return {p.num_m_tiles - 1 - static_cast<int>(within / heads_here), head, group_divisor(p).quotient_of(head),
+            static_cast<int>(index_of_head / p.nheads), static_cast<int>(block_index() % kValueParts) * kHeaddimV};
 }
 
 // Tokens before a sequence when packed. Asked for where it is needed, rather than kept.
@@ -42,14 +45,17 @@ FA_DEVICE int seqlen_of(const int32_t* cu_seqlens, int batch, int seqlen) {
 }
 
 // Keys of a sequence in its cache, after this call's append; none where there was no room for it.
-FA_DEVICE int cached_keys(const AttentionParams& p, int batch) {
-    return is_within_capacity(p, batch) ? p.cache_seqlens[batch] + p.seqlen_new - leftpad_of(p, batch) : 0;
+FA_DEVICE int cached_keys(const AttentionParams& p, const CachedTokens& before) {
+    return before.are_within_capacity(p) ? before.count + p.seqlen_new - before.pad : 0;
+}
+
+FA_DEVICE BasicTileRange<int> mask_of_cache(const AttentionParams& p, const CachedTokens& before) {
+    return {p.seqlen_q, cached_keys(p, before), p.window_left, p.window_right};
 }
 
 // Grouped rows are those of a cache.
 FA_DEVICE BasicTileRange<int> mask_of(const AttentionParams& p, int batch) {
-    if (kGroupedRows || p.cache_seqlens != nullptr)
-        return {p.seqlen_q, cached_keys(p, batch), p.window_left, p.window_right};
+    if (kGroupedRows || p.cache_seqlens != nullptr) return mask_of_cache(p, CachedTokens(p, batch));
     return {seqlen_of(p.cu_seqlens_q, batch, p.seqlen_q), seqlen_of(p.cu_seqlens_k, batch, p.seqlen_k), p.window_left,
             p.window_right};
 }
@@ -57,7 +63,7 @@ FA_DEVICE BasicTileRange<int> mask_of(const AttentionParams& p, int batch) {
 // Which token, and which query head, a row of queries is.
 FA_DEVICE int token_of(const AttentionParams& p, int row) {
     if constexpr (!kGroupedRows) return row;
-    return p.seqlen_q == 1 ? 0 : quotient(row, p.group_size);
+    return p.seqlen_q == 1 ? 0 : group_divisor(p).quotient_of(row);
 }
 FA_DEVICE int head_of(const AttentionParams& p, const Work& w, int row) {
     return kGroupedRows ? w.head + row - token_of(p, row) * p.group_size : w.head;
@@ -69,7 +75,7 @@ FA_DEVICE SourceRows<uint16_t, kGroupedRows> query_rows(const AttentionParams& p
     if constexpr (kGroupedRows) {
         // A token's heads are the rows of a block.
         return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row,
-                {p.group_size, 0, 0}, 0};
+                group_divisor(p), 0};
     } else {
         return {base, p.q_stride_row, num_rows, p.headdim, nullptr, 0, {1, 0, 0}, 0};
     }
@@ -79,11 +85,11 @@ FA_DEVICE SourceRows<uint16_t, kGroupedRows> query_rows(const AttentionParams& p
 template <class Item>
 FA_DEVICE SourceRows<Item, kPaged> cache_rows(const AttentionParams& p, const Work& w, int key_end, const Item* base,
                                               int64_t stride_batch, int64_t stride_row, int64_t stride_head, int columns) {
-    base += quotient(w.head, p.group_size) * stride_head;
+    base += w.kv_head * stride_head;
     const int pad = leftpad_of(p, w.batch), step = static_cast<int>(stride_row);
     if constexpr (kPaged)
         return {base, step, key_end, columns, p.block_table + w.batch * p.block_table_stride, stride_batch,
-                {p.page_block_size, static_cast<uint32_t>(p.page_multiplier), p.page_shift}, pad};
+                {p.page_block_size, p.page_multiplier, p.page_shift}, pad};
     const int64_t row = p.cache_batch_idx == nullptr ? w.batch : p.cache_batch_idx[w.batch];
     base += row * stride_batch + (first_token(p.cu_seqlens_k, w.batch) + pad) * stride_row;
     return {base, step, key_end, columns, nullptr, 0, {1, 0, 0}, 0};

@@ -25,10 +25,11 @@ _ENOUGH_USED = 0.9  # of the best share of the GPU that is used
 
 
 class _Few(NamedTuple):
-    """Limits of calls for which a tile is meant. Paged ones prefer another: to look up pages takes more warps."""
+    """Limits of calls for which a tile is meant."""
 
     keys: int  # of all heads, for each multiprocessor
     nheads_k: int
+    paged: bool  # to look up pages takes more warps
 
 
 class _Tiles(NamedTuple):
@@ -51,7 +52,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         128: (
             _Tiles(16, 32, 8, 2, 1, True, True, quantised=True),
             _Tiles(16, 32, 4, 2, 2, True, True, quantised=True),
-            _Tiles(16, 32, 4, 2, 1, True, True, few=_Few(24576, 16)),
+            _Tiles(16, 32, 4, 2, 1, True, True, few=_Few(24576, 16, paged=False)),
+            _Tiles(16, 16, 8, 2, 1, True, True, few=_Few(24576, 16, paged=True)),
             _Tiles(16, 16, 4, 2, 2, True, True),
             _Tiles(16, 16, 4, 2, 1, True, True),
             _Tiles(32, 16, 4, 2, 2, False, True),
@@ -134,8 +136,10 @@ def configs_for(
     # The smallest tile that holds all rows; where there is none, the largest.
 
     def preference(sizes: _Tiles) -> tuple[bool, int, bool, bool]:
-        has_many = sizes.few is not None and (paged or keys > sizes.few.keys or nheads_k > sizes.few.nheads_k)
-        return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantised != bool(cache_format), has_many
+        return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantised != bool(cache_format), exceeds(sizes.few)
+
+    def exceeds(few: _Few | None) -> bool:
+        return few is not None and (few.paged != paged or keys > few.keys or nheads_k > few.nheads_k)
 
     by_preference = sorted(tiles, key=preference)
     return [

@@ -149,7 +149,8 @@ class Share:
 
 
 def _as_record(one: Candidate) -> dict[str, Any]:
-    return {"rows": one.rows, "transport": one.transport.name, "room": one.transport.rooms[one.room]._asdict()}
+    room = one.transport.rooms[one.room]._asdict()
+    return {"rows": one.rows, "attended": one.attended, "transport": one.transport.name, "room": room}
 
 
 def agreed_on(share: Share, transport: str) -> Agreed:

@@ -22,7 +22,7 @@ from fastattention.distributed import calibrate, transports
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import TransportCost
 from fastattention.distributed.exchange import from_rank_0, gather
-from fastattention.distributed.plan import choose, even, worth_dividing
+from fastattention.distributed.plan import Blocks, choose, even, fine, worth_dividing
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.distributed.trials import Candidate, Trial
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -60,6 +60,7 @@ class Division(enum.Enum):
     WHOLE = enum.auto()
     PLANNED = enum.auto()  # as the model chooses
     EVEN = enum.auto()  # which often does better than the model knows
+    FINE = enum.auto()  # with attention of several blocks at once
 
 
 EVEN_BLOCKS = 4
@@ -71,6 +72,7 @@ class Way(NamedTuple):
     transport: str
     division: Division
     room: int = 0  # of the transport's
+    which: int = 0  # of several such divisions
 
 
 class Verdict(NamedTuple):
@@ -129,7 +131,7 @@ class Agreement:
         if key.rows is not None:
             return Agreed.always(Candidate(key.rows, self._quickest(able, transfer, key.rows, group)))
         kind: Hashable = (transfer.dtype, transfer.hidden, calibrate.magnitude(transfer.rows))
-        ways: dict[Way, tuple[int, ...]] = {Way(each.name, Division.WHOLE): (transfer.rows,) for each in able}
+        ways = {Way(each.name, Division.WHOLE): Blocks((transfer.rows,)) for each in able}
         if worth_dividing(transfer.rows, transfer.nbytes):
             costs = self._costs_of(able, transfer, group)
             kind, divided = from_rank_0(lambda: self._divided(call, transfer, costs), group)
@@ -153,15 +155,15 @@ class Agreement:
     def _try(
         self,
         kind: Hashable,
-        ways: Mapping[Way, tuple[int, ...]],
+        ways: Mapping[Way, Blocks],
         call: AttentionLinear,
         transfer: Transfer,
         group: ProcessGroup,
     ) -> Agreed:
         """The ways that win in a trial. Of calls of a kind one is tried: the others are made in the same ways."""
         candidates = {
-            way: Candidate(rows, self.transports[way.transport, transfer.device], way.room)
-            for way, rows in ways.items()
+            way: Candidate(blocks.rows, self.transports[way.transport, transfer.device], way.room, blocks.attended)
+            for way, blocks in ways.items()
         }
         if len(candidates) == 1:
             return Agreed.always(*candidates.values())
@@ -178,16 +180,18 @@ class Agreement:
 
     def _divided(
         self, call: AttentionLinear, transfer: Transfer, costs: Sequence[TransportCost]
-    ) -> tuple[calibrate.Kind, dict[Way, tuple[int, ...]]]:
+    ) -> tuple[calibrate.Kind, dict[Way, Blocks]]:
         """What the call is like, and ways to make it in blocks: by the lengths and clocks of one rank."""
         workload = calibrate.workload_of(call, transfer.group_size)
         compute = self._compute_costs.of(call, workload)
-        ways: dict[Way, tuple[int, ...]] = {}
+        ways: dict[Way, Blocks] = {}
         for cost in costs:
             planned = choose(workload, compute, [cost]).rows
             for room in range(len(self.transports[cost.name, transfer.device].rooms) if len(planned) > 1 else 0):
-                ways[Way(cost.name, Division.PLANNED, room)] = planned
-                ways[Way(cost.name, Division.EVEN, room)] = even(workload, EVEN_BLOCKS)
+                ways[Way(cost.name, Division.PLANNED, room)] = Blocks(planned)
+                ways[Way(cost.name, Division.EVEN, room)] = Blocks(even(workload, EVEN_BLOCKS))
+                for which, blocks in enumerate(fine(workload)):
+                    ways[Way(cost.name, Division.FINE, room, which)] = blocks
         return calibrate.kind_of(call, workload), ways
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:

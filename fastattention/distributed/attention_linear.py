@@ -41,7 +41,6 @@ from fastattention.distributed import transports
 from fastattention.distributed.agreement import Key, agreement_of
 from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
 from fastattention.distributed.exchange import check_group
-from fastattention.distributed.tiled_allreduce import tiled_allreduce
 from fastattention.errors import ArgumentError
 from fastattention.interface import WindowSize
 from fastattention.problem import Inputs, Problem
@@ -162,7 +161,7 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
             call.compute(0, problem.total_q, flat)
         else:
             key = Key(problem, hidden, asked.bias is not None, asked.backend, asked.transport, rows)
-            tiled_allreduce(call.compute, flat, *agreement.of(key, call, group))
+            agreement.of(key, call, group).run(call, flat)
     if asked.bias is not None:
         out += asked.bias
     return out

@@ -9,13 +9,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
 
 LEAST_BYTES = 4 << 20  # of a block's all-reduce: smaller ones are mostly latency
 LEAST_ROWS = 512  # of a block: fewer leave a matrix product without a full wave of CTAs
+FINE_BLOCKS, FEWEST_FINE_BLOCKS = 8, 4
+TOGETHER = ((1,), (1, 1), (2, 1, 1))  # shares of their number, with attention at once
 LEAST_GAIN = 0.03  # of the serial time; the costs are no more certain than that
 ROWS_OF_A_CUT = 128  # cuts inside a sequence are at multiples of it, as are the tiles of attention
 NUMBERS_OF_BLOCKS = (2, 3, 4, 6, 8, 12)
@@ -167,6 +169,29 @@ def even(workload: Workload, number: int) -> tuple[int, ...]:
     unit = workload.seqlen_q if between else inside
     ends = sorted({rows * block // (number * unit) * unit for block in range(number)} | {rows})
     return tuple(past - first for first, past in pairwise(ends))
+
+
+class Blocks(NamedTuple):
+    """A division of rows."""
+
+    rows: tuple[int, ...]  # of each block
+    attended: tuple[int, ...] = ()  # of which attention is computed at once, of several blocks; empty: of each
+
+
+def fine(workload: Workload) -> list[Blocks]:
+    """Up to FINE_BLOCKS even blocks, with attention of several at once: as TOGETHER says, all of them, halves, ...
+
+    Empty where there would be few of LEAST_BYTES and LEAST_ROWS.
+    """
+    number = min(FINE_BLOCKS, workload.rows * workload.row_bytes // LEAST_BYTES, workload.rows // LEAST_ROWS)
+    rows = even(workload, number) if number > 0 else ()
+    return [Blocks(rows, _joined(rows, shares)) for shares in TOGETHER] if len(rows) >= FEWEST_FINE_BLOCKS else []
+
+
+def _joined(rows: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:
+    """Rows of neighbouring blocks, of whose number each has such a share."""
+    ends = [len(rows) * part // sum(shares) for part in accumulate(shares)]
+    return tuple(sum(rows[first:past]) for first, past in pairwise([0, *ends]))
 
 
 class _Division(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed.blocks import AttentionLinear
+from fastattention.distributed.blocks import AttentionAhead, AttentionLinear
 from fastattention.distributed.exchange import largest
 from fastattention.distributed.plan import LEAST_GAIN
 from fastattention.distributed.tiled_allreduce import tiled_allreduce
@@ -32,6 +32,12 @@ class Candidate(NamedTuple):
     rows: tuple[int, ...]
     transport: Transport
     room: int = 0
+    attended: tuple[int, ...] = ()  # rows of which attention is computed at once: of several blocks; empty: of each
+
+    def run(self, call: AttentionLinear, out: torch.Tensor) -> None:
+        """Fills `out` (rows, hidden) with the sum over all ranks. Collective."""
+        compute = AttentionAhead(call, self.attended).compute if self.attended else call.compute
+        tiled_allreduce(compute, out, self.rows, self.transport, self.room)
 
 
 class Winners(NamedTuple):
@@ -91,4 +97,4 @@ class Trial:
 
 def _run(call: AttentionLinear, out: torch.Tensor, candidate: Candidate, calls: int) -> None:
     for _ in range(calls):
-        tiled_allreduce(call.compute, out, *candidate)
+        candidate.run(call, out)

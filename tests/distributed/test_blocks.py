@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastattention.distributed.blocks import (
+    AttentionAhead,
+    AttentionLinear,
     Piece,
     cuts_sequences,
     may_cut_sequences,
@@ -130,3 +135,34 @@ def test_no_tensor_of_a_dense_block_is_a_copy() -> None:
 )
 def test_blocks_that_cut_sequences_are_known(rows: tuple[int, ...], cuts: bool) -> None:
     assert cuts_sequences(rows, 5) is cuts
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("blocks", "attended"),
+    [
+        ((5, 5, 5, 6), (21,)),
+        ((3, 4, 7, 7), (7, 14)),
+        ((1, 1, 6, 2, 11), (8, 13)),
+        ((2, 3, 5, 11), (2, 8, 11)),
+        ((9, 12), (9, 12)),
+    ],
+)
+def test_attention_of_several_blocks_at_once_is_that_of_each(
+    blocks: tuple[int, ...], attended: tuple[int, ...], causal: bool
+) -> None:
+    """Of three sequences, wherever blocks begin; and it is computed once for all rows that are asked for together."""
+    torch.manual_seed(len(blocks))
+    q, k, v = random(3, 7, 4, 8), random(3, 9, 2, 8), random(3, 9, 2, 4)
+    problem, inputs = prepare_dense(q, k, v, Options(causal=causal))
+    call = AttentionLinear(problem, inputs, random(6, 16), "cpu")
+    expected = torch.empty(21, 6)
+    call.compute(0, 21, expected)
+    out = torch.full_like(expected, torch.nan)
+    with mock.patch.object(call, "attend", wraps=call.attend) as attend:
+        compute = AttentionAhead(call, attended).compute
+        for start, stop in pairwise([0, *accumulate(blocks)]):
+            compute(start, stop, out[start:stop])
+    torch.testing.assert_close(out, expected)
+    asked = [piece for start, stop in pairwise([0, *accumulate(attended)]) for piece in pieces(start, stop, 7)]
+    assert [each.args for each in attend.call_args_list] == [(piece,) for piece in asked]

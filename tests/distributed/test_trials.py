@@ -23,19 +23,21 @@ from fastattention.distributed.trials import FINALISTS, ROUNDS, Candidate, Trial
 CASE = DenseCase(name="tried", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 BLOCKS = (7, 9, 8)
 EVEN = (6, 6, 6, 6)
+FINE = (24, 0), (12, 12, 0), (12, 6, 6, 0)  # eight blocks, with attention of so many rows at once
 SERIAL = (24,)
+WAYS = (SERIAL, BLOCKS, EVEN, *FINE)
 
 
 def run_tried(one: Sum, seconds: dict[tuple[int, ...], float]) -> tuple[torch.Tensor, Any, int]:
-    """With ranks whose clocks show these seconds, by rows of a candidate; the last rank's twice as many of blocks."""
+    """With ranks whose clocks show these seconds, by `way_of` a candidate; the last rank's twice as many of blocks."""
     slow = dist.get_rank() == dist.get_world_size() - 1
     trials_made = []
 
     def taken(work: Any, *_: object, **__: object) -> float:
         work()
         trials_made.append(work)
-        rows = work.args[2].rows
-        return seconds[rows] * (2 if slow and len(rows) > 1 else 1)
+        candidate = work.args[2]
+        return seconds[way_of(candidate)] * (2 if slow and len(candidate.rows) > 1 else 1)
 
     for known in agreement._agreements.values():
         known.agreed.clear()
@@ -51,24 +53,36 @@ def run_tried(one: Sum, seconds: dict[tuple[int, ...], float]) -> tuple[torch.Te
         run_part(replace(one, case=replace(one.case, seqlen_k=13)))  # alike: not tried again
     [known] = [each for each in agreement._agreements.values() if each.agreed]
     [agreed, _] = known.agreed.values()
-    return out, agreed.called.rows, len(trials_made)
+    return out, way_of(agreed.called), len(trials_made)
+
+
+def way_of(candidate: Candidate) -> tuple[int, ...]:
+    """One of WAYS."""
+    assert sum(candidate.rows) == 24
+    if not candidate.attended:
+        return candidate.rows
+    assert candidate.rows == (3,) * 8
+    return (*candidate.attended, 0)
 
 
 @pytest.mark.parametrize(
     ("seconds", "rows"),
     [
-        ((1.0, 0.4, 0.45), BLOCKS),
-        ((1.0, 0.45, 0.4), EVEN),
-        ((1.0, 0.6, 0.6), SERIAL),  # on the slowest rank they take 1.2
-        ((1.0, 0.49, 0.5), SERIAL),  # a gain of 2% there
+        ((1.0, 0.4, 0.45, 0.5, 0.5, 0.5), BLOCKS),
+        ((1.0, 0.45, 0.4, 0.5, 0.5, 0.5), EVEN),
+        ((1.0, 0.45, 0.45, 0.4, 0.5, 0.5), FINE[0]),
+        ((1.0, 0.45, 0.45, 0.5, 0.5, 0.4), FINE[2]),
+        ((1.0, 0.6, 0.6, 0.6, 0.6, 0.6), SERIAL),  # on the slowest rank they take 1.2
+        ((1.0, 0.49, 0.5, 0.5, 0.5, 0.5), SERIAL),  # a gain of 2% there
     ],
-    ids=["blocks-pay", "even-blocks-pay", "blocks-do-not-pay", "blocks-hardly-pay"],
+    ids=["blocks-pay", "even-blocks-pay", "whole-attention-pays", "fine-blocks-pay", "blocks-do-not-pay", "hardly"],
 )
 def test_the_slowest_rank_decides_for_all(team: Team, seconds: tuple[float, ...], rows: tuple[int, ...]) -> None:
     one = Sum(CASE, "auto")
-    results = team.run(run_tried, one, dict(zip((SERIAL, BLOCKS, EVEN), seconds, strict=True)))
+    results = team.run(run_tried, one, dict(zip(WAYS, seconds, strict=True)))
     assert [chosen for _, chosen, _ in results] == [rows] * team.size
-    assert [made for _, _, made in results] == [3 + 3 * ROUNDS] * team.size  # three candidates, all of them finalists
+    finalists = 1 + FINALISTS
+    assert [made for _, _, made in results] == [len(WAYS) + finalists * ROUNDS] * team.size
     check(one, [out for out, _, _ in results])
 
 

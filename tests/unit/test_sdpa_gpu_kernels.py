@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattention.backends.sdpa import gpu_kernels
@@ -102,6 +103,14 @@ def test_a_causal_call_with_more_keys_than_queries_is_flash_attentions(return_ls
         assert not gpu_kernels.can_serve(problem)
 
 
+def test_a_single_causal_query_sees_all_keys() -> None:
+    """It needs no kernel for masks: cuDNN's gives its lse, and scaled_dot_product_attention all else."""
+    problem = replace(LOWER_RIGHT, seqlen_q=1, total_q=2)
+    assert gpu_kernels.can_serve(problem)
+    assert gpu_kernels.kernel_of(problem) == "cudnn"
+    assert not gpu_kernels.can_serve(replace(problem, return_lse=False))
+
+
 @pytest.mark.parametrize(
     "changes", [{"seqlen_k": 10}, {"window_right": 3}, {"seqlen_k": 0, "window_right": -1}], ids=str
 )
@@ -193,3 +202,30 @@ def test_operators_get_what_they_ask_for(kernel: Kernel, problem: Problem, dtype
     assert lse.shape == (2, 4, problem.seqlen_q)
     assert mask is None
     assert kernel.calls == 1
+
+
+def test_heads_share_keys_where_these_kernels_are() -> None:
+    plain = replace(FULL, return_lse=False)
+    assert gpu_kernels.share_keys(plain)
+    for changes in ({"dtype": torch.float32}, {"headdim": 160, "headdim_v": 160}, {"device": torch.device("cpu")}):
+        assert not gpu_kernels.share_keys(replace(plain, **changes))
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert not gpu_kernels.share_keys(plain)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_groups_are_left_to_kernels_that_know_of_them(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels, "share_keys", lambda problem: share)
+    seen = []
+    given = functional.scaled_dot_product_attention
+
+    def spy(q: Tensor, *others: Tensor, **arguments: Any) -> Tensor:
+        seen.append((q.shape[1], arguments.get("enable_gqa", False)))
+        return given(q, *others, **arguments)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    q, k, v = torch.randn(2, 1, 8, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
+    problem, inputs = prepare_dense(q, k, v, Options(causal=True))
+    out = SdpaBackend().forward(problem, inputs).out
+    assert seen == [(8, True) if share else (2, False)]
+    torch.testing.assert_close(out, reference_attention(problem, inputs).out.float())

@@ -102,10 +102,9 @@ class KernelConfig:
         """Its functions: a decode and the merge of its partial results, or a forward."""
         if not self.decodes:
             return (Entry("fastattention_forward", self.num_threads, self.shared_bytes),)
-        combine_bytes = COMBINE_WARPS * (self.headdim_v * self.num_value_parts + 4) * 4
         return (
             Entry("fastattention_decode", self.num_threads, self.shared_bytes, overlaps=True),
-            Entry("fastattention_combine", 32 * COMBINE_WARPS, combine_bytes, overlaps=True),
+            Entry("fastattention_combine", 32 * COMBINE_WARPS, self.combine_bytes, overlaps=True),
         )
 
     @property
@@ -140,6 +139,11 @@ class KernelConfig:
         if self.decodes:
             return self.tile_m * query_pitch + stages + self.key_warps * self.tile_m * 8
         return self.tile_m * max(query_pitch, self._pitch(self.headdim_v, 2)) + stages
+
+    @property
+    def combine_bytes(self) -> int:
+        """Shared memory of a CTA that merges, which asserts the same: of each half of a warp a row, a maximum and a sum."""
+        return 2 * COMBINE_WARPS * (self.headdim_v * self.num_value_parts + 4) * 4
 
     @property
     def swizzled(self) -> bool:
@@ -192,6 +196,7 @@ class KernelConfig:
             "FA_WARPS_SHARE_ROWS": str(int(self.warps_share_rows)),
             "FA_SWIZZLED": str(int(self.swizzled)),
             "FA_SHARED_BYTES": str(self.shared_bytes),
+            "FA_COMBINE_SHARED_BYTES": str(self.combine_bytes),
         }
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.masks import Mask, chunk_mask, chunks, sees_everything
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
 from fastattention.problem import Problem
@@ -34,7 +35,7 @@ def attend(problem: Problem, part: Part) -> Tensor:
         part = part._replace(q=part.q.to(dtype), k=part.k.to(dtype), v=part.v.to(dtype))
     plain = part.slopes is None and part.bias is None
     if plain and sees_everything(problem, part):
-        out = _attend_folded(problem, part.q, part.k, part.v, None)
+        out = _attend_unmasked(problem, part)
     elif plain and problem.is_causal and part.q.shape[2] == part.k.shape[2] and _shares_keys(problem, part):
         out = _attend_causal(problem, part)
     else:
@@ -56,6 +57,13 @@ def _shares_keys(problem: Problem, part: Part) -> bool:
     if problem.group_size == 1:
         return True
     return _HAS_ENABLE_GQA and (part.q.device.type == "cpu" or part.q.dtype is not torch.float32)
+
+
+def _attend_unmasked(problem: Problem, part: Part) -> Tensor:
+    """By kernels of a GPU that know of groups: of few queries they divide the keys, but not of folded heads."""
+    if problem.group_size > 1 and _HAS_ENABLE_GQA and gpu_kernels.share_keys(problem):
+        return _sdpa(problem, part.q, part.k, part.v, enable_gqa=True)
+    return _attend_folded(problem, part.q, part.k, part.v, None)
 
 
 def _attend_causal(problem: Problem, part: Part) -> Tensor:

@@ -22,20 +22,31 @@ def can_serve(problem: Problem) -> bool:
     return torch.version.hip is None and _could_serve(problem) and kernel_of(problem) is not None
 
 
+def share_keys(problem: Problem) -> bool:
+    """Whether they serve heads that share keys, within scaled_dot_product_attention too."""
+    return torch.version.hip is None and _could_take(problem) and kernel_of(problem) is not None
+
+
 @functools.lru_cache(maxsize=4096)
 def _could_serve(problem: Problem) -> bool:
     """Whatever torch has switched on."""
     return (
         (problem.return_lse or _is_lower_right(problem))
-        and problem.device.type == "cuda"
         and problem.layout is Layout.DENSE
-        and problem.dtype in (torch.float16, torch.bfloat16)
-        and problem.headdim == problem.headdim_v <= _MOST_HEADDIM
-        and problem.headdim % _HEADDIM_MULTIPLE == 0
+        and _could_take(problem)
         and problem.softmax_scale > 0.0
         and _is_plain(problem)
         and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q <= problem.seqlen_k))
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
+    )
+
+
+def _could_take(problem: Problem) -> bool:
+    return (
+        problem.device.type == "cuda"
+        and problem.dtype in (torch.float16, torch.bfloat16)
+        and problem.headdim == problem.headdim_v <= _MOST_HEADDIM
+        and problem.headdim % _HEADDIM_MULTIPLE == 0
     )
 
 
@@ -65,8 +76,8 @@ def kernel_of(problem: Problem) -> str | None:
 
 
 def _is_lower_right(problem: Problem) -> bool:
-    """Causal, with more keys than queries."""
-    return problem.is_causal and problem.seqlen_q < problem.seqlen_k
+    """Causal, with more keys than queries, of which a single one sees all."""
+    return problem.is_causal and 1 < problem.seqlen_q < problem.seqlen_k
 
 
 @functools.cache
@@ -86,4 +97,4 @@ def _is_plain(problem: Problem) -> bool:
 
 
 def _sees_everything(problem: Problem) -> bool:
-    return problem.window_left == -1 and problem.window_right == -1
+    return problem.window_left == -1 and (problem.window_right == -1 or problem.seqlen_q == 1)

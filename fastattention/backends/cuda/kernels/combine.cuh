@@ -9,6 +9,7 @@ namespace fastattention {
 constexpr int kCombineWarps = 8;
 constexpr int kCombineTeams = kCombineWarps * kRowsOfWarp;
 constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each team
+static_assert(kCombineShared == FA_COMBINE_SHARED_BYTES, "kernel_config.py counts shared memory otherwise");
 
 class CombineRow {
 public:

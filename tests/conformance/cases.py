@@ -49,6 +49,22 @@ LONG = [
     DenseCase(name="long-window", seqlen_q=999, seqlen_k=1003, nheads=1, nheads_k=1, batch_size=1, window=(130, 17)),
 ]  # fmt: skip
 
+# Kernels divide the keys of few queries, though they are no cache.
+FEW_QUERIES = [
+    DenseCase(name="few-queries-one", seqlen_q=1, seqlen_k=611, nheads=8, nheads_k=2),
+    DenseCase(name="few-queries-causal", seqlen_q=3, seqlen_k=300, nheads=6, causal=True, headdim=72, headdim_v=48),
+    DenseCase(name="few-queries-window", seqlen_q=5, seqlen_k=1300, nheads_k=1, window=(400, 2),
+              memory_k="heads_major"),
+    DenseCase(name="few-queries-narrow", seqlen_q=4, seqlen_k=270, window=(3, 0), batch_size=3),
+    DenseCase(name="few-queries-scores", seqlen_q=2, seqlen_k=450, nheads=4, causal=True, softcap=3.0,
+              alibi="per_sequence", sinks=True, memory_q="sliced_heads", memory_k="every_second_token"),
+    DenseCase(name="few-queries-long", seqlen_q=1, seqlen_k=5003, nheads=5, nheads_k=1, batch_size=1, headdim=128),
+    DenseCase(name="few-queries-wide", seqlen_q=2, seqlen_k=519, nheads=16, headdim=256, batch_size=1),
+    DenseCase(name="few-queries-rows", seqlen_q=7, seqlen_k=333, nheads=8, headdim=64, causal=True, batch_size=3),
+    DenseCase(name="few-queries-one-sequence-for-all", seqlen_q=1, seqlen_k=400, memory_k="one_batch_expanded",
+              batch_size=40),
+]  # fmt: skip
+
 # Kernels choose tiles by head dimension and number of queries, and are compiled apart for modified scores and for
 # pages: every combination that some GPU meets, with lengths that end inside a tile.
 TILES = [
@@ -366,7 +382,7 @@ SPLITS = [
 ]  # fmt: skip
 
 CASES: list[Case] = [
-    *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *TILES, *MANY_QUERIES, *HEADS, *WINDOWS, *SCORES,
-    *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED,
+    *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *FEW_QUERIES, *TILES, *MANY_QUERIES, *HEADS,
+    *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED,
 ]  # fmt: skip
 assert len({case.name for case in CASES}) == len(CASES), "the names of cases are their ids and must differ"

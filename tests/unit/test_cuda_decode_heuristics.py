@@ -228,11 +228,15 @@ CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
         ({"seqlen_q": 129, "batch_size": 4}, False),  # 256: two tiles of each head
         ({"seqlen_q": 4096}, False),
         ({"seqlen_q": 4096, "cache_dtype": torch.int8}, True),
-        ({"layout": Layout.DENSE}, False),
+        ({"layout": Layout.DENSE}, True),
+        ({"layout": Layout.DENSE, "seqlen_q": 8, "batch_size": 1000}, True),  # 32 rows
+        ({"layout": Layout.DENSE, "seqlen_q": 9}, False),
+        ({"layout": Layout.DENSE, "seqlen_k": 255}, False),
+        ({"layout": Layout.DENSE, "has_bias": True}, False),
         ({"layout": Layout.PACKED, "page_block_size": 16}, False),
     ],
     ids=["one query", "128 rows", "many of 128", "more rows", "more, but few", "two tiles", "prefill", "quantised",
-         "dense", "packed"],
+         "dense", "dense, 32 rows", "dense, more rows", "dense, few keys", "bias", "packed"],
 )  # fmt: skip
 def test_few_rows_and_what_would_not_fill_the_gpu_are_decodes(call: dict[str, object], decodes: bool) -> None:
     assert is_decode(replace(CALL, **call), CHIPS["A100"]) == decodes  # type: ignore[arg-type]

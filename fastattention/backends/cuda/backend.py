@@ -78,9 +78,9 @@ class CudaBackend(Backend):
 
     def how(self, problem: Problem) -> str:
         """The kernel: one that splits the keys of few queries, or one for many."""
-        if problem.layout is not Layout.KVCACHE:
-            return ""
-        return "the decode kernel" if self._plan(problem).split is not None else "the forward kernel"
+        if self._plan(problem).split is not None:
+            return "the decode kernel"
+        return "the forward kernel" if problem.layout is Layout.KVCACHE else ""
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, then attention: one kernel, or a decode and the merge of its parts."""

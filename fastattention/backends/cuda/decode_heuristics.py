@@ -18,6 +18,8 @@ from fastattention.problem import Layout, Problem
 
 # Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
 _MAX_ROWS = 128
+# Without a cache: more rows, or fewer keys, are the forward kernel's.
+_MAX_DENSE_ROWS, _LEAST_DENSE_KEYS = 32, 256
 _FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
 _MAX_WAVES = 4
 _MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes to launch another kernel
@@ -110,6 +112,8 @@ def num_rows(problem: Problem) -> int:
 
 def is_decode(problem: Problem, limits: Limits) -> bool:
     """Whether the decode kernel serves a problem, rather than the forward kernel."""
+    if problem.layout is Layout.DENSE and not problem.has_bias:
+        return num_rows(problem) <= _MAX_DENSE_ROWS and problem.seqlen_k >= _LEAST_DENSE_KEYS
     if problem.layout is not Layout.KVCACHE:
         return False
     if problem.cache_dtype is not None:

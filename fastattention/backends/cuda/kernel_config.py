@@ -142,7 +142,7 @@ class KernelConfig:
 
     @property
     def combine_bytes(self) -> int:
-        """Shared memory of a CTA that merges, which asserts the same: of each half of a warp a row, a maximum and a sum."""
+        """Shared memory of a CTA that merges, which asserts the same: of each half warp a row, its maximum and sum."""
         return 2 * COMBINE_WARPS * (self.headdim_v * self.num_value_parts + 4) * 4
 
     @property

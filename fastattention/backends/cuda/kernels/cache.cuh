@@ -12,13 +12,20 @@ FA_DEVICE int leftpad_of(const Params& p, int batch) {
     return p.cache_leftpad == nullptr ? 0 : p.cache_leftpad[batch];
 }
 
+FA_DEVICE int tokens_before(const AppendParams& p, int batch) { return p.cache_seqlens[batch]; }
+
+// Keys that are no cache are one that is full.
+FA_DEVICE int tokens_before(const AttentionParams& p, int batch) {
+    return p.cache_seqlens == nullptr ? p.seqlen_k : p.cache_seqlens[batch];
+}
+
 // What a sequence has in its cache before this call's append.
 struct CachedTokens {
     int count;  // with those that belong to nobody:
     int pad;
 
     template <class Params>
-    FA_DEVICE CachedTokens(const Params& p, int batch) : count(p.cache_seqlens[batch]), pad(leftpad_of(p, batch)) {}
+    FA_DEVICE CachedTokens(const Params& p, int batch) : count(tokens_before(p, batch)), pad(leftpad_of(p, batch)) {}
 
     // Whether there is room for what was to be appended, and the numbers make sense.
     template <class Params>

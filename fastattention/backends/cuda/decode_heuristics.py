@@ -18,8 +18,7 @@ from fastattention.problem import Layout, Problem
 
 # Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
 _MAX_ROWS = 128
-# Without a cache: more rows, or fewer keys, are the forward kernel's.
-_MAX_DENSE_ROWS, _LEAST_DENSE_KEYS = 32, 256
+_LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS = 256, 1024  # of a sequence, without a cache (docs/experiments.md)
 _FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
 _MAX_WAVES = 4
 _MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes to launch another kernel
@@ -112,14 +111,17 @@ def num_rows(problem: Problem) -> int:
 
 def is_decode(problem: Problem, limits: Limits) -> bool:
     """Whether the decode kernel serves a problem, rather than the forward kernel."""
-    if problem.layout is Layout.DENSE and not problem.has_bias:
-        return num_rows(problem) <= _MAX_DENSE_ROWS and problem.seqlen_k >= _LEAST_DENSE_KEYS
+    rows = num_rows(problem)
+    ctas_of_forward = problem.batch_size * problem.nheads * -(-problem.seqlen_q // _FORWARD_TILE)
+    leaves_idle = ctas_of_forward < 2 * limits.num_sms
+    if problem.layout is Layout.DENSE and not problem.has_bias and problem.seqlen_k >= _LEAST_KEYS:
+        many_keys = rows <= _MAX_ROWS and problem.seqlen_k >= _LEAST_KEYS_OF_MANY_ROWS
+        return rows <= _MAX_ROWS_IN_PLACE or (many_keys and leaves_idle)
     if problem.layout is not Layout.KVCACHE:
         return False
     if problem.cache_dtype is not None:
         return True  # the forward kernel reads no quantised caches
-    ctas_of_forward = problem.batch_size * problem.nheads * -(-problem.seqlen_q // _FORWARD_TILE)
-    return num_rows(problem) <= _MAX_ROWS or ctas_of_forward < 2 * limits.num_sms
+    return rows <= _MAX_ROWS or leaves_idle
 
 
 def configs_for(

@@ -8,6 +8,7 @@ namespace fastattention {
 
 constexpr int kCombineWarps = 8;
 constexpr int kCombineTeams = kCombineWarps * kRowsOfWarp;
+constexpr int kCombineTogether = 4;  // parts, of each team: more would be registers that other CTAs need
 constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each team
 static_assert(kCombineShared == FA_COMBINE_SHARED_BYTES, "kernel_config.py counts shared memory otherwise");
 
@@ -29,7 +30,8 @@ public:
         // What is read above was there before the decode.
         wait_for_previous_kernel();
         const int team = warp_index() * kRowsOfWarp + half_of_warp();
-        leave(team, PartialRow(p_, schedule_, groups_, unit_, row_, true).merged(team, kCombineTeams));
+        const PartialRow row(p_, schedule_, groups_, unit_, row_, true);
+        leave(team, row.merged<kCombineTogether>(team, kCombineTeams));
         block_barrier();
         if (warp_index() != 0) return;
         const MergedRow result = left_by_all();
@@ -52,18 +54,24 @@ private:
     }
 
     FA_DEVICE static MergedRow left_by_all() {
-        static_assert(kCombineTeams == kLanesOfRow, "lane k has the maximum and the sum of team k");
         MergedRow row;
-        const Words4 stats = load_shared_128(shared_of(lane_of_row()));
-        Words4 words[kCombineTeams][kVectorsOfLane];
+#pragma unroll 1
+        for (int first = 0; first < kCombineTeams; first += kCombineTogether) {
+            RowStats of_lane{-infinity(), 0.0f};
+            if (lane_of_row() < kCombineTogether) {
+                const Words4 stats = load_shared_128(shared_of(first + lane_of_row()));
+                of_lane = {as_float(stats.word[0]), as_float(stats.word[1])};
+            }
+            Words4 words[kCombineTogether][kVectorsOfLane];
 #pragma unroll
-        for (int team = 0; team < kCombineTeams; ++team)
+            for (int team = 0; team < kCombineTogether; ++team)
 #pragma unroll
-            for (int j = 0; j < kVectorsOfLane; ++j)
-                words[team][j] = column_of_lane(j) < kColumnsOfRow
-                                     ? load_shared_128(shared_of(team) + 16 + column_of_lane(j) * 4)
-                                     : Words4{};
-        row.add({as_float(stats.word[0]), as_float(stats.word[1])}, words);
+                for (int j = 0; j < kVectorsOfLane; ++j)
+                    words[team][j] = column_of_lane(j) < kColumnsOfRow
+                                         ? load_shared_128(shared_of(first + team) + 16 + column_of_lane(j) * 4)
+                                         : Words4{};
+            row.add(of_lane, words);
+        }
         return row;
     }
 

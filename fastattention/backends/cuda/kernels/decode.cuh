@@ -181,7 +181,7 @@ private:
         for (int first = warp_index() * kRowsOfWarp; first < p_.partial_rows; first += kWarps * kRowsOfWarp) {
             const int row = first + half_of_warp(), at = work.m_tile * kTileM + row, token = token_of(p_, at);
             const bool exists = row < p_.partial_rows && token < p_.seqlen_q;
-            const MergedRow merged = PartialRow(p_, schedule, groups, unit, row, exists).merged(0, 1);
+            const MergedRow merged = PartialRow(p_, schedule, groups, unit, row, exists).merged<kPartsTogether>(0, 1);
             if (exists) write_row(p_, work.batch, head_of(p_, work, at), token, merged);
         }
     }

@@ -62,24 +62,27 @@ public:
         first_ = at(schedule.slot(groups.begin, true, unit), row);
         other_ = at(schedule.slot(groups.begin, false, unit), row);
         step_ = (schedule.slot(1, false, unit) - schedule.slot(0, false, unit)) * p.partial_rows;
-        parts_of_stats_ = exists && lane_of_row() < kPartsTogether ? num_parts_ : 0;
+        parts_of_row_ = exists ? num_parts_ : 0;
 #pragma unroll
         for (int j = 0; j < kVectorsOfLane; ++j) parts_[j] = exists && column_of_lane(j) < p.headdim_v ? num_parts_ : 0;
     }
 
-    // Merges every `share`-th part, from `index` on. Both halves of a warp call this, for the same groups.
+    // Merges every `share`-th part, from `index` on, kTogether of them at once. Both halves of a warp call this, for the same
+    // groups.
+    template <int kTogether>
     FA_DEVICE MergedRow merged(int index, int share) const {
         MergedRow result;
 #pragma unroll 1
-        for (int first = index; first - index < num_parts_; first += kPartsTogether * share) {
-            const RowStats of_lane = read_stats(first + lane_of_row() * share);
-            Words4 words[kPartsTogether][kVectorsOfLane];
+        for (int first = index; first - index < num_parts_; first += kTogether * share) {
+            const bool has = lane_of_row() < kTogether;
+            const RowStats of_lane = has ? read_stats(first + lane_of_row() * share) : RowStats{-infinity(), 0.0f};
+            Words4 words[kTogether][kVectorsOfLane];
             const float* from = p_.partial_out + row_of(first) * p_.headdim_v + column_of_lane(0);
             read(first, from, words[0]);
             from = p_.partial_out + (other_ + static_cast<int64_t>(first) * step_) * p_.headdim_v + column_of_lane(0);
             const int step = step_ * share * p_.headdim_v;
 #pragma unroll
-            for (int k = 1; k < kPartsTogether; ++k) read(first + k * share, from += step, words[k]);
+            for (int k = 1; k < kTogether; ++k) read(first + k * share, from += step, words[k]);
             result.add(of_lane, words);
         }
         return result;
@@ -92,7 +95,7 @@ private:
     FA_DEVICE int64_t row_of(int part) const { return part == 0 ? first_ : other_ + static_cast<int64_t>(part) * step_; }
 
     FA_DEVICE RowStats read_stats(int part) const {
-        if (part >= parts_of_stats_) return {-infinity(), 0.0f};
+        if (part >= parts_of_row_) return {-infinity(), 0.0f};
         const Words2 words = load_written_64(p_.partial_stats + 2 * row_of(part));
         return {as_float(words.word[0]), as_float(words.word[1])};
     }
@@ -106,7 +109,7 @@ private:
     const int num_parts_;
     int64_t first_, other_;        // rows of partial results: the first group's, and where it would be if it were not the first
     int step_;                     // from a group's to the next one's
-    int parts_of_stats_;           // that this lane reads
+    int parts_of_row_;
     int parts_[kVectorsOfLane];
 };
 

@@ -1,4 +1,4 @@
-"""params.py says what kernels/params.h says: names, order, places and sizes."""
+"""params.py says what kernels/params.h says: names, order, places and sizes; and how kernels divide."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fastattention.backends.cuda.params import (
     Params,
     SumParams,
 )
+from fastattention.backends.cuda.plan import divisor
 
 HEADER = Path(fastattention.__file__).parent / "backends" / "cuda" / "kernels" / "params.h"
 
@@ -92,3 +93,20 @@ def values(params: Params, listed: list[str]) -> list[float]:
     """Of fields, arrays included, one after the other."""
     found = (getattr(params, name) for name in listed)
     return [value for field in found for value in (field if isinstance(field, ctypes.Array) else [field])]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 12, 33, 64, 132, 1000, 65_535, 65_536, 2**30 + 1, 2**31 - 1])
+def test_kernels_divide_by_multiplication(size: int) -> None:
+    """As numbers.cuh does, on 32 bits without a sign."""
+    multiplier, shift = divisor(size)
+    assert -(2**31) <= multiplier < 2**31
+    assert 0 <= shift < 32
+    near = (number + step for number in (0, size, 2 * size, 2**31 // size * size, 2**31) for step in (-1, 0, 1))
+    for number in (*near, *(2**31 * part // 97 for part in range(97))):
+        if 0 <= number < 2**31:
+            assert (number * (multiplier % 2**32) >> 32) >> shift == number // size
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_nothing_is_divided_by_one(size: int) -> None:
+    assert divisor(size) == (0, 0)

@@ -79,8 +79,8 @@ public:
             Words4 words[kTogether][kVectorsOfLane];
             const float* from = p_.partial_out + row_of(first) * p_.headdim_v + column_of_lane(0);
             read(first, from, words[0]);
-            from = p_.partial_out + (other_ + static_cast<int64_t>(first) * step_) * p_.headdim_v + column_of_lane(0);
-            const int step = step_ * share * p_.headdim_v;
+            from = p_.partial_out + row_if_not_first(first) * p_.headdim_v + column_of_lane(0);
+            const int64_t step = static_cast<int64_t>(step_) * share * p_.headdim_v;
 #pragma unroll
             for (int k = 1; k < kTogether; ++k) read(first + k * share, from += step, words[k]);
             result.add(of_lane, words);
@@ -92,7 +92,8 @@ private:
     FA_DEVICE int64_t at(int slot, int row) const { return static_cast<int64_t>(slot) * p_.partial_rows + row; }
 
     // The first group may begin with the sequence; the stretches of the others begin within it.
-    FA_DEVICE int64_t row_of(int part) const { return part == 0 ? first_ : other_ + static_cast<int64_t>(part) * step_; }
+    FA_DEVICE int64_t row_of(int part) const { return part == 0 ? first_ : row_if_not_first(part); }
+    FA_DEVICE int64_t row_if_not_first(int part) const { return other_ + static_cast<int64_t>(part) * step_; }
 
     FA_DEVICE RowStats read_stats(int part) const {
         if (part >= parts_of_row_) return {-infinity(), 0.0f};
@@ -107,10 +108,10 @@ private:
 
     const AttentionParams& p_;
     const int num_parts_;
-    int64_t first_, other_;        // rows of partial results: the first group's, and where it would be if it were not the first
-    int step_;                     // from a group's to the next one's
-    int parts_of_row_;
-    int parts_[kVectorsOfLane];
+    int64_t first_, other_;  // of the first group: where its part lies, and where it would if it were not the first
+    int step_;               // from a group's part to the next one's, in rows
+    int parts_of_row_;       // none where there is no such row
+    int parts_[kVectorsOfLane];  // none where there are no such columns either
 };
 
 // Writes out and lse of a row.

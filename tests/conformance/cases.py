@@ -259,8 +259,10 @@ CACHE = [
     KvCacheCase(name="cache-int-length", cache_seqlens=(40, 40), lengths="int", seqlen_new=1, causal=True),
     *(
         KvCacheCase(name=f"cache-heads-{h}-of-{hk}", cache_seqlens=(300, 45), nheads=h, nheads_k=hk, headdim=64)
-        for h, hk in ((1, 1), (4, 2), (6, 2), (8, 2), (7, 1), (16, 2), (8, 1), (40, 1))
+        for h, hk in ((1, 1), (4, 2), (6, 2), (8, 2), (7, 1), (16, 2), (8, 1), (40, 1), (17, 17), (34, 17))
     ),
+    KvCacheCase(name="cache-heads-17-of-17-in-pages", cache_seqlens=(300, 45), nheads=17, nheads_k=17, headdim=64,
+                page_block_size=16),
     *(
         KvCacheCase(name=f"cache-headdim-{d}-{dv}", cache_seqlens=(100, 45), nheads=4, headdim=d, headdim_v=dv)
         for d, dv in ((1, 1), (3, 3), (59, 111), (96, 96), (111, 59), (128, 128), (192, 128), (256, 256))

@@ -159,6 +159,7 @@ def test_the_benchmark_measures_every_case_on_processes_too(tmp_path: Path, monk
         ]
         assert row["plans"]["auto"]["eager"] == {
             "rows": [case.batch_size * case.seqlen_q],
+            "attended": [],
             "transport": "c10d",
             "room": {"ctas": 0, "left_free": 0},
         }

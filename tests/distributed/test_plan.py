@@ -383,35 +383,3 @@ def test_the_h200_preset_predicts_the_gains_that_were_measured(
     workload = Workload(batch_size, seqlen, seqlen, nheads, nheads, 128, 128, hidden, 2, 4, True)
     found = choose(workload, machine.compute(workload), machine.transports[:1])
     assert found.serial_seconds / found.seconds == pytest.approx(gain, rel=0.06)
-
-
-def test_fine_blocks_have_attention_of_several_at_once() -> None:
-    quarter = CAUSAL.rows // 4
-    rows = (CAUSAL.rows // 8,) * 8
-    assert plan.fine(CAUSAL) == [
-        (rows, (4 * quarter,)),
-        (rows, (2 * quarter,) * 2),
-        (rows, (2 * quarter, quarter, quarter)),
-    ]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 8, 11])
-@pytest.mark.parametrize("whole_sequences", [False, True])
-def test_fine_blocks_are_large_enough_and_attention_has_whole_blocks(batch_size: int, whole_sequences: bool) -> None:
-    for seqlen in (700, 1024, 4321):
-        workload = replace(FULL, batch_size=batch_size, seqlen_q=seqlen, whole_sequences=whole_sequences)
-        for rows, attended in plan.fine(workload):
-            assert sum(rows) == sum(attended) == workload.rows
-            assert 4 <= len(rows) <= 8
-            assert {*accumulate(attended)} <= {*accumulate(rows)}
-            assert (
-                min(rows) * workload.row_bytes >= plan.LEAST_BYTES / 2
-            )  # they are even but for cuts between sequences
-            if whole_sequences:
-                assert all(end % seqlen == 0 for end in accumulate(rows))
-
-
-def test_little_is_not_divided_finely() -> None:
-    few_bytes = plan.LEAST_BYTES * 4 // FULL.row_bytes
-    for rows in (few_bytes - 1, plan.LEAST_ROWS * 4 - 1):
-        assert not plan.fine(replace(FULL, batch_size=1, seqlen_q=rows))

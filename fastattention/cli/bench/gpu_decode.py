@@ -8,6 +8,7 @@ that are read. Medians of interleaved rounds, timed by the GPU.
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -148,12 +149,16 @@ class Graph:
 
 
 def interleaved(graphs: Mapping[str, Graph], rounds: int) -> dict[str, float]:
-    """Median microseconds of a call, the graphs taking turns."""
+    """Median microseconds of a call, the graphs taking turns.
+
+    What ran just before counts, so every round has an order of its own.
+    """
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for graph in graphs.values():
         graph.replay()
+    orders = random.Random(0)
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        for name, graph in orders.sample(list(graphs.items()), len(graphs)):
             samples[name].append(1e3 * milliseconds(graph.replay) / len(graph.calls))
     return {name: statistics.median(taken) for name, taken in samples.items()}
 

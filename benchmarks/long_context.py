@@ -5,7 +5,8 @@
 A bare decoder (bare_decoder.py) decodes with a cache of random numbers under an artificial budget of GPU memory, which
 keeps a given number of layers in host memory. All policies use the same cache, in turns. "classical" is our own upload
 of all such layers: pinned, ahead of use, double-buffered. Transformers' offloaded cache comes with Transformers' own
-model of the same shape. Bandwidths are measured in the same run, for the pages of each case.
+model of the same shape. Bandwidths are measured in the same run, before each case and for its pages: those of a host
+that others use too do not stay.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -10,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from fastattention.kv_store.memory import allocate
+from fastattention.kv_store.memory import map_huge_pages
 from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.device import Copy, CpuWork, Device, cuda_device
 from fastattention.offload.hand_over import HandOver, attention_threads
@@ -28,10 +29,15 @@ LAYER_OVERHEAD_SECONDS = 100e-6
 
 
 @functools.cache
-def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
-    """The machine around `gpu`, for pages of this shape.
+def hardware_around(gpu: torch.device, shape: PageShape) -> Hardware:
+    """`measure_hardware`, once in a process."""
+    return measure_hardware(gpu, shape)
 
-    Measured once, with 1.3 GiB of memory on the host and 0.5 on the GPU. Raises ArgumentError unless `gpu` is one.
+
+def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
+    """The machine around `gpu` as it is now, for pages of this shape.
+
+    Takes 1.3 GiB of memory on the host and 0.5 on the GPU. Raises ArgumentError unless `gpu` is one.
     """
     device = cuda_device(gpu)
     uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -93,7 +99,8 @@ class _CpuAttention:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return allocate(shape, dtype, torch.device("cpu")).zero_()
+    """Memory as HostMemory has it: where it begins within a page of the system counts."""
+    return torch.frombuffer(map_huge_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape).zero_()
 
 
 def _together(device: Device, cpu: _CpuAttention, copy: Copy) -> float:

@@ -20,7 +20,7 @@ from fastattention.integrations.transformers.stored import NewTokens, PaddingOf,
 from fastattention.offload.device import Device, cuda_device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps, Usage
-from fastattention.offload.measure import measure_hardware
+from fastattention.offload.measure import hardware_around
 from fastattention.offload.memory import PAGE_SIZE, Workload, prompt_workspace
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
@@ -219,7 +219,7 @@ class FastAttentionCache(Cache):
         device = self._device or cuda_device(k.device)
         shape = PageShape(self._page_size, nheads_k, headdim, v.shape[3], k.dtype, self._cpu_cache_dtype)
         if self._hardware is None:
-            self._hardware = measure_hardware(device.torch_device, shape)
+            self._hardware = hardware_around(device.torch_device, shape)
         caps = self.caps(k.device) if self._half is None else self._half.caps
         caps = caps._replace(gpu=max(caps.gpu - self._window_bytes(batch_size, k.dtype), 0))
         count = sum(isinstance(layer, StoredLayer) for layer in self.layers)

@@ -14,21 +14,24 @@ from collections.abc import Iterator
 
 import torch
 
+_AS_ALWAYS = contextlib.nullcontext()
 
-@contextlib.contextmanager
-def products_leave_free(multiprocessors: int, device: torch.device) -> Iterator[None]:
-    """Products that the current thread enqueues on the current stream leave so many multiprocessors to others.
+
+def products_leave_free(multiprocessors: int, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """In it, products that the current thread enqueues on the current stream leave so many multiprocessors to others.
 
     Where cuBLAS cannot be told, they do not.
     """
     library = _cublas() if multiprocessors and device.type == "cuda" else None
-    if library is None:
-        yield
-        return
+    return _AS_ALWAYS if library is None else _told(library, _num_multiprocessors(device) - multiprocessors)
+
+
+@contextlib.contextmanager
+def _told(library: ctypes.CDLL, multiprocessors: int) -> Iterator[None]:
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
     before = ctypes.c_int()
     library.cublasGetSmCountTarget(handle, ctypes.byref(before))
-    library.cublasSetSmCountTarget(handle, _num_multiprocessors(device) - multiprocessors)
+    library.cublasSetSmCountTarget(handle, multiprocessors)
     try:
         yield
     finally:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from distributed.team import Team
+from distributed.team import GPU_PATIENCE, MOST_GPUS, Team
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +33,26 @@ def new_team(tmp_path: Path) -> Iterator[Callable[..., Team]]:
     yield make
     for ranks in made:
         ranks.close()
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Team]]:
+    """Ranks with a GPU each, which stay until one fails; a test after that gets others."""
+    teams: list[Team] = []
+
+    def healthy() -> Team:
+        if not (teams and teams[-1].healthy):
+            while teams:
+                teams.pop().close()
+            size = min(MOST_GPUS, torch.cuda.device_count())
+            teams.append(Team(size, tmp_path_factory.mktemp("gpus"), backend="nccl", patience=GPU_PATIENCE))
+        return teams[-1]
+
+    yield healthy
+    while teams:
+        teams.pop().close()
+
+
+@pytest.fixture
+def gpus(pool: Callable[[], Team]) -> Team:
+    return pool()

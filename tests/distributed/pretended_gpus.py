@@ -43,12 +43,23 @@ _WRITE = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
 
 
 class Event:
+    """A point of a stream: where it was recorded last, when somebody begins to wait."""
+
     def __init__(self) -> None:
         self.happened = threading.Event()
 
-    def await_it(self) -> None:
-        if not self.happened.wait(PATIENCE):
-            raise TimeoutError("an event never happens")
+    def record(self, stream: Stream) -> None:
+        self.happened = threading.Event()
+        stream.enqueue(self.happened.set)
+
+    def wait(self, stream: Stream) -> None:
+        happened = self.happened
+        stream.enqueue(lambda: await_it(happened))
+
+
+def await_it(happened: threading.Event) -> None:
+    if not happened.wait(PATIENCE):
+        raise TimeoutError("an event never happens")
 
 
 class Stream:
@@ -81,11 +92,11 @@ class Stream:
 
     def record_event(self) -> Event:
         event = Event()
-        self.enqueue(event.happened.set)
+        event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        self.enqueue(event.await_it)
+        event.wait(self)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -204,6 +215,7 @@ class Host:
         with contextlib.ExitStack() as stack:
             for where, name, what in (
                 (torch, "empty", self.take),
+                (torch.cuda, "Event", Event),
                 (torch.cuda, "Stream", self.make_stream),
                 (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
                 (torch.cuda, "current_stream", lambda device: here.streams[0]),

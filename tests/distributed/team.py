@@ -22,6 +22,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["fastattention.distributed", "fastattention.reference"])
 
 PATIENCE = 60.0  # seconds for the answers of one task; beyond it a rank hangs
+GPU_PATIENCE = 150.0  # on GPUs, whose first task compiles kernels, and makes communicators
+MOST_GPUS = 4
 
 
 class FailedError(Exception):

@@ -16,7 +16,7 @@ from conformance.case import DenseCase, KvCacheCase
 from torch import Tensor
 
 from distributed.sums import Sum, arguments_of, check, run_part
-from distributed.team import Team
+from distributed.team import GPU_PATIENCE, MOST_GPUS, Team
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import agreement
@@ -27,33 +27,8 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two GPUs and NCCL"
 )
 
-MOST_RANKS = 4
-PATIENCE = 150.0  # seconds for a task: its first call compiles kernels, and makes communicators
 TURNS = 12
 CYCLES = 3_000_000  # about two milliseconds: longer than any block here
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Team]]:
-    """Ranks that stay until one fails; a test after that gets others."""
-    teams: list[Team] = []
-
-    def healthy() -> Team:
-        if not (teams and teams[-1].healthy):
-            while teams:
-                teams.pop().close()
-            size = min(MOST_RANKS, torch.cuda.device_count())
-            teams.append(Team(size, tmp_path_factory.mktemp("gpus"), backend="nccl", patience=PATIENCE))
-        return teams[-1]
-
-    yield healthy
-    while teams:
-        teams.pop().close()
-
-
-@pytest.fixture
-def gpus(pool: Callable[[], Team]) -> Team:
-    return pool()
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -297,8 +272,8 @@ def abandoned(pool: Callable[[], Team], tmp_path: Path) -> Iterator[Team]:
     reason = pool().run(refusal, "peer_kernel")[0]
     if reason is not None:
         pytest.skip(reason)
-    size = min(MOST_RANKS, torch.cuda.device_count())
-    ranks = Team(size, tmp_path, TIMEOUT, backend="nccl", patience=PATIENCE)
+    size = min(MOST_GPUS, torch.cuda.device_count())
+    ranks = Team(size, tmp_path, TIMEOUT, backend="nccl", patience=GPU_PATIENCE)
     yield ranks
     ranks.healthy = False  # they are killed: nothing of CUDA ends by itself any more
     ranks.close()
@@ -319,6 +294,6 @@ def test_peer_kernel_fails_when_a_rank_never_comes(abandoned: Team, plan: tuple[
     one = dense("abandoned", plan, BRAIN, **UNEVEN)
     for _ in range(2):
         check(one, abandoned.run(run_with, one, "peer_kernel"))
-    assert PATIENCE > 2 * TIMEOUT
+    assert GPU_PATIENCE > 2 * TIMEOUT
     for error in abandoned.outcomes(run_alone, one, ranks=range(abandoned.size - 1)):
         assert "CUDA" in str(error), f"the call of a rank has ended with {error!r}"

@@ -46,12 +46,17 @@ def halves(num_rows: int) -> list[int]:
     return [num_rows] if num_rows < 5 else [num_rows // 2 + 1, num_rows - num_rows // 2 - 1]
 
 
+def divided(model: Any, device_type: str) -> Any:
+    """A model on two ranks. Newer versions of Transformers are told the plan, older ones ask the model."""
+    expand = getattr(model, "_expand_parallel_plan", None)
+    plan = () if expand is None else (expand(model.tp_plan),)
+    return apply_tensor_parallelism(model, init_device_mesh(device_type, (2,)), *plan)
+
+
 @functools.cache
 def parallel(name: str) -> Any:
     """The model called `name` on two ranks, as from_pretrained with a DistributedConfig leaves it."""
-    model = copy.deepcopy(pair(name).eager)
-    plan = model._expand_parallel_plan(model.tp_plan)
-    return apply_tensor_parallelism(model, init_device_mesh("cpu", (2,)), plan)
+    return divided(copy.deepcopy(pair(name).eager), "cpu")
 
 
 @functools.cache
@@ -192,7 +197,7 @@ def test_a_mask_of_four_dimensions_is_obeyed(ranks: Team) -> None:
 @torch.no_grad()
 def without_a_plan() -> None:
     model = copy.deepcopy(pair("qwen3").eager)
-    apply_tensor_parallelism(model, init_device_mesh("cpu", (2,)), model._expand_parallel_plan(model.tp_plan))
+    divided(model, "cpu")
     tile_allreduce(model)
     ids, long = prompts(), prompts(1, 96)
     with projected() as calls:

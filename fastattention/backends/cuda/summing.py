@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from fastattention.backends.cuda.plan import Step
 NUMBERS_OF_CTA = SUM_WARPS * 32 * 4
 
 
+@functools.lru_cache(maxsize=1024)
 def sum_step(dtype: torch.dtype, count: int) -> Step:
     """The launch for `count` numbers."""
     return Step(SumConfig(DTYPE_NAMES[dtype]), 0, -(-count // NUMBERS_OF_CTA))

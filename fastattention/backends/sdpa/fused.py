@@ -132,6 +132,7 @@ def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -
 
 def _aligned(x: Tensor) -> Tensor:
     """`x`, copied where its rows do not start at multiples of 16 bytes: torch's GPU kernels refuse or fault there."""
+    first, second, third, last = x.stride()
     elements = 16 // x.element_size()
-    misplaced = any(step % elements for step in (*x.stride()[:3], x.storage_offset()))
-    return x.clone(memory_format=torch.contiguous_format) if misplaced or x.stride(3) != 1 else x
+    misplaced = first % elements or second % elements or third % elements or x.storage_offset() % elements
+    return x.clone(memory_format=torch.contiguous_format) if misplaced or last != 1 else x

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention.backends.cuda import summing
-from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.streams import copy_async
 from fastattention.distributed.transports.base import Pending
 from fastattention.distributed.transports.meetings import Meetings, Point
@@ -50,10 +49,16 @@ class CopyEngine(OnOneHost):
         self._parts = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._turn = 0
         self._end = 0  # where the rows of the call under way end
+        if self._reason is None:
+            self._compute = torch.cuda.current_stream(device)  # of the call under way: to ask takes as long as a launch
+            # Recorded again and again, as making them takes longer: where one stream follows the other, by turn where
+            # parts have been fetched, and where a block is complete.
+            self._following, *self._fetched, self._complete = (torch.cuda.Event() for _ in range(4))  # type: ignore[no-untyped-call]
 
     def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""
         self._end, self._turn = out.data_ptr() + out.nbytes, 0
+        self._compute = torch.cuda.current_stream(self._device)
         return super().begin(out, rows, room)
 
     def _take(self, nbytes: int) -> PeerMemory:
@@ -68,23 +73,24 @@ class CopyEngine(OnOneHost):
         self._take_parts(block.turn, self._size * share)
         self._keep_for_graphs(self._peers, self._parts[block.turn])
         self._turn = 1 - self._turn
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._follow_compute()
         self._fetch_parts(block)
-        return _Sum(self, block, self._stream.record_event())
+        self._fetched[block.turn].record(self._stream)
+        return _Sum(self, block)
 
     def add_up(self, block: _Block) -> None:
-        """On the current stream: this rank's share, where its own part was and in the result."""
+        """On the stream of the compute: this rank's share, where its own part was and in the result."""
+        self._fetched[block.turn].wait(self._compute)
         begin, nbytes = self._share_of(self._rank, block)
         if nbytes:
             parts = self._places_of_parts(block)
             count, dtype = nbytes // block.out.itemsize, block.out.dtype
-            stream = module.current_stream(self._device.index)
-            target = block.out.data_ptr() + begin
+            target, stream = block.out.data_ptr() + begin, self._compute.cuda_stream
             summing.sum_parts(parts, parts[self._rank], target, count, dtype, self._device.index, stream)
 
-    def collect(self, block: _Block) -> torch.cuda.Event:
-        """The other shares, each from the rank that added it up, once this one is; an event at the end."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def collect(self, block: _Block) -> None:
+        """The other shares, each from the rank that added it up, once this one is."""
+        self._follow_compute()
         self._meet(Point.ADDED_UP, block)
         for rank in self._in_turn():
             begin, nbytes = self._share_of(rank, block)
@@ -92,8 +98,11 @@ class CopyEngine(OnOneHost):
                 self._copy(block.out.data_ptr() + begin, self._at(rank, block) + begin, nbytes)
         if block.last:
             self._meet(Point.READ, block)  # the next call writes what peers read in this one
-        end: torch.cuda.Event = self._stream.record_event()
-        return end
+        self._complete.record(self._stream)
+
+    def wait(self) -> None:
+        """The stream of the compute goes on when all blocks are complete that have been collected."""
+        self._complete.wait(self._compute)
 
     def release(self) -> None:
         """Gives back what peers read, and its own parts."""
@@ -110,6 +119,10 @@ class CopyEngine(OnOneHost):
     def _bytes_of_share(self, block: int) -> int:
         """Of a block of so many bytes, at most."""
         return -(-block // (self._size * ALIGNMENT)) * ALIGNMENT
+
+    def _follow_compute(self) -> None:
+        self._following.record(self._compute)
+        self._following.wait(self._stream)
 
     def _take_parts(self, turn: int, nbytes: int) -> None:
         if self._parts[turn].nbytes < nbytes:
@@ -163,17 +176,16 @@ class _Block(NamedTuple):
 
 
 class _Sum(Pending):
-    def __init__(self, transport: CopyEngine, block: _Block, fetched: torch.cuda.Event) -> None:
-        self._transport, self._block, self._fetched = transport, block, fetched
-        self._end: torch.cuda.Event | None = None
+    def __init__(self, transport: CopyEngine, block: _Block) -> None:
+        self._transport, self._block = transport, block
+        self._collected = False
 
     def advance(self) -> None:
-        if self._end is None:
-            torch.cuda.current_stream(self._block.out.device).wait_event(self._fetched)
+        if not self._collected:
             self._transport.add_up(self._block)
-            self._end = self._transport.collect(self._block)
+            self._transport.collect(self._block)
+            self._collected = True
 
     def wait(self) -> None:
         self.advance()
-        assert self._end is not None
-        torch.cuda.current_stream(self._block.out.device).wait_event(self._end)
+        self._transport.wait()

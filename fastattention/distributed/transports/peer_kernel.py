@@ -153,6 +153,7 @@ class _Call:
         self.ends = [ends[block] for block in self._lasts]
         self._enqueued = 0
         self.end: torch.cuda.Event | None = None
+        self.is_awaited = False  # all its blocks have one end
 
     def one_more(self) -> int | None:
         """Another block is enqueued. Which of `ends` are complete now, if any."""
@@ -178,5 +179,6 @@ class _Sum(Pending):
     def wait(self) -> None:
         if self._call.end is None:  # a block after this one has failed
             self._transport.give_up(self._call)
-        else:
+        elif not self._call.is_awaited:
             torch.cuda.current_stream(self._call.out.device).wait_event(self._call.end)
+            self._call.is_awaited = True

@@ -1,0 +1,77 @@
+"""tile_allreduce on GPUs: models divided between two compute what the whole model does; skipped without two GPUs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.team import GPU_PATIENCE, Team
+from torch import Tensor
+
+from fastattention.integrations.transformers.tensor_parallel import tile_allreduce
+
+from .models import make_cache, padding_mask, pair, prompts
+from .test_tensor_parallel import LAYERS, TILED, divided, halves, projected
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two GPUs and NCCL"
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
+    """Two, as many as the models have key heads."""
+    made = Team(2, tmp_path_factory.mktemp("ranks"), backend="nccl", patience=GPU_PATIENCE)
+    yield made
+    made.close()
+
+
+@functools.cache
+def whole(name: str) -> Any:
+    """The model called `name` on this rank's GPU, in bfloat16."""
+    return copy.deepcopy(pair(name).eager).to("cuda", torch.bfloat16)
+
+
+@functools.cache
+def tiled(name: str) -> Any:
+    """The same on two GPUs, its prompts in row blocks."""
+    model = divided(copy.deepcopy(whole(name)), "cuda")
+    tile_allreduce(model, plan=halves)
+    return model
+
+
+def logits_of(model: Any, ids: Tensor, mask: Tensor, cache: str) -> Tensor:
+    """Of a prompt, then of a chunk of three tokens and of two single ones: float64, on the CPU."""
+    device = next(model.parameters()).device
+    past, seen, ids = make_cache(cache, model), mask.to(device), ids.to(device)
+    found = [model(ids, attention_mask=seen, past_key_values=past).logits]
+    for count in (3, 1, 1):
+        seen = torch.cat([seen, seen.new_ones(len(seen), count)], dim=1)
+        found.append(model(ids[:, :count], attention_mask=seen, past_key_values=past).logits)
+    return torch.cat(found, dim=1).double().cpu()
+
+
+@torch.no_grad()
+def passes(name: str, side: str, cache: str) -> None:
+    """At most twice as far from the whole model in float32 as the whole model in bfloat16 is."""
+    ids, mask = prompts(), padding_mask(side)
+    exact, usual = (logits_of(model, ids, mask, cache) for model in (pair(name).eager, whole(name)))
+    with projected() as calls:
+        given = logits_of(tiled(name), ids, mask, cache)
+    assert (calls.count, calls.reasons) == (LAYERS * 4, set())
+    real = torch.cat([mask, mask.new_ones(len(mask), exact.shape[1] - mask.shape[1])], dim=1).bool()
+    errors = [(each - exact)[real].abs().max().item() for each in (given, usual)]
+    floor = 4 * torch.finfo(torch.bfloat16).eps * exact[real].abs().max().item()
+    assert errors[0] <= max(2 * errors[1], floor), f"error {errors[0]:.1e}, of the whole model {errors[1]:.1e}"
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", TILED)
+def test_logits_are_those_of_the_whole_model(ranks: Team, name: str, side: str, cache: str) -> None:
+    ranks.run(passes, name, side, cache)

@@ -181,11 +181,15 @@ class Blocks(NamedTuple):
 def fine(workload: Workload) -> list[Blocks]:
     """Up to FINE_BLOCKS even blocks, with attention of several at once: as TOGETHER says, all of them, halves, ...
 
-    Empty where there would be few of LEAST_BYTES and LEAST_ROWS.
+    The last are half as many blocks with attention of all rows, for which there is half as much to launch. Empty where
+    there would be few of LEAST_BYTES and LEAST_ROWS.
     """
     number = min(FINE_BLOCKS, workload.rows * workload.row_bytes // LEAST_BYTES, workload.rows // LEAST_ROWS)
     rows = even(workload, number) if number > 0 else ()
-    return [Blocks(rows, _joined(rows, shares)) for shares in TOGETHER] if len(rows) >= FEWEST_FINE_BLOCKS else []
+    if len(rows) < FEWEST_FINE_BLOCKS:
+        return []
+    divisions = [Blocks(rows, _joined(rows, shares)) for shares in TOGETHER]
+    return [*divisions, Blocks(even(workload, len(rows) // 2), (workload.rows,))]
 
 
 def _joined(rows: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:

@@ -21,9 +21,10 @@ from fastattention.distributed.tiled_allreduce import tiled_allreduce
 from fastattention.distributed.timing import called_seconds, queued_seconds
 from fastattention.distributed.transports import Transfer, Transport
 
-ROUNDS = 5
-CALLS, SHORT_CALLS = 2, 8  # in a row, as the layers of a model come; of calls that are not worth dividing
+ROUNDS, FIRST_ROUNDS = 5, 3
+CALLS, SHORT_CALLS = 4, 8  # in a row, as the layers of a model come; of calls that are not worth dividing
 FINALISTS = 2  # of one block, and as many of several
+LONG_SECONDS = 5e-3  # of a call: its launches are enqueued long before their turn comes
 
 
 class Candidate(NamedTuple):
@@ -59,17 +60,21 @@ class Trial:
         """Takes the memory of a second result."""
         self._candidates, self._group, self._device = candidates, group, transfer.device
         out = call.inputs.q.new_empty(transfer.rows, transfer.hidden)
-        calls = CALLS if any(len(candidate.rows) > 1 for candidate in candidates) else SHORT_CALLS
-        self._works = [partial(_run, call, out, candidate, calls) for candidate in candidates]
+        self._calls = CALLS if any(len(candidate.rows) > 1 for candidate in candidates) else SHORT_CALLS
+        self._works = [partial(_run, call, out, candidate, self._calls) for candidate in candidates]
 
     def winners(self) -> Winners:
         """The fastest; more than one block must gain LEAST_GAIN. The same on all ranks."""
         everyone = range(len(self._candidates))
-        finalists = self._finalists(self._seconds(queued_seconds, everyone, rounds=1, warm_up=True))
-        called = self._fastest(self._seconds(called_seconds, finalists, ROUNDS))
+        queued = self._seconds(queued_seconds, everyone, rounds=1, warm_up=True)
+        finalists = self._finalists(queued)
         if self._device.type == "cpu":
-            return Winners(called, called)
-        return Winners(called, self._fastest(self._seconds(queued_seconds, finalists, ROUNDS)))
+            winner = self._fastest(self._seconds(called_seconds, finalists, ROUNDS))
+            return Winners(winner, winner)
+        captured = self._fastest(self._seconds(queued_seconds, finalists, ROUNDS))
+        if min(queued.values()) < LONG_SECONDS * self._calls:
+            finalists = self._finalists(self._seconds(called_seconds, everyone, FIRST_ROUNDS))
+        return Winners(self._fastest(self._seconds(called_seconds, finalists, ROUNDS)), captured)
 
     def _seconds(self, timer: Timer, places: Sequence[int], rounds: int, warm_up: bool = False) -> dict[int, float]:
         """Of some candidates, in turns: the median of the rounds on the slowest rank."""

@@ -18,12 +18,22 @@ from distributed.team import Team
 from fastattention.distributed import agreement, plan, trials
 from fastattention.distributed.plan import Plan
 from fastattention.distributed.transports import Transfer
-from fastattention.distributed.trials import FINALISTS, ROUNDS, Candidate, Trial, Winners
+from fastattention.distributed.trials import (
+    CALLS,
+    FINALISTS,
+    FIRST_ROUNDS,
+    LONG_SECONDS,
+    ROUNDS,
+    Candidate,
+    Trial,
+    Winners,
+)
 
 CASE = DenseCase(name="tried", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 BLOCKS = (7, 9, 8)
 EVEN = (6, 6, 6, 6)
-FINE = (24, 0), (12, 12, 0), (12, 6, 6, 0)  # eight blocks, with attention of so many rows at once
+# Eight blocks, with attention of so many rows at once; four of six rows, with that of all.
+FINE = (24, 0), (12, 12, 0), (12, 6, 6, 0), (24, 0, 6)
 SERIAL = (24,)
 WAYS = (SERIAL, BLOCKS, EVEN, *FINE)
 
@@ -61,6 +71,8 @@ def way_of(candidate: Candidate) -> tuple[int, ...]:
     assert sum(candidate.rows) == 24
     if not candidate.attended:
         return candidate.rows
+    if candidate.rows == EVEN:
+        return (*candidate.attended, 0, 6)
     assert candidate.rows == (3,) * 8
     return (*candidate.attended, 0)
 
@@ -68,14 +80,15 @@ def way_of(candidate: Candidate) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("seconds", "rows"),
     [
-        ((1.0, 0.4, 0.45, 0.5, 0.5, 0.5), BLOCKS),
-        ((1.0, 0.45, 0.4, 0.5, 0.5, 0.5), EVEN),
-        ((1.0, 0.45, 0.45, 0.4, 0.5, 0.5), FINE[0]),
-        ((1.0, 0.45, 0.45, 0.5, 0.5, 0.4), FINE[2]),
-        ((1.0, 0.6, 0.6, 0.6, 0.6, 0.6), SERIAL),  # on the slowest rank they take 1.2
-        ((1.0, 0.49, 0.5, 0.5, 0.5, 0.5), SERIAL),  # a gain of 2% there
+        ((1.0, 0.4, 0.45, 0.5, 0.5, 0.5, 0.5), BLOCKS),
+        ((1.0, 0.45, 0.4, 0.5, 0.5, 0.5, 0.5), EVEN),
+        ((1.0, 0.45, 0.45, 0.4, 0.5, 0.5, 0.5), FINE[0]),
+        ((1.0, 0.45, 0.45, 0.5, 0.5, 0.4, 0.5), FINE[2]),
+        ((1.0, 0.45, 0.45, 0.5, 0.5, 0.5, 0.4), FINE[3]),
+        ((1.0, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6), SERIAL),  # on the slowest rank they take 1.2
+        ((1.0, 0.49, 0.5, 0.5, 0.5, 0.5, 0.5), SERIAL),  # a gain of 2% there
     ],
-    ids=["blocks-pay", "even-blocks-pay", "whole-attention-pays", "fine-blocks-pay", "blocks-do-not-pay", "hardly"],
+    ids=["blocks-pay", "even-pay", "whole-attention-pays", "fine-pay", "fewer-fine-pay", "blocks-do-not-pay", "hardly"],
 )
 def test_the_slowest_rank_decides_for_all(team: Team, seconds: tuple[float, ...], rows: tuple[int, ...]) -> None:
     one = Sum(CASE, "auto")
@@ -136,13 +149,20 @@ def test_calls_and_captures_have_winners_of_their_own(
     assert Clocks(candidates).winners() == winners
 
 
-def test_only_the_fastest_are_tried_at_length() -> None:
-    whole = [(1, 5.0, 5.0 + place) for place in range(4)]
-    divided = [(4, 6.0, 8.5 - place) for place in range(5)]
+@pytest.mark.parametrize("seconds", [LONG_SECONDS / 2, LONG_SECONDS * 2], ids=["short", "long"])
+def test_only_the_fastest_are_tried_at_length(seconds: float) -> None:
+    """Of calls that are long, launches do not matter: the fastest as captured are."""
+    fastest = seconds * CALLS
+    whole = [(1, fastest * (5 + place), fastest * (5 - place)) for place in range(4)]
+    divided = [(4, fastest * (6 + place), fastest * (5 - place)) for place in range(5)]
     clocks = Clocks([*whole, *divided])
-    assert clocks.winners() == (0, 3 + 5)
-    finalists = [0, 1, 8, 7]
-    assert len(finalists) == 2 * FINALISTS
-    once = [("queued", place) for place in range(9)]
-    in_turns = [(kind, place) for kind in ("called", "queued") for _ in range(ROUNDS) for place in finalists]
-    assert clocks.timed == [*once, *in_turns]
+    captured, called = [3, 2, 8, 7], [0, 1, 4, 5]
+    assert len(called) == 2 * FINALISTS
+    is_long = seconds > LONG_SECONDS
+    assert clocks.winners() == (2 if is_long else 0, 8)
+    everyone = range(9)
+    first = [("queued", place) for place in everyone]
+    queued = [("queued", place) for _ in range(ROUNDS) for place in captured]
+    again = [] if is_long else [("called", place) for _ in range(FIRST_ROUNDS) for place in everyone]
+    last = [("called", place) for _ in range(ROUNDS) for place in (captured if is_long else called)]
+    assert clocks.timed == [*first, *queued, *again, *last]

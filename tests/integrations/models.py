@@ -31,7 +31,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-VOCABULARY = 97
+VOCABULARY = 98
 WINDOW = 6  # shorter than the prompts, so that windows matter
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

@@ -15,7 +15,7 @@ from fastattention.errors import ArgumentError, CacheFullError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache, MicroBatchedCache, overlapped
 
 from .budgets import LARGE, LENGTH, NUM_LAYERS, PAGE_SIZE, POLICIES, SLOW, cache_arguments, generate_arguments
-from .models import deep, prompts
+from .models import VOCABULARY, deep, prompts
 
 SMALL = 140_000  # bytes: few layers of three sequences stay on the device
 MODELS = ("llama", "qwen3", "gemma2")
@@ -156,7 +156,7 @@ def test_hidden_states_and_tuples_are_joined() -> None:
             assert_close(state, wanted)
         assert result.past_key_values is cache
     first, second = call("llama", cache, more, return_dict=False)
-    assert first.shape == (3, 1, 97)
+    assert first.shape == (3, 1, VOCABULARY)
     assert second is cache
 
 

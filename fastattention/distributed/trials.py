@@ -66,15 +66,18 @@ class Trial:
     def winners(self) -> Winners:
         """The fastest; more than one block must gain LEAST_GAIN. The same on all ranks."""
         everyone = range(len(self._candidates))
-        queued = self._seconds(queued_seconds, everyone, rounds=1, warm_up=True)
-        finalists = self._finalists(queued)
+        queued = called = self._seconds(queued_seconds, everyone, rounds=1, warm_up=True)
         if self._device.type == "cpu":
-            winner = self._fastest(self._seconds(called_seconds, finalists, ROUNDS))
+            winner = self._winner(called_seconds, called)
             return Winners(winner, winner)
-        captured = self._fastest(self._seconds(queued_seconds, finalists, ROUNDS))
         if min(queued.values()) < LONG_SECONDS * self._calls:
-            finalists = self._finalists(self._seconds(called_seconds, everyone, FIRST_ROUNDS))
-        return Winners(self._fastest(self._seconds(called_seconds, finalists, ROUNDS)), captured)
+            called = self._seconds(called_seconds, everyone, FIRST_ROUNDS)
+            queued = self._seconds(queued_seconds, everyone, FIRST_ROUNDS)
+        return Winners(self._winner(called_seconds, called), self._winner(queued_seconds, queued))
+
+    def _winner(self, timer: Timer, first: dict[int, float]) -> int:
+        """first: seconds by which some come into the last round."""
+        return self._fastest(self._seconds(timer, self._finalists(first), ROUNDS))
 
     def _seconds(self, timer: Timer, places: Sequence[int], rounds: int, warm_up: bool = False) -> dict[int, float]:
         """Of some candidates, in turns: the median of the rounds on the slowest rank."""

@@ -161,8 +161,9 @@ def test_only_the_fastest_are_tried_at_length(seconds: float) -> None:
     is_long = seconds > LONG_SECONDS
     assert clocks.winners() == (2 if is_long else 0, 8)
     everyone = range(9)
-    first = [("queued", place) for place in everyone]
-    queued = [("queued", place) for _ in range(ROUNDS) for place in captured]
-    again = [] if is_long else [("called", place) for _ in range(FIRST_ROUNDS) for place in everyone]
-    last = [("called", place) for _ in range(ROUNDS) for place in (captured if is_long else called)]
-    assert clocks.timed == [*first, *queued, *again, *last]
+    once = [("queued", place) for place in everyone]
+    if not is_long:
+        once += [(kind, place) for kind in ("called", "queued") for _ in range(FIRST_ROUNDS) for place in everyone]
+    as_called = [("called", place) for _ in range(ROUNDS) for place in (captured if is_long else called)]
+    as_captured = [("queued", place) for _ in range(ROUNDS) for place in captured]
+    assert clocks.timed == [*once, *as_called, *as_captured]

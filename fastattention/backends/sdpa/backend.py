@@ -37,6 +37,9 @@ class SdpaBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, splits the call into sequences of one length, attends to each and joins the results."""
+        whole = fused.attend_whole(problem, inputs)
+        if whole is not None:
+            return AttentionOutput(whole, None)
         if gpu_kernels.can_serve(problem):
             parts = split(problem, inputs, inputs.q, whole_batch=True)
             return join(problem, inputs, [gpu_kernels.attend(problem, part) for part in parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattention.backends.sdpa import gpu_kernels
-from fastattention.backends.sdpa.masks import Mask, chunk_mask, chunks, sees_everything
+from fastattention.backends.sdpa.masks import Mask, chunk_mask, chunks, hides_nothing, sees_everything
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
-from fastattention.problem import Problem
+from fastattention.problem import Inputs, Layout, Problem
 
 _HAS_ENABLE_GQA = torch.__version__ >= "2.5"
 # Elements a head dimension is padded to off the CPU: other sizes send torch to its kernel that stores all scores.
@@ -28,6 +29,47 @@ def can_express(problem: Problem) -> bool:
     return scores_only and scale_fits and repeatable
 
 
+def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
+    """The result of a call that is one of torch's with the tensors as they lie; None for all others.
+
+    What `attend` does with such a call, in fewer steps: they take longer than attention of a short one.
+    """
+    if not _is_one_call(problem):
+        return None
+    causal = not _sees_everything(problem)
+    if not (_shares_keys(problem) if causal else _shares_keys_unmasked(problem)):
+        return None
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if problem.device.type != "cpu" and not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
+        return None
+    gqa: dict[str, Any] = {"enable_gqa": True} if problem.group_size > 1 else {}
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=problem.softmax_scale, **gqa
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_one_call(problem: Problem) -> bool:
+    """But for heads that share keys, and where tensors lie."""
+    fits = (
+        problem.dtype is not torch.float16 if problem.device.type == "cpu" else problem.headdim % _HEADDIM_MULTIPLE == 0
+    )
+    return (
+        fits
+        and problem.layout is Layout.DENSE
+        and problem.headdim == problem.headdim_v
+        and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.nheads, problem.headdim) > 0
+        and can_express(problem)
+        and not (problem.has_alibi or problem.has_bias)
+        and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q == problem.seqlen_k))
+    )
+
+
+def _sees_everything(problem: Problem) -> bool:
+    return hides_nothing(problem.seqlen_q, problem.seqlen_k, problem.window_left, problem.window_right)
+
+
 def attend(problem: Problem, part: Part) -> Tensor:
     """Attention of a part that has queries and keys: (batch_size, nheads, seqlen_q, headdim_v)."""
     dtype = _working_dtype(part)
@@ -36,7 +78,7 @@ def attend(problem: Problem, part: Part) -> Tensor:
     plain = part.slopes is None and part.bias is None
     if plain and sees_everything(problem, part):
         out = _attend_unmasked(problem, part)
-    elif plain and problem.is_causal and part.q.shape[2] == part.k.shape[2] and _shares_keys(problem, part):
+    elif plain and problem.is_causal and part.q.shape[2] == part.k.shape[2] and _shares_keys(problem):
         out = _attend_causal(problem, part)
     else:
         out = _attend_masked(problem, part)
@@ -52,16 +94,20 @@ def _working_dtype(part: Part) -> torch.dtype:
     return part.q.dtype
 
 
-def _shares_keys(problem: Problem, part: Part) -> bool:
+def _shares_keys(problem: Problem) -> bool:
     """True when torch can give several query heads one key/value head without storing scores or copies of keys."""
     if problem.group_size == 1:
         return True
-    return _HAS_ENABLE_GQA and (part.q.device.type == "cpu" or part.q.dtype is not torch.float32)
+    return _HAS_ENABLE_GQA and (problem.device.type == "cpu" or problem.dtype is not torch.float32)
+
+
+def _shares_keys_unmasked(problem: Problem) -> bool:
+    """By kernels of a GPU that know of groups: of few queries they divide the keys, but not of folded heads."""
+    return problem.group_size == 1 or (_HAS_ENABLE_GQA and gpu_kernels.share_keys(problem))
 
 
 def _attend_unmasked(problem: Problem, part: Part) -> Tensor:
-    """By kernels of a GPU that know of groups: of few queries they divide the keys, but not of folded heads."""
-    if problem.group_size > 1 and _HAS_ENABLE_GQA and gpu_kernels.share_keys(problem):
+    if problem.group_size > 1 and _shares_keys_unmasked(problem):
         return _sdpa(problem, part.q, part.k, part.v, enable_gqa=True)
     return _attend_folded(problem, part.q, part.k, part.v, None)
 
@@ -131,8 +177,13 @@ def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """`x`, copied where its rows do not start at multiples of 16 bytes: torch's GPU kernels refuse or fault there."""
+    """`x`, copied where torch's GPU kernels would refuse it or fault."""
+    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether rows are without gaps and start at multiples of 16 bytes."""
     first, second, third, last = x.stride()
     elements = 16 // x.element_size()
     misplaced = first % elements or second % elements or third % elements or x.storage_offset() % elements
-    return x.clone(memory_format=torch.contiguous_format) if misplaced or last != 1 else x
+    return not misplaced and last == 1

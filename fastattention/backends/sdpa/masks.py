@@ -41,11 +41,12 @@ def band(problem: Problem, part: Part) -> TileRange:
 
 def sees_everything(problem: Problem, part: Part) -> bool:
     """True when the causal mask and the window hide no key of `part` from any of its queries."""
-    return _hides_nothing(part.q.shape[2], part.k.shape[2], problem.window_left, problem.window_right)
+    return hides_nothing(part.q.shape[2], part.k.shape[2], problem.window_left, problem.window_right)
 
 
 @functools.lru_cache(maxsize=4096)
-def _hides_nothing(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int) -> bool:
+def hides_nothing(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int) -> bool:
+    """The same of lengths and a window."""
     if not seqlen_q or not seqlen_k:
         return True
     band = TileRange(seqlen_q, seqlen_k, window_left, window_right)

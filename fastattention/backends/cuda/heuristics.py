@@ -30,7 +30,7 @@ class _Tiles(NamedTuple):
 
 
 # For head dimensions up to the key, the candidates, best first: the first that suits the call and fits the GPU is
-# taken (docs/experiments.md). The first ones of 80 and 75 were chosen on an H200, those of 70 by the predictions of
+# taken (docs/experiments_gpu.md). The first ones of 80 and 75 were chosen on an H200, those of 70 by the predictions of
 # benchmarks/volta_model, the others by counting: as many warps, and as few reads of shared memory, as then fit.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {

@@ -36,13 +36,14 @@ from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
 from fastattention.distributed import attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, agreement_of
+from fastattention.distributed.plan import worth_dividing
 from fastattention.distributed.transports import TRANSPORTS
 from fastattention.distributed.trials import Candidate
 from fastattention.errors import UnsupportedError
 
 RESULTS = Path(__file__).parent / "results"
 SERIAL, COMPUTE, ALL_REDUCE = "serial", "compute", "all-reduce"
-CALLS = 4  # in a row, timed together
+CALLS, SHORT_CALLS = 4, 32  # in a row, timed together; of calls that are not worth dividing, whose time is Python's
 WARM_UP = 2
 LARGEST_DIFFERENCE = (
     0.02  # from serial, of the largest number: a row of a wrong rank or block would differ by all of it
@@ -239,31 +240,37 @@ def meet() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(work: Work, device: torch.device) -> float:
-    """Of a call, among several in a row."""
+def calls_of(case: Case) -> int:
+    """In a row, the same on all ranks."""
+    rows, hidden = case.batch_size * case.seqlen_q, MODELS[case.model].hidden
+    return CALLS if worth_dividing(rows, 2 * rows * hidden) else SHORT_CALLS
+
+
+def seconds_of(work: Work, device: torch.device, calls: int) -> float:
+    """Of a call, among `calls` in a row."""
     meet()
     if device.type == "cpu":
         start = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(calls):
             work()
-        return (time.perf_counter() - start) / CALLS
+        return (time.perf_counter() - start) / calls
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
-    for _ in range(CALLS):
+    for _ in range(calls):
         work()
     end.record()
     torch.cuda.synchronize()
     milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / 1e3 / CALLS
+    return milliseconds / 1e3 / calls
 
 
-def medians(contest: Contest, rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds by kind and name: the median of the rounds, on the slowest rank."""
+def medians(contest: Contest, calls: int, rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Seconds by kind and name, of `calls` in a row: the median of the rounds, on the slowest rank."""
     works = [(kind, name, work) for kind, named in contest.kinds.items() for name, work in named.items()]
     times: list[list[float]] = [[] for _ in works]
     for turn in range(WARM_UP + rounds):
         for found, (_, _, work) in zip(times, works, strict=True):
-            seconds = seconds_of(work, device)
+            seconds = seconds_of(work, device, calls)
             if turn >= WARM_UP:
                 found.append(seconds)
     slowest = torch.tensor([median(found) for found in times], device=device)
@@ -289,7 +296,7 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
     """The figures of a case."""
     contest = Contest(Share(case, device, options.dtype), options.graphs)
     differences = contest.differences()
-    seconds = medians(contest, options.rounds, device)
+    seconds = medians(contest, calls_of(case), options.rounds, device)
     return {
         **asdict(case),
         "seconds": seconds,

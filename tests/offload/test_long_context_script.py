@@ -15,6 +15,8 @@ TINY = ModelShape("tiny", 4, 4, 2, 16, 64, 96, 128, dtype_bytes=4)
 CASES = (
     long_context.Case("tiny", 512, 0),
     long_context.Case("tiny", 512, 1),
+    long_context.Case("tiny", 256, 0),
+    long_context.Case("tiny", 256, 1),
     long_context.Case("tiny", 500, 4, batch_size=2),
     long_context.Case("tiny", 512, 3, quantised=True),
 )
@@ -40,3 +42,18 @@ def test_every_policy_is_timed_predicted_and_agrees(rows: list[dict[str, object]
             assert all(figure < 1e-5 for figure in figures.values()) or name != "difference"
         assert isinstance(row["kv_cpu_bytes"], int)
         assert (row["kv_cpu_bytes"] > 0) == (case.num_layers_cpu > 0)
+
+
+def test_steps_of_a_length_are_predicted_by_the_resident_one_of_that_length(rows: list[dict[str, object]]) -> None:
+    found = {(case.seqlen, case.num_layers_cpu): row for case, row in zip(CASES, rows, strict=True)}
+    overheads = {place: row["hardware"]["layer_overhead_seconds"] for place, row in found.items()}  # type: ignore[index]
+    first, second = overheads[512, 0], overheads[256, 0]
+    assert first != second
+    assert overheads == {
+        (512, 0): first,
+        (512, 1): first,
+        (256, 0): second,
+        (256, 1): second,
+        (500, 4): first,
+        (512, 3): first,
+    }

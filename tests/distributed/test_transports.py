@@ -73,6 +73,7 @@ def pretended(reason: str | None = None) -> Any:
         mock.patch.object(dist, "get_rank", return_value=0),
         mock.patch.object(dist, "get_world_size", return_value=1),
         mock.patch.object(torch.cuda, "Stream"),
+        mock.patch.object(torch.cuda, "Event"),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(torch.cuda, "MemPool", side_effect=lambda allocator: object()),
         mock.patch.object(torch.cuda, "use_mem_pool", side_effect=lambda pool, device: contextlib.nullcontext()),

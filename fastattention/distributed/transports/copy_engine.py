@@ -50,7 +50,7 @@ class CopyEngine(OnOneHost):
         self._turn = 0
         self._end = 0  # where the rows of the call under way end
         if self._reason is None:
-            self._compute = torch.cuda.current_stream(device)  # of the call under way: to ask takes as long as a launch
+            self._compute = self._stream  # from `begin` on that of the call: to ask for it takes as long as a launch
             # Recorded again and again, as making them takes longer: where one stream follows the other, by turn where
             # parts have been fetched, and where a block is complete.
             self._following, *self._fetched, self._complete = (torch.cuda.Event() for _ in range(4))  # type: ignore[no-untyped-call]

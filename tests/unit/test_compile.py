@@ -142,7 +142,10 @@ def test_a_decoding_loop_is_one_graph_and_fills_the_cache() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_compiled_gradients_are_as_good_as_those_of_plain_torch(dtype: torch.dtype) -> None:
-    """At most three times the error of the reference run in the same precision, and half a unit of rounding."""
+    """At most three times the error of the reference run in the same precision, and half a unit of rounding.
+
+    Gradients of slopes and sinks are sums over the scores of a head: as many roundings more, up and down by chance.
+    """
     q, k, v = torch.randn(2, 33, 4, 32), torch.randn(2, 47, 2, 32), torch.randn(2, 47, 2, 32)
     sinks, slopes, bias = torch.randn(4), torch.rand(4), torch.randn(33, 47)
     grad_out, grad_lse = torch.randn(2, 33, 4, 32), torch.randn(2, 4, 33)
@@ -171,7 +174,9 @@ def test_compiled_gradients_are_as_good_as_those_of_plain_torch(dtype: torch.dty
 
     exact, plain, got = reference(torch.float64), reference(None), gradients(run_compiled)
     for name, true, torch_s, ours in zip(("q", "k", "v", "alibi", "bias", "sinks"), exact, plain, got, strict=True):
-        floor = 0.5 * torch.finfo(dtype).eps * float(true.abs().max())
+        by_chance = {"alibi": 2 * 33 * 47, "sinks": 2 * 33}.get(name, 0) ** 0.5
+        units = torch.finfo(dtype).eps + by_chance * torch.finfo(torch.float32).eps
+        floor = 0.5 * units * float(true.abs().max())
         assert float((ours - true).abs().max()) <= 3 * float((torch_s - true).abs().max()) + floor, name
 
 

@@ -240,10 +240,9 @@ def meet() -> None:
         torch.cuda.synchronize()
 
 
-def calls_of(case: Case) -> int:
-    """In a row, the same on all ranks."""
-    rows, hidden = case.batch_size * case.seqlen_q, MODELS[case.model].hidden
-    return CALLS if worth_dividing(rows, 2 * rows * hidden) else SHORT_CALLS
+def calls_of(out: Tensor) -> int:
+    """That give `out` and are timed in a row, the same on all ranks."""
+    return CALLS if worth_dividing(out.shape[:2].numel(), out.nbytes) else SHORT_CALLS
 
 
 def seconds_of(work: Work, device: torch.device, calls: int) -> float:
@@ -264,8 +263,9 @@ def seconds_of(work: Work, device: torch.device, calls: int) -> float:
     return milliseconds / 1e3 / calls
 
 
-def medians(contest: Contest, calls: int, rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds by kind and name, of `calls` in a row: the median of the rounds, on the slowest rank."""
+def medians(contest: Contest, rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Seconds by kind and name: the median of the rounds, on the slowest rank."""
+    calls = calls_of(contest.share.out)
     works = [(kind, name, work) for kind, named in contest.kinds.items() for name, work in named.items()]
     times: list[list[float]] = [[] for _ in works]
     for turn in range(WARM_UP + rounds):
@@ -296,7 +296,7 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
     """The figures of a case."""
     contest = Contest(Share(case, device, options.dtype), options.graphs)
     differences = contest.differences()
-    seconds = medians(contest, calls_of(case), options.rounds, device)
+    seconds = medians(contest, options.rounds, device)
     return {
         **asdict(case),
         "seconds": seconds,

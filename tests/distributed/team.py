@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,6 +25,16 @@ _CONTEXT.set_forkserver_preload(["fastattention.distributed", "fastattention.ref
 PATIENCE = 60.0  # seconds for the answers of one task; beyond it a rank hangs
 GPU_PATIENCE = 150.0  # on GPUs, whose first task compiles kernels, and makes communicators
 MOST_GPUS = 4
+NEEDS_TWO_GPUS = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two GPUs and NCCL"
+)
+
+
+def meet() -> None:
+    """All ranks come here, and their GPUs have done all that was asked of them."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
 
 
 class FailedError(Exception):

@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.layers import HIDDEN, assert_as_exact_as, causal, exact, parallel, thirds, whole
-from distributed.team import Team
+from distributed.team import NEEDS_TWO_GPUS, Team, meet
 from fastattention import UnsupportedError
 from fastattention.distributed import TilingAllReduce
 from fastattention.distributed.transports import TRANSPORTS
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two GPUs and NCCL"
-)
+pytestmark = NEEDS_TWO_GPUS
 
 BATCH_SIZE, SEQLEN = 3, 611
 TURNS = 5
@@ -41,9 +39,7 @@ def run_captured(transport: str) -> list[Tensor] | str:
     except UnsupportedError as error:
         return str(error)
     assert_as_exact_as(first, block(x), exact(block, x))
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
+    meet()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = made(x)

@@ -16,16 +16,14 @@ from conformance.case import DenseCase, KvCacheCase
 from torch import Tensor
 
 from distributed.sums import Sum, arguments_of, check, run_part
-from distributed.team import GPU_PATIENCE, MOST_GPUS, Team
+from distributed.team import GPU_PATIENCE, MOST_GPUS, NEEDS_TWO_GPUS, Team, meet
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import agreement
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.transports import TRANSPORTS
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two GPUs and NCCL"
-)
+pytestmark = NEEDS_TWO_GPUS
 
 TURNS = 12
 CYCLES = 3_000_000  # about two milliseconds: longer than any block here
@@ -174,9 +172,7 @@ def run_captured(one: Sum, transport: str) -> list[Tensor]:
     arguments["transport"] = transport
     arguments["out"] = out = function(**arguments)
     outs = [out.clone()]
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
+    meet()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         function(**arguments)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from distributed.team import GPU_PATIENCE, Team
+from distributed.team import GPU_PATIENCE, NEEDS_TWO_GPUS, Team
 from torch import Tensor
 
 from fastattention.integrations.transformers.tensor_parallel import tile_allreduce
@@ -18,9 +17,7 @@ from fastattention.integrations.transformers.tensor_parallel import tile_allredu
 from .models import make_cache, padding_mask, pair, prompts
 from .test_tensor_parallel import LAYERS, TILED, divided, halves, projected
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or not dist.is_nccl_available(), reason="needs two GPUs and NCCL"
-)
+pytestmark = NEEDS_TWO_GPUS
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,8 @@ def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
     q, k, v = inputs.q, inputs.k, inputs.v
     if problem.device.type != "cpu" and not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
         return None
-    gqa: dict[str, Any] = {"enable_gqa": True} if problem.group_size > 1 else {}
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, scale=problem.softmax_scale, **gqa
-    )
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=problem.softmax_scale, **_gqa(problem))
     return out.transpose(1, 2).contiguous()
 
 
@@ -106,16 +104,20 @@ def _shares_keys_unmasked(problem: Problem) -> bool:
     return problem.group_size == 1 or (_HAS_ENABLE_GQA and gpu_kernels.share_keys(problem))
 
 
+def _gqa(problem: Problem) -> dict[str, Any]:
+    """How torch is told that heads share keys; before 2.5 it knows no such argument."""
+    return {"enable_gqa": True} if problem.group_size > 1 else {}
+
+
 def _attend_unmasked(problem: Problem, part: Part) -> Tensor:
-    if problem.group_size > 1 and _shares_keys_unmasked(problem):
-        return _sdpa(problem, part.q, part.k, part.v, enable_gqa=True)
+    if _shares_keys_unmasked(problem):
+        return _sdpa(problem, part.q, part.k, part.v, **_gqa(problem))
     return _attend_folded(problem, part.q, part.k, part.v, None)
 
 
 def _attend_causal(problem: Problem, part: Part) -> Tensor:
     """The square lower triangle, which torch aligns as we do and whose hidden half it skips."""
-    gqa = {"enable_gqa": True} if problem.group_size > 1 else {}
-    return _sdpa(problem, part.q, part.k, part.v, is_causal=True, **gqa)
+    return _sdpa(problem, part.q, part.k, part.v, is_causal=True, **_gqa(problem))
 
 
 def _attend_masked(problem: Problem, part: Part) -> Tensor:

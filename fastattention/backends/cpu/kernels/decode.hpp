@@ -186,13 +186,12 @@ public:
         constexpr int64_t kSize = sizeof(Element);
         const int64_t headdim = call_->params->headdim, headdim_v = call_->params->headdim_v;
         for (int64_t j = 0; j < run.n; j += Dot::kBlock) {
-            const char *keys = run.keys + j * run.key_stride, *values = run.values + j * run.value_stride;
-            const char* next_keys = j + Dot::kBlock < run.n ? keys + Dot::kBlock * run.key_stride : run.next_keys;
-            Dot::template score_run<kGroup>(keys, run.key_stride, queries_, headdim, scores_,
-                                            {values, run.value_stride, headdim_v * kSize});
+            const int64_t next = j + Dot::kBlock, far = j + Dot::kFar;
+            Dot::template score_run<kGroup>(run.key(j), run.key_stride, queries_, headdim, scores_,
+                                            {run.value(j), run.value(far), run.value_stride, headdim_v * kSize});
             softmax(Dot::kBlock * kGroup);
-            Dot::template accumulate_run<kGroup>(values, run.value_stride, probabilities_, acc_o_, acc_stride_, headdim_v,
-                                                 {next_keys, run.key_stride, headdim * kSize});
+            Dot::template accumulate_run<kGroup>(run.value(j), run.value_stride, probabilities_, acc_o_, acc_stride_, headdim_v,
+                                                 {run.key(next), run.key(far), run.key_stride, headdim * kSize});
         }
     }
 

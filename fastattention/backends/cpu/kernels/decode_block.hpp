@@ -71,37 +71,24 @@ struct Block {
     }
 };
 
-// Keys and values of one head that lie equally far apart, and the first key after them.
+// Keys and values of one head that lie equally far apart, and the first key and value after them.
 struct Run {
-    const char *keys, *values, *next_keys;
+    const char *keys, *values, *next_keys, *next_values;
     int64_t key_stride, value_stride;  // in bytes
     int64_t n;
 
     // From key `begin` on, of a range that ends at `end`; whole blocks.
     static Run locate(const Rows& k, const Rows& v, int64_t begin, int64_t end, int64_t block) {
         const int64_t n = v.equally_spaced(begin, k.equally_spaced(begin, end - begin)) / block * block;
-        return {k(begin), v(begin), k(smaller(begin + n, end - 1)), k.stride_row, v.stride_row, n};
-    }
-};
-
-// Runs through equally spaced rows to prefetch, a cache line at a time.
-class RowFetch {
-public:
-    // bytes: of a row.
-    RowFetch(const char* first, int64_t stride, int64_t bytes)
-        : at_(first), end_(first + bytes), stride_(stride), gap_(stride - round_up(bytes, 64)) {}
-
-    __attribute__((always_inline)) void prefetch_line() {
-        prefetch(at_);
-        at_ += 64;
-        if (at_ < end_) return;
-        at_ += gap_;
-        end_ += stride_;
+        const int64_t next = smaller(begin + n, end - 1);
+        return {k(begin), v(begin), k(next), v(next), k.stride_row, v.stride_row, n};
     }
 
-private:
-    const char *at_, *end_;
-    const int64_t stride_, gap_;
+    // Key j of the run, or of what comes after it; values likewise.
+    const char* key(int64_t j) const { return j < n ? keys + j * key_stride : next_keys + (j - n) * key_stride; }
+    const char* value(int64_t j) const {
+        return j < n ? values + j * value_stride : next_values + (j - n) * value_stride;
+    }
 };
 
 // Runs through the rows to prefetch while one head of a block is processed: token by token and in each through the heads.

@@ -3,16 +3,40 @@
 //   scores: 16 keys where they lie, 32 elements of each, x the queries, two elements of all of them in a row
 //   values: the probabilities of 32 keys, a row each query, x values of 32 keys, two keys side by side, 16 columns at a time
 //
-// Keys and values of a block are 8 KB each at headdim 128, and each is fetched while the other is multiplied, line by line:
-// memory is never idle, and never asked for more at once than a core can have on its way (docs/experiments.md).
+// Keys and values of a block are 8 KB each at headdim 128. While one is multiplied, two fetches go on line by line: of the
+// other into the first-level cache, where the next product finds it, and of what lies two blocks ahead from memory into the
+// second: memory is never idle, and never asked for more at once than a core can have on its way (docs/experiments.md).
 #pragma once
 
 namespace FA_NAMESPACE {
+
+// Runs through equally spaced rows, a cache line at a time: those at `near` come into the first-level cache, and as many at
+// `far`, which lie alike, into the second.
+class RowFetch {
+public:
+    // bytes: of a row.
+    RowFetch(const char* near, const char* far, int64_t stride, int64_t bytes)
+        : at_(near), end_(near + bytes), far_(far - near), stride_(stride), gap_(stride - round_up(bytes, 64)) {}
+
+    __attribute__((always_inline)) void prefetch_line() {
+        _mm_prefetch(at_, _MM_HINT_T0);
+        _mm_prefetch(at_ + far_, _MM_HINT_T1);
+        at_ += 64;
+        if (at_ < end_) return;
+        at_ += gap_;
+        end_ += stride_;
+    }
+
+private:
+    const char *at_, *end_;
+    const int64_t far_, stride_, gap_;
+};
 
 struct Bfloat16Tiles : Paired {
     using Grouped = Bfloat16Tiles;
     static constexpr bool kRuns = true;
     static constexpr int64_t kBlock = 32, kAhead = 32, kTurn = 32;
+    static constexpr int64_t kFar = 2 * kBlock;  // keys by which fetching from memory runs ahead in a run
     static constexpr int kUnits = 16;  // pairs of elements or keys in a tile
 
     // Results of values in tiles 0 and 1, values in 2 and 3, probabilities in 4, keys in 5, queries in 6, scores in 7.

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fastattention.backends.cuda.jit.module import launch_host_function
 from fastattention.errors import ArgumentError, CacheFullError
+from fastattention.offload.cpu_stream import CpuStream
 
 # A point in the work of a device. What it is, is the device's own business.
 Event = Any
@@ -139,7 +139,7 @@ class CudaDevice(Device):
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._uploaded: torch.cuda.Event | None = None  # the end of the last upload
         self._branches: list[torch.cuda.Stream] = []
-        self._cpu: dict[int, torch.cuda.Stream] = {}  # for every stream that computes
+        self._cpu: dict[int, CpuStream] = {}  # for every stream that computes
         self._running = Running()
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -174,16 +174,18 @@ class CudaDevice(Device):
         return self._down.record_event()
 
     def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Event]) -> Span:
-        """On a stream of its own: this thread goes on, and the driver calls the function when its turn comes."""
+        """On a stream of its own: this thread goes on, and one without Python works when its turn comes."""
         self._running.check()
-        stream = self._cpu_stream()
+        cpu = self._cpu_stream()
         running = self._running.keep(job)
-        try:
-            begin = self._begin(stream, after)
-            self._copy(stream, job.down)
-            launch_host_function(job.work.function, job.work.argument, stream.cuda_stream)
-        finally:
-            running.end = _timed_event(stream)
+        with torch.cuda.stream(cpu.stream):
+            try:
+                begin = self._begin(cpu.stream, after)
+                self._copy(cpu.stream, job.down)
+                cpu.enqueue(job.work.function, job.work.argument)
+            finally:
+                cpu.wait()
+                running.end = _timed_event(cpu.stream)
         return Span(begin, running.end)
 
     def branch(self, number: int) -> contextlib.AbstractContextManager[object]:
@@ -218,11 +220,11 @@ class CudaDevice(Device):
         host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
         return Shared(host, _as_device_tensor(host, self.torch_device))
 
-    def _cpu_stream(self) -> torch.cuda.Stream:
+    def _cpu_stream(self) -> CpuStream:
         """Of the current stream: jobs of branches do not wait for each other."""
         key = torch.cuda.current_stream(self.torch_device).cuda_stream
         if key not in self._cpu:
-            self._cpu[key] = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+            self._cpu[key] = CpuStream(self.torch_device)
         return self._cpu[key]
 
     @staticmethod
@@ -261,7 +263,7 @@ def _as_device_tensor(pinned: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class RunningJob:
-    """A job that the driver may begin at any time; its end is known once all of it has been asked for."""
+    """A job that may begin at any time; its end is known once all of it has been asked for."""
 
     job: CpuJob
     end: torch.cuda.Event | None = None

@@ -1,11 +1,12 @@
-// Exercises the thread pool as calls do; meant to run under the thread sanitizer. Exits with 1 when an index was not run
-// exactly once, or a slot was used by two threads at once.
+// Exercises the thread pool as calls do, and queues of work that use it; meant to run under the thread sanitizer. Exits with 1
+// when an index was not run exactly once, a slot was used by two threads at once, or a job saw other input than its own.
 #include <atomic>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
 #include "thread_pool.hpp"
+#include "work_queue.hpp"
 
 namespace {
 
@@ -25,6 +26,33 @@ void run_rounds(int rounds, int64_t count, int num_threads) {
     }
 }
 
+// Input and results are plain numbers: what orders them is ready and done alone.
+struct Job {
+    int input = 0, result = 0;
+
+    static void run(void* argument) {
+        Job& job = *static_cast<Job*>(argument);
+        std::atomic<int> sum{0};
+        fastattention::parallel_for(8, 4, [&](int64_t, int) { sum += job.input; });
+        job.result = sum;
+    }
+};
+
+void run_queue(int jobs) {
+    uint32_t ready = 0, done = 0;
+    std::vector<Job> work(jobs);
+    fastattention::WorkQueue queue(&ready, &done);
+    for (int i = 0; i < jobs; ++i) {
+        queue.push(i + 1, Job::run, &work[i]);
+        work[i].input = i;
+        __atomic_store_n(&ready, i + 1, __ATOMIC_RELEASE);
+        if (i % 3 != 0) continue;  // others are asked for ahead
+        while (__atomic_load_n(&done, __ATOMIC_ACQUIRE) != static_cast<uint32_t>(i + 1)) fastattention::pause();
+        if (work[i].result != 8 * i) ++failures;
+    }
+    queue.push(jobs + 1, Job::run, &work[0]);  // never ready
+}
+
 }  // namespace
 
 int main() {
@@ -35,6 +63,9 @@ int main() {
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_rounds(200, 64, 4); });
     for (std::thread& caller : callers) caller.join();
+    std::vector<std::thread> queues;
+    for (int i = 0; i < 2; ++i) queues.emplace_back([] { run_queue(200); });
+    for (std::thread& queue : queues) queue.join();
     if (failures != 0) std::printf("%d failures\n", failures.load());
     return failures == 0 ? 0 : 1;
 }

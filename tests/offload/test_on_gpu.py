@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.backends.registry import get_backend
+from fastattention.offload.cpu_stream import CpuStream
 from fastattention.offload.device import Copy, CudaDevice
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions, Padding
@@ -152,3 +156,63 @@ def test_nothing_is_pinned_when_a_store_is_gone() -> None:
     memory = next(pages.tensors())
     assert int(runtime.cudaHostRegister(memory.data_ptr(), 4096, 0)) == 0
     assert int(runtime.cudaHostUnregister(memory.data_ptr())) == 0
+
+
+class Increment:
+    """Work of the CPU: the first number of some pinned ones, one more and a little later, is the second."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.zeros(2, dtype=torch.int64).pin_memory()
+        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run)  # stays as long as this
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+
+    def _run(self, _: int | None) -> None:
+        time.sleep(1e-3)
+        self.numbers[1] = self.numbers[0] + 1
+
+
+def test_the_cpu_works_between_what_a_stream_does() -> None:
+    cpu, work = CpuStream(this_gpu()), Increment()
+    value = torch.zeros(1, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(cpu.stream):
+        for _ in range(100):
+            torch.cuda._sleep(CYCLES // 10)
+            work.numbers[:1].copy_(value, non_blocking=True)
+            cpu.enqueue(work.address, 0)
+            cpu.wait()
+            value.copy_(work.numbers[1:], non_blocking=True)
+    torch.cuda.synchronize()
+    assert value.item() == 100
+
+
+def test_a_job_that_could_not_be_asked_for_leaves_the_stream_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, work = CpuStream(this_gpu()), Increment()
+    push: Callable[..., None] = cpu._queue.push
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    with torch.cuda.stream(cpu.stream):
+        monkeypatch.setattr(cpu._queue, "push", fail)
+        with pytest.raises(MemoryError):
+            cpu.enqueue(work.address, 0)
+        cpu.wait()
+        torch.cuda.synchronize()
+        monkeypatch.setattr(cpu._queue, "push", push)
+        torch.cuda._sleep(10 * CYCLES)
+        work.numbers[:1].copy_(torch.full((1,), 7, device="cuda"), non_blocking=True)
+        cpu.enqueue(work.address, 0)
+        cpu.wait()
+    torch.cuda.synchronize()
+    assert work.numbers.tolist() == [7, 8]
+
+
+def test_a_stream_that_nobody_has_any_more_waits_for_no_job() -> None:
+    cpu, work = CpuStream(this_gpu()), Increment()
+    with torch.cuda.stream(cpu.stream):
+        torch.cuda._sleep(10 * CYCLES)
+        cpu.enqueue(work.address, 0)
+        cpu.wait()
+    del cpu
+    torch.cuda.synchronize()

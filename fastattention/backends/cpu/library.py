@@ -17,7 +17,7 @@ from fastattention import config
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 3  # of api.cpp
+_ABI_VERSION = 4  # of api.cpp
 
 _POINTERS = (
     "q k v out lse k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx "
@@ -91,6 +91,10 @@ class Library:
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),
             "fastattention_release": (None, (ctypes.c_void_p,)),
+            "fastattention_queue_start": (ctypes.c_void_p, (ctypes.c_void_p,) * 2),
+            "fastattention_queue_push": (int64, (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p)),
+            "fastattention_queue_newest": (ctypes.c_uint32, (ctypes.c_void_p,)),
+            "fastattention_queue_end": (None, (ctypes.c_void_p,)),
             "fastattention_flop_loop": (ctypes.c_double, (int64,) * 4),
             "fastattention_read_loop": (None, (int64, ctypes.c_void_p, int64, int64)),
             "fastattention_classify_tile": (int64, (int64,) * 8),
@@ -142,6 +146,26 @@ class Library:
     def release(self, handle: int) -> None:
         """Gives up a prepared call, which nobody runs any more."""
         self._functions.fastattention_release(handle)
+
+    def start_queue(self, ready: int, done: int) -> int:
+        """A work queue (kernels/work_queue.hpp) whose numbers are at these addresses: a handle. Raises MemoryError."""
+        handle = self._functions.fastattention_queue_start(ready, done)
+        if not handle:
+            raise MemoryError("fastattention could not start a thread that works for a GPU")
+        return int(handle)
+
+    def push(self, queue: int, number: int, function: int, argument: int) -> None:
+        """A job: the C function `void (void*)` at address `function`, once `ready` is `number`. Raises MemoryError."""
+        if self._functions.fastattention_queue_push(queue, number, function, argument) != 0:
+            raise MemoryError("fastattention could not get memory for a job of the CPU")
+
+    def newest(self, queue: int) -> int:
+        """The number of the newest job, 0 when there was none."""
+        return int(self._functions.fastattention_queue_newest(queue))
+
+    def end_queue(self, queue: int) -> None:
+        """Gives up a queue: waits for the job under way, and drops others, which count as done."""
+        self._functions.fastattention_queue_end(queue)
 
     def flop_loop(self, kind: int, iterations: int, num_threads: int) -> float:
         """Runs multiply-adds (kind 0) or bfloat16 dots (kind 1) on all threads; returns the operations done."""

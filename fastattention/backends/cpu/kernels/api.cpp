@@ -1,18 +1,20 @@
 // The exported functions. Arguments were validated in Python; here they are trusted.
 #include <cstdlib>
+#include <exception>
 #include <new>
 
 #include "forward.hpp"
 #include "isa.hpp"
 #include "prepared.hpp"
 #include "thread_pool.hpp"
+#include "work_queue.hpp"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
 
 using namespace fastattention;
 
 // Changes with every change of params.h or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 3; }
+FA_EXPORT int64_t fastattention_abi_version() { return 4; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
@@ -28,7 +30,7 @@ FA_EXPORT void* fastattention_prepare(int64_t isa, const FaAttentionParams* para
     return new (std::nothrow) Prepared(isa_kernels(static_cast<int>(isa)), *params);
 }
 
-// From any thread: of the form that CUDA calls on the host.
+// From any thread.
 FA_EXPORT void fastattention_run(void* prepared) { static_cast<Prepared*>(prepared)->run(); }
 
 // Whether memory ran out when it was run: its results are NaN then.
@@ -37,6 +39,30 @@ FA_EXPORT int64_t fastattention_failed(const void* prepared) {
 }
 
 FA_EXPORT void fastattention_release(void* prepared) { delete static_cast<Prepared*>(prepared); }
+
+// A WorkQueue; null when it cannot be had.
+FA_EXPORT void* fastattention_queue_start(const uint32_t* ready, uint32_t* done) {
+    try {
+        return new WorkQueue(ready, done);
+    } catch (const std::exception&) {  // of memory, or of threads
+        return nullptr;
+    }
+}
+
+// 0, or 1 when memory ran out.
+FA_EXPORT int64_t fastattention_queue_push(void* queue, uint32_t number, WorkQueue::Function function, void* argument) {
+    try {
+        static_cast<WorkQueue*>(queue)->push(number, function, argument);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+
+FA_EXPORT uint32_t fastattention_queue_newest(void* queue) { return static_cast<WorkQueue*>(queue)->newest(); }
+
+// Waits for the job under way.
+FA_EXPORT void fastattention_queue_end(void* queue) { delete static_cast<WorkQueue*>(queue); }
 
 // Sum of the floating-point operations that all threads did. kind: 0 float32 multiply-add, 1 bfloat16 dot; 0 when the
 // instruction set has none.

@@ -15,13 +15,10 @@ namespace {
 // call, shorter than anything a neighbour on the same core would notice.
 constexpr int kSpins = 400;
 
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
+// The same when work is about to come: about two milliseconds.
+constexpr int kStandBySpins = 100 * kSpins;
+
+std::atomic<int> stand_bys{0};
 
 class Pool {
 public:
@@ -29,6 +26,7 @@ public:
         std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
         if (!owner.owns_lock()) return run_alone(count, task, context);
         grow(num_threads - 1);
+        leaves_a_core_.store(num_threads < num_cores_, std::memory_order_relaxed);
         {
             std::lock_guard<std::mutex> lock(mutex_);
             task_ = task;
@@ -64,7 +62,7 @@ private:
 
     void work(int slot, uint64_t seen) {
         for (;;) {
-            for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) pause();
+            for (int spin = 0; spin < most_spins() && generation_.load(std::memory_order_acquire) == seen; ++spin) pause();
             bool helps;
             {
                 std::unique_lock<std::mutex> lock(mutex_);
@@ -79,6 +77,11 @@ private:
                 done_.notify_one();
             }
         }
+    }
+
+    int most_spins() const {
+        const bool stands_by = stand_bys.load(std::memory_order_relaxed) != 0 && leaves_a_core_.load(std::memory_order_relaxed);
+        return stands_by ? kStandBySpins : kSpins;
     }
 
     void wait_for_helpers() {
@@ -97,6 +100,8 @@ private:
     std::atomic<uint64_t> generation_{0};
     std::atomic<int64_t> next_{0};
     std::atomic<int> working_{0};
+    std::atomic<bool> leaves_a_core_{false};
+    const int num_cores_ = static_cast<int>(std::thread::hardware_concurrency());
     int helpers_ = 0;
     int64_t count_ = 0;
     Task task_ = nullptr;
@@ -120,6 +125,9 @@ Pool& the_pool() {
 }
 
 }  // namespace
+
+StandBy::StandBy() { stand_bys.fetch_add(1, std::memory_order_relaxed); }
+StandBy::~StandBy() { stand_bys.fetch_sub(1, std::memory_order_relaxed); }
 
 void parallel_for(int64_t count, int num_threads, Task task, void* context) {
     if (count < num_threads) num_threads = static_cast<int>(count);

@@ -18,4 +18,23 @@ void parallel_for(int64_t count, int num_threads, Work&& work) {
     parallel_for(count, num_threads, static_cast<Task>(call), &work);
 }
 
+// While there is one, work is about to come: workers look for it for some milliseconds before they sleep, unless they are as
+// many as the machine has cores.
+class StandBy {
+public:
+    StandBy();
+    ~StandBy();
+    StandBy(const StandBy&) = delete;
+    StandBy& operator=(const StandBy&) = delete;
+};
+
+// Lets the other thread of a core go on for a moment.
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 }  // namespace fastattention

@@ -122,21 +122,6 @@ def _check_launch(status: Any) -> None:
         raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
 
 
-def launch_host_function(function: int, argument: int, stream: int) -> None:
-    """Enqueues a call of the C function `void (void*)` at address `function`, which uses no CUDA, on the host."""
-    status = _host_launcher()(stream, function, argument)
-    if status:
-        raise CompileError(f"launching a function of the host: the CUDA driver answers {status}")
-
-
-@functools.cache
-def _host_launcher() -> Any:
-    """The driver's cuLaunchHostFunc: that of cuda.bindings holds Python's lock while the function runs."""
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
-    launch.argtypes = [ctypes.c_void_p] * 3
-    return launch
-
-
 class Kernel:
     """One variant, loaded on the device that is current when it is made."""
 

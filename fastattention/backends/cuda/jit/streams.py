@@ -1,4 +1,4 @@
-"""What streams do besides launching kernels: copies, and flags in memory by which streams of several GPUs meet."""
+"""What streams do besides launching kernels: copies, and flags in memory by which they meet others, and the CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from fastattention.backends.cuda.jit.module import checked, driver_bindings
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
     """Enqueues a copy between addresses of this process, of any GPUs that it can reach."""
     checked(driver_bindings().cuMemcpyAsync(target, source, nbytes, stream), f"copying {nbytes} bytes")
+
+
+def wait_until(address: int, value: int, stream: int) -> None:
+    """Lets a stream of the current device wait until the 32 bits at an address have reached `value`, in a circle."""
+    reached = driver_bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    _enqueue([_wait(address, value, reached)], stream, "waiting for a flag")
 
 
 class FlagWrites:
@@ -33,9 +39,10 @@ class Meeting:
     """
 
     def __init__(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
+        equal = driver_bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
         self._operations = [_write(address, 1) for address in theirs]
         for address in mine:
-            self._operations += [_wait(address), _write(address, 0)]
+            self._operations += [_wait(address, 1, equal), _write(address, 0)]
 
     def enqueue(self, stream: int) -> None:
         """On a stream of the current device. What it has done before is visible to all, once they go on."""
@@ -56,11 +63,11 @@ def _write(address: int, value: int) -> Any:
     return made
 
 
-def _wait(address: int) -> Any:
+def _wait(address: int, value: int, comparison: Any) -> Any:
     driver = driver_bindings()
     made = driver.CUstreamBatchMemOpParams()
     made.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
     made.waitValue.operation = made.operation
-    made.waitValue.address, made.waitValue.value = driver.CUdeviceptr(address), 1
-    made.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+    made.waitValue.address, made.waitValue.value = driver.CUdeviceptr(address), value
+    made.waitValue.flags = int(comparison)
     return made

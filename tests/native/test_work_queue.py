@@ -1,0 +1,158 @@
+"""A queue of work begins every job when its number is reached, in order, and tells when it is over."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fastattention.backends.cpu.work_queue import WorkQueue
+
+CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+LAST = 2**32 - 1
+
+
+class Numbers:
+    """What a GPU and the queue tell each other, and a queue."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.memory = torch.tensor([start, start], dtype=torch.uint32)
+        self.queue = WorkQueue(*self.memory)
+
+    @property
+    def done(self) -> int:
+        return int(self.memory[1])
+
+    def reach(self, number: int) -> None:
+        self.memory[0] = number
+
+    def wait(self, number: int) -> None:
+        wait_for(lambda: self.done == number)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(1e-3)
+
+
+class Log:
+    """Jobs that write down their arguments; what they return to stays as long as this does."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._function = CALLBACK(lambda argument: self.found.append(argument or 0))
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+
+
+@pytest.fixture
+def numbers() -> Iterator[Numbers]:
+    made = Numbers()
+    yield made
+    made.queue.end()
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+def test_a_job_waits_for_its_number(numbers: Numbers, log: Log) -> None:
+    numbers.queue.push(1, log.address, 41)
+    numbers.queue.push(2, log.address, 42)
+    time.sleep(0.05)  # longer than the queue looks without resting
+    assert log.found == []
+    assert numbers.done == 0
+    numbers.reach(1)
+    numbers.wait(1)
+    time.sleep(0.01)
+    assert log.found == [41]
+    numbers.reach(2)
+    numbers.wait(2)
+    assert log.found == [41, 42]
+
+
+def test_numbers_that_are_reached_before_let_a_job_begin(numbers: Numbers, log: Log) -> None:
+    numbers.reach(5)
+    for number in (3, 5):  # 4 was never asked for
+        numbers.queue.push(number, log.address, number)
+        assert numbers.queue.newest == number
+    numbers.wait(5)
+    assert log.found == [3, 5]
+
+
+def test_jobs_are_done_in_order_and_counted_when_they_are_over(numbers: Numbers) -> None:
+    seen = []
+    function = CALLBACK(lambda argument: seen.append((argument, numbers.done)))
+    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    for number in range(1, 101):
+        numbers.queue.push(number, address, number)
+    for number in range(1, 101, 3):
+        numbers.reach(number)
+    numbers.wait(100)
+    assert seen == [(number, number - 1) for number in range(1, 101)]
+
+
+def test_numbers_count_in_a_circle(log: Log) -> None:
+    numbers = Numbers(LAST - 1)
+    numbers.queue.push(LAST, log.address, 1)
+    numbers.queue.push(0, log.address, 2)
+    numbers.queue.push(1, log.address, 3)
+    time.sleep(0.01)
+    assert log.found == []
+    numbers.reach(0)
+    numbers.wait(0)
+    assert log.found == [1, 2]
+    numbers.reach(1)
+    numbers.wait(1)
+    assert log.found == [1, 2, 3]
+    numbers.queue.end()
+
+
+def test_the_newest_of_no_jobs_is_0(numbers: Numbers) -> None:
+    assert numbers.queue.newest == 0
+
+
+def test_an_end_drops_what_is_not_ready_and_lets_others_go_on(log: Log) -> None:
+    numbers = Numbers()
+    for number in (1, 2, 3):
+        numbers.queue.push(number, log.address, number)
+    numbers.reach(1)
+    numbers.wait(1)
+    numbers.queue.end()
+    assert log.found == [1]
+    assert numbers.done == 3  # a GPU that waits for them is not kept
+
+
+def test_an_end_waits_for_the_job_under_way() -> None:
+    numbers, found = Numbers(), []
+
+    def work(_: int | None) -> None:
+        found.append("begun")
+        time.sleep(0.1)
+        found.append("over")
+
+    function = CALLBACK(work)
+    numbers.queue.push(1, ctypes.cast(function, ctypes.c_void_p).value or 0, 0)
+    numbers.reach(1)
+    wait_for(lambda: found != [])
+    numbers.queue.end()
+    assert found == ["begun", "over"]
+
+
+def test_a_queue_that_nobody_has_ends() -> None:
+    before = threads()
+    numbers = Numbers()
+    assert threads() == before + 1
+    del numbers
+    wait_for(lambda: threads() == before)
+
+
+def threads() -> int:
+    """Of this process."""
+    return len(os.listdir("/proc/self/task"))

@@ -16,7 +16,8 @@ from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.device import Copy, CpuWork, Device, cuda_device
 from fastattention.offload.hand_over import HandOver, attention_threads
 from fastattention.offload.hardware import Hardware
-from fastattention.offload.pages import PageShape, allocate_pages
+from fastattention.offload.pages import Pages, PageShape, allocate_pages
+from fastattention.quantised import quantise
 from fastattention.validation import KvCacheArguments, Options
 
 BYTES = 1 << 30  # of keys and values: beyond the caches of processors
@@ -66,15 +67,17 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
 
 
 class _CpuAttention:
-    """A decode over pages in host memory."""
+    """A decode over pages in host memory, of random numbers: scores that are all equal take less."""
 
     def __init__(self, shape: PageShape) -> None:
         count = max(BYTES // shape.nbytes, 1)
         self.nbytes = count * shape.nbytes
         self._num_tokens = count * shape.page_size
-        self._pages = allocate_pages(shape, count, _zeros)
+        self._pages = allocate_pages(shape, count, _huge)
+        generator = torch.Generator().manual_seed(0)
+        _fill(self._pages, generator)
         self._table = torch.arange(count, dtype=torch.int32).view(1, -1)
-        self.q = torch.zeros(1, 1, shape.nheads_k * GROUP, shape.headdim, dtype=shape.dtype)
+        self.q = torch.randn(1, 1, shape.nheads_k * GROUP, shape.headdim, generator=generator).to(shape.dtype)
         self._out = self.q.new_empty(1, 1, shape.nheads_k * GROUP, shape.headdim_v)
         self._lse = torch.empty(1, shape.nheads_k * GROUP, 1)
 
@@ -98,9 +101,22 @@ class _CpuAttention:
         return prepare_attention(arguments, Options(), out, lse, num_threads)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory as HostMemory has it: where it begins within a page of the system counts."""
-    return torch.frombuffer(map_huge_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape).zero_()
+    return torch.frombuffer(map_huge_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+
+
+def _fill(pages: Pages, generator: torch.Generator) -> None:
+    """Every page with the same standard normal numbers, as they are stored."""
+    for stored, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
+        numbers = torch.randn(stored.shape[1:], generator=generator)
+        if scale is None:
+            stored[0] = numbers.to(stored.dtype)
+        else:
+            stored[0], scale[0] = quantise(numbers, stored.dtype)
+    for tensor in pages.tensors():
+        for page in tensor[1:]:
+            page.copy_(tensor[0])
 
 
 def _together(device: Device, cpu: _CpuAttention, copy: Copy) -> float:

@@ -264,7 +264,7 @@ TIMEOUT = 20.0  # of a group in which a rank does not come: its first call compi
 
 @pytest.fixture
 def abandoned(pool: Callable[[], Team], tmp_path: Path) -> Iterator[Team]:
-    """Ranks of their own, of which peer_kernel leaves CUDA unusable; skipped where it serves nothing."""
+    """Ranks of their own, of which a sum that is given up leaves CUDA unusable; skipped where there is none."""
     reason = pool().run(refusal, "peer_kernel")[0]
     if reason is not None:
         pytest.skip(reason)
@@ -275,21 +275,22 @@ def abandoned(pool: Callable[[], Team], tmp_path: Path) -> Iterator[Team]:
     ranks.close()
 
 
-def run_alone(one: Sum) -> str:
+def run_alone(one: Sum, transport: str) -> str:
     """What a call raises for which no other rank makes its own; the ranks have agreed on it before."""
     try:
-        run_with(one, "peer_kernel")
+        run_with(one, transport)
     except RuntimeError as error:
         return str(error)
     return "nothing"
 
 
+@pytest.mark.parametrize("transport", ["copy_engine", "peer_kernel"])
 @pytest.mark.parametrize("plan", [(5, 23, 23), (51,)], ids=["blocks", "one-block"])
-def test_peer_kernel_fails_when_a_rank_never_comes(abandoned: Team, plan: tuple[int, ...]) -> None:
+def test_a_call_fails_when_a_rank_never_comes(abandoned: Team, transport: str, plan: tuple[int, ...]) -> None:
     """The team's patience is longer than the timeout of the group, and beyond it a rank hangs."""
     one = dense("abandoned", plan, BRAIN, **UNEVEN)
     for _ in range(2):
-        check(one, abandoned.run(run_with, one, "peer_kernel"))
+        check(one, abandoned.run(run_with, one, transport))
     assert GPU_PATIENCE > 2 * TIMEOUT
-    for error in abandoned.outcomes(run_alone, one, ranks=range(abandoned.size - 1)):
+    for error in abandoned.outcomes(run_alone, one, transport, ranks=range(abandoned.size - 1)):
         assert "CUDA" in str(error), f"the call of a rank has ended with {error!r}"

@@ -25,10 +25,12 @@ from torch.distributed import ProcessGroup
 
 from fastattention.backends.cuda import summing
 from fastattention.backends.cuda.jit.streams import copy_async
+from fastattention.distributed.exchange import timeout_of
 from fastattention.distributed.transports.base import Pending
 from fastattention.distributed.transports.meetings import Meetings, Point
 from fastattention.distributed.transports.on_one_host import OnOneHost, check_not_capturing
 from fastattention.distributed.transports.peer_memory import PeerMemory
+from fastattention.distributed.transports.watch import Watch
 
 ALIGNMENT = 16  # bytes at which shares begin
 
@@ -36,8 +38,9 @@ ALIGNMENT = 16  # bytes at which shares begin
 class CopyEngine(OnOneHost):
     """Between GPUs of one host that can read each other's memory.
 
-    Streams wait for flags without end: where a rank dies or fails within a call, those of the others are stuck.
-    It keeps the bytes of the largest call that it has served, of two of the largest blocks, and what CUDA graphs use.
+    A rank that waits for another longer than the timeout of the group ends with an error of CUDA, unless it is a graph
+    that waits (watch.py). It keeps the bytes of the largest call that it has served, of two of the largest blocks, and
+    what CUDA graphs use.
     """
 
     name = "copy_engine"
@@ -54,6 +57,7 @@ class CopyEngine(OnOneHost):
             # Recorded again and again, as making them takes longer: where one stream follows the other, by turn where
             # parts have been fetched, and where a block is complete.
             self._following, *self._fetched, self._complete = (torch.cuda.Event() for _ in range(4))  # type: ignore[no-untyped-call]
+            self._watch = Watch(self.name, device, timeout_of(group._get_backend(device)).total_seconds())
 
     def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""
@@ -98,6 +102,8 @@ class CopyEngine(OnOneHost):
                 self._copy(block.out.data_ptr() + begin, self._at(rank, block) + begin, nbytes)
         if block.last:
             self._meet(Point.READ, block)  # the next call writes what peers read in this one
+            if not torch.cuda.is_current_stream_capturing():
+                self._watch.finish(self._stream.cuda_stream)
         self._complete.record(self._stream)
 
     def wait(self) -> None:

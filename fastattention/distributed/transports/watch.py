@@ -1,0 +1,84 @@
+"""Watch: an end to streams that wait for flags which no other rank raises any more."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+
+import torch
+
+from fastattention.backends.cuda.jit.streams import FlagWrites
+
+_CIRCLE = 1 << 32  # numbers of calls are 32 bits of memory
+_LOOKS = 20  # within a timeout
+_LONGEST_REST = 1.0  # seconds from look to look
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """Ends all work of the process on a GPU with an error of CUDA, when no call is finished within a timeout.
+
+    The GPU writes the number of every call that it has finished to memory of the host, where a thread looks now and
+    then, as that of NCCL does: nothing but such a thread can end a stream that waits. Replays of CUDA graphs have no
+    number, and are not watched; nor are they by NCCL.
+    """
+
+    def __init__(self, name: str, device: torch.device, seconds: float) -> None:
+        self._name, self._device, self._seconds = name, device, seconds
+        self._finished = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._never = torch.zeros(1, dtype=torch.bool, device=device)  # now: a stuck GPU may give no memory
+        self._enqueued = 0
+        self._thread: threading.Thread | None = None
+
+    def finish(self, stream: int) -> None:
+        """A call is finished at the point that a stream of the current device has reached."""
+        if self._thread is None:
+            rest = min(self._seconds / _LOOKS, _LONGEST_REST)
+            self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), rest), daemon=True)
+            self._thread.start()
+        number = (self._enqueued + 1) % _CIRCLE
+        FlagWrites([self._finished.data_ptr()], number).enqueue(stream)
+        self._enqueued = number
+
+    @property
+    def finished(self) -> int:
+        """The number of the newest call that the GPU has finished."""
+        return int(self._finished.item()) % _CIRCLE
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls are finished."""
+        return self.finished == self._enqueued
+
+    def gives_up(self, since: float) -> bool:
+        """Whether nothing has been finished since that time (of time.monotonic) for too long. If so, ends it all."""
+        if time.monotonic() - since <= self._seconds:
+            return False
+        _log.error(
+            "%s: a sum over the ranks is not done within the %g seconds of its group's timeout: a rank has died, "
+            "failed or made another call. All work on %s ends with an error of CUDA",
+            self._name,
+            self._seconds,
+            self._device,
+        )
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            torch._assert_async(self._never)
+        return True
+
+
+def _watch(reference: weakref.ref[Watch], rest: float) -> None:
+    """Until the watch has given up, or nobody has it any more."""
+    seen, since = 0, time.monotonic()
+    while True:
+        time.sleep(rest)
+        watch = reference()
+        if watch is None:
+            return
+        if watch.is_idle or watch.finished != seen:
+            seen, since = watch.finished, time.monotonic()
+        elif watch.gives_up(since):
+            return
+        del watch

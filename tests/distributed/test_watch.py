@@ -1,0 +1,115 @@
+"""A watch gives up when nothing is finished for as long as its timeout, and never before (pretended streams)."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fastattention.distributed.transports import watch
+from fastattention.distributed.transports.watch import Watch
+
+SECONDS = 0.4
+CPU = torch.device("cpu")
+
+
+class Enqueued:
+    """Writes of a stream, carried out when a test says so."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def make(self, addresses: list[int], value: int) -> Any:
+        assert len(addresses) == 1
+        return SimpleNamespace(enqueue=lambda stream: self.numbers.append(value))
+
+
+@pytest.fixture
+def enqueued() -> Iterator[Enqueued]:
+    made = Enqueued()
+    with mock.patch.object(watch, "FlagWrites", made.make):
+        yield made
+
+
+@pytest.fixture
+def given_up() -> Iterator[threading.Event]:
+    """Happens when a watch makes a GPU fail."""
+    happened = threading.Event()
+    with (
+        mock.patch.object(torch, "_assert_async", side_effect=lambda condition: happened.set()),
+        mock.patch.object(torch.cuda, "Stream"),
+        mock.patch.object(torch.cuda, "stream"),
+    ):
+        yield happened
+
+
+def finish(one: Watch, number: int) -> None:
+    """As the GPU does."""
+    one._finished[0] = number if number < 2**31 else number - 2**32
+
+
+def test_a_call_that_is_never_finished_ends_it_all(
+    enqueued: Enqueued, given_up: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Watch("copy_engine", CPU, SECONDS)
+    one.finish(0)
+    assert not given_up.wait(0.5 * SECONDS)
+    with caplog.at_level(logging.ERROR):
+        assert given_up.wait(30.0)
+    assert enqueued.numbers == [1]
+    assert "copy_engine: a sum over the ranks is not done within the 0.4 seconds" in caplog.text
+
+
+def test_calls_that_are_finished_in_time_may_go_on_for_longer(enqueued: Enqueued, given_up: threading.Event) -> None:
+    one = Watch("copy_engine", CPU, SECONDS)
+    for number in range(1, 9):
+        one.finish(0)
+        one.finish(0)
+        finish(one, 2 * number - 1)  # always one behind
+        assert not given_up.wait(SECONDS / 3)
+    assert given_up.wait(30.0)
+
+
+def test_nothing_to_do_is_no_reason_to_give_up(enqueued: Enqueued, given_up: threading.Event) -> None:
+    one = Watch("copy_engine", CPU, SECONDS)
+    one.finish(0)
+    finish(one, 1)
+    assert not given_up.wait(3 * SECONDS)
+    one.finish(0)
+    assert not given_up.wait(0.5 * SECONDS)  # counted from now on
+    finish(one, 2)
+    assert not given_up.wait(2 * SECONDS)
+
+
+def test_numbers_count_in_a_circle(enqueued: Enqueued, given_up: threading.Event) -> None:
+    one = Watch("copy_engine", CPU, SECONDS)
+    one._enqueued = 2**32 - 2
+    for number in (2**32 - 1, 0, 1):
+        one.finish(0)
+        assert enqueued.numbers[-1] == number
+        assert not one.is_idle
+        finish(one, number)
+        assert one.is_idle
+
+
+def test_the_thread_of_a_watch_that_nobody_has_ends(enqueued: Enqueued, given_up: threading.Event) -> None:
+    one = Watch("copy_engine", CPU, SECONDS)
+    one.finish(0)
+    thread = one._thread
+    assert thread is not None
+    del one
+    gc.collect()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert not given_up.is_set()
+
+
+def test_a_watch_without_calls_has_no_thread() -> None:
+    assert Watch("copy_engine", CPU, SECONDS)._thread is None

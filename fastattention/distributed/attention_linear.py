@@ -22,7 +22,7 @@ graph, later ones can. There is no backward, and the call is no part of a graph 
 Raises ArgumentError for a wrong argument, and on all ranks where their calls differ; UnsupportedError where no backend
 or no transport can serve the call; both before any sum has begun. A sum that fails, or is not done within the timeout
 of the group, raises what torch.distributed raises, or by peer_kernel an error of CUDA; `out` then holds nothing of use.
-Only copy_engine has no timeout: where a rank dies or fails within a call, the others wait.
+By NCCL and copy_engine it ends the process; only replays of CUDA graphs that wait for a rank by copy_engine wait on.
 """
 
 from __future__ import annotations

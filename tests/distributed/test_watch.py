@@ -1,9 +1,10 @@
-"""A watch gives up when nothing is finished for as long as its timeout, and never before (pretended streams)."""
+"""A watch ends the process when nothing is finished for as long as its timeout, never before (pretended streams)."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -39,14 +40,10 @@ def enqueued() -> Iterator[Enqueued]:
 
 
 @pytest.fixture
-def given_up() -> Iterator[threading.Event]:
-    """Happens when a watch makes a GPU fail."""
+def ended() -> Iterator[threading.Event]:
+    """Happens when a watch ends the process."""
     happened = threading.Event()
-    with (
-        mock.patch.object(torch, "_assert_async", side_effect=lambda condition: happened.set()),
-        mock.patch.object(torch.cuda, "Stream"),
-        mock.patch.object(torch.cuda, "stream"),
-    ):
+    with mock.patch.object(os, "abort", happened.set):
         yield happened
 
 
@@ -55,40 +52,40 @@ def finish(one: Watch, number: int) -> None:
     one._finished[0] = number if number < 2**31 else number - 2**32
 
 
-def test_a_call_that_is_never_finished_ends_it_all(
-    enqueued: Enqueued, given_up: threading.Event, caplog: pytest.LogCaptureFixture
+def test_a_call_that_is_never_finished_ends_the_process(
+    enqueued: Enqueued, ended: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = Watch("copy_engine", CPU, SECONDS)
     one.finish(0)
-    assert not given_up.wait(0.5 * SECONDS)
-    with caplog.at_level(logging.ERROR):
-        assert given_up.wait(30.0)
+    assert not ended.wait(0.5 * SECONDS)
+    with caplog.at_level(logging.CRITICAL):
+        assert ended.wait(30.0)
     assert enqueued.numbers == [1]
     assert "copy_engine: a sum over the ranks is not done within the 0.4 seconds" in caplog.text
 
 
-def test_calls_that_are_finished_in_time_may_go_on_for_longer(enqueued: Enqueued, given_up: threading.Event) -> None:
+def test_calls_that_are_finished_in_time_may_go_on_for_longer(enqueued: Enqueued, ended: threading.Event) -> None:
     one = Watch("copy_engine", CPU, SECONDS)
     for number in range(1, 9):
         one.finish(0)
         one.finish(0)
         finish(one, 2 * number - 1)  # always one behind
-        assert not given_up.wait(SECONDS / 3)
-    assert given_up.wait(30.0)
+        assert not ended.wait(SECONDS / 3)
+    assert ended.wait(30.0)
 
 
-def test_nothing_to_do_is_no_reason_to_give_up(enqueued: Enqueued, given_up: threading.Event) -> None:
+def test_nothing_to_do_is_no_reason_to_end(enqueued: Enqueued, ended: threading.Event) -> None:
     one = Watch("copy_engine", CPU, SECONDS)
     one.finish(0)
     finish(one, 1)
-    assert not given_up.wait(3 * SECONDS)
+    assert not ended.wait(3 * SECONDS)
     one.finish(0)
-    assert not given_up.wait(0.5 * SECONDS)  # counted from now on
+    assert not ended.wait(0.5 * SECONDS)  # counted from now on
     finish(one, 2)
-    assert not given_up.wait(2 * SECONDS)
+    assert not ended.wait(2 * SECONDS)
 
 
-def test_numbers_count_in_a_circle(enqueued: Enqueued, given_up: threading.Event) -> None:
+def test_numbers_count_in_a_circle(enqueued: Enqueued, ended: threading.Event) -> None:
     one = Watch("copy_engine", CPU, SECONDS)
     one._enqueued = 2**32 - 2
     for number in (2**32 - 1, 0, 1):
@@ -99,7 +96,7 @@ def test_numbers_count_in_a_circle(enqueued: Enqueued, given_up: threading.Event
         assert one.is_idle
 
 
-def test_the_thread_of_a_watch_that_nobody_has_ends(enqueued: Enqueued, given_up: threading.Event) -> None:
+def test_the_thread_of_a_watch_that_nobody_has_ends(enqueued: Enqueued, ended: threading.Event) -> None:
     one = Watch("copy_engine", CPU, SECONDS)
     one.finish(0)
     thread = one._thread
@@ -108,7 +105,7 @@ def test_the_thread_of_a_watch_that_nobody_has_ends(enqueued: Enqueued, given_up
     gc.collect()
     thread.join(30.0)
     assert not thread.is_alive()
-    assert not given_up.is_set()
+    assert not ended.is_set()
 
 
 def test_a_watch_without_calls_has_no_thread() -> None:

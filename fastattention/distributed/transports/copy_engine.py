@@ -38,9 +38,9 @@ ALIGNMENT = 16  # bytes at which shares begin
 class CopyEngine(OnOneHost):
     """Between GPUs of one host that can read each other's memory.
 
-    A rank that waits for another longer than the timeout of the group ends with an error of CUDA, unless it is a graph
-    that waits (watch.py). It keeps the bytes of the largest call that it has served, of two of the largest blocks, and
-    what CUDA graphs use.
+    The process of a rank that waits for another longer than the timeout of the group ends, unless it is a graph that
+    waits (watch.py). It keeps the bytes of the largest call that it has served, of two of the largest blocks, and what
+    CUDA graphs use.
     """
 
     name = "copy_engine"

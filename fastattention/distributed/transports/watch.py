@@ -1,8 +1,9 @@
-"""Watch: an end to streams that wait for flags which no other rank raises any more."""
+"""Watch: an end to processes whose GPU waits for flags that no other rank raises any more."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -19,17 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Ends all work of the process on a GPU with an error of CUDA, when no call is finished within a timeout.
+    """Ends the process when its GPU finishes no call within a timeout, as the watchdog of torch's NCCL does.
 
     The GPU writes the number of every call that it has finished to memory of the host, where a thread looks now and
-    then, as that of NCCL does: nothing but such a thread can end a stream that waits. Replays of CUDA graphs have no
-    number, and are not watched; nor are they by NCCL.
+    then. It asks nothing of CUDA, which does not answer while another thread waits for the GPU in it. Replays of CUDA
+    graphs have no number, and are not watched; nor are they by NCCL.
     """
 
     def __init__(self, name: str, device: torch.device, seconds: float) -> None:
         self._name, self._device, self._seconds = name, device, seconds
         self._finished = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._never = torch.zeros(1, dtype=torch.bool, device=device)  # now: a stuck GPU may give no memory
         self._enqueued = 0
         self._thread: threading.Thread | None = None
 
@@ -53,32 +53,26 @@ class Watch:
         """Whether all calls are finished."""
         return self.finished == self._enqueued
 
-    def gives_up(self, since: float) -> bool:
-        """Whether nothing has been finished since that time (of time.monotonic) for too long. If so, ends it all."""
-        if time.monotonic() - since <= self._seconds:
-            return False
-        _log.error(
-            "%s: a sum over the ranks is not done within the %g seconds of its group's timeout: a rank has died, "
-            "failed or made another call. All work on %s ends with an error of CUDA",
-            self._name,
-            self._seconds,
-            self._device,
-        )
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            torch._assert_async(self._never)
-        return True
+    def check(self, since: float) -> None:
+        """Ends the process if nothing has been finished since that time (of time.monotonic) for too long."""
+        if time.monotonic() - since > self._seconds:
+            _log.critical(
+                "%s: a sum over the ranks is not done within the %g seconds of its group's timeout: a rank has died, "
+                "failed or made another call. %s waits for it, and this process ends",
+                self._name,
+                self._seconds,
+                self._device,
+            )
+            os.abort()
 
 
 def _watch(reference: weakref.ref[Watch], rest: float) -> None:
-    """Until the watch has given up, or nobody has it any more."""
+    """Until nobody has the watch any more."""
     seen, since = 0, time.monotonic()
-    while True:
-        time.sleep(rest)
-        watch = reference()
-        if watch is None:
-            return
+    while (watch := reference()) is not None:
         if watch.is_idle or watch.finished != seen:
             seen, since = watch.finished, time.monotonic()
-        elif watch.gives_up(since):
-            return
+        else:
+            watch.check(since)
         del watch
+        time.sleep(rest)

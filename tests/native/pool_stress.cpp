@@ -1,5 +1,5 @@
-// Exercises the thread pool as calls do, and queues of work that use it; meant to run under the thread sanitizer. Exits with 1
-// when an index was not run exactly once, a slot was used by two threads at once, or a job saw other input than its own.
+// Exercises the thread pool as calls do, and queues of work that use it; meant to run under the thread sanitizer. Exits
+// with 1 when an index was not run exactly once, a slot was used by two threads at once, or a job saw other input than its own.
 #include <atomic>
 #include <cstdio>
 #include <thread>

@@ -190,8 +190,8 @@ public:
             Dot::template score_run<kGroup>(run.key(j), run.key_stride, queries_, headdim, scores_,
                                             {run.value(j), run.value(far), run.value_stride, headdim_v * kSize});
             softmax(Dot::kBlock * kGroup);
-            Dot::template accumulate_run<kGroup>(run.value(j), run.value_stride, probabilities_, acc_o_, acc_stride_, headdim_v,
-                                                 {run.key(next), run.key(far), run.key_stride, headdim * kSize});
+            Dot::template accumulate_run<kGroup>(run.value(j), run.value_stride, probabilities_, acc_o_, acc_stride_,
+                                                 headdim_v, {run.key(next), run.key(far), run.key_stride, headdim * kSize});
         }
     }
 

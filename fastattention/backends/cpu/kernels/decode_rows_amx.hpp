@@ -169,8 +169,8 @@ static void score_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t hea
 }
 
 template <int kGroup>
-__attribute__((always_inline)) inline void Bfloat16Tiles::score_run(const char* keys, int64_t stride, const float* queries, int64_t headdim,
-                                        float* scores, RowFetch ahead) {
+__attribute__((always_inline)) inline void Bfloat16Tiles::score_run(const char* keys, int64_t stride, const float* queries,
+                                                                    int64_t headdim, float* scores, RowFetch ahead) {
     with_chunks(headdim, [&](auto chunks) __attribute__((always_inline)) {
         score_keys<kGroup>({keys, stride}, queries, chunks, ahead, scores);
     });
@@ -227,8 +227,10 @@ static void accumulate_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_
 }
 
 template <int kGroup>
-__attribute__((always_inline)) inline void Bfloat16Tiles::accumulate_run(const char* values, int64_t stride, const float* probabilities, float* acc_o,
-                                             int64_t acc_stride, int64_t headdim_v, RowFetch ahead) {
+__attribute__((always_inline)) inline void Bfloat16Tiles::accumulate_run(const char* values, int64_t stride,
+                                                                         const float* probabilities, float* acc_o,
+                                                                         int64_t acc_stride, int64_t headdim_v,
+                                                                         RowFetch ahead) {
     auto row = [&](int64_t j) __attribute__((always_inline)) {
         return reinterpret_cast<const Bfloat16*>(values + j * stride);
     };

@@ -80,8 +80,8 @@ private:
     }
 
     int most_spins() const {
-        const bool stands_by = stand_bys.load(std::memory_order_relaxed) != 0 && leaves_a_core_.load(std::memory_order_relaxed);
-        return stands_by ? kStandBySpins : kSpins;
+        const bool work_is_about_to_come = stand_bys.load(std::memory_order_relaxed) != 0;
+        return work_is_about_to_come && leaves_a_core_.load(std::memory_order_relaxed) ? kStandBySpins : kSpins;
     }
 
     void wait_for_helpers() {

@@ -89,8 +89,7 @@ class Pair(NamedTuple):
 def pair(name: str) -> Pair:
     """The models called `name`, in eval mode. Shared by all tests: leave them as they are."""
     model_class, config = _config(name)
-    eager = model_class._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
-    sharpen(eager)
+    eager = _random(model_class, copy.deepcopy(config), "eager")
     fast = model_class._from_config(copy.deepcopy(config), attn_implementation="fast_attention").eval()
     fast.load_state_dict(eager.state_dict())
     return Pair(eager, fast)
@@ -103,7 +102,14 @@ def deep(name: str, num_layers: int) -> Any:
     config.num_hidden_layers = num_layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[index % 2] for index in range(num_layers)]
-    model = model_class._from_config(config, attn_implementation="fast_attention").eval()
+    return _random(model_class, config, "fast_attention")
+
+
+def _random(model_class: type[PreTrainedModel], config: Any, implementation: str) -> Any:
+    """A model in eval mode whose weights are the same whichever tests ran before: a router's biases are drawn, too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class._from_config(config, attn_implementation=implementation).eval()
     sharpen(model)
     return model
 

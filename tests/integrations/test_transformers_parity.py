@@ -156,15 +156,12 @@ def test_sequences_packed_by_the_caller_do_not_see_each_other(name: str, restart
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_bfloat16_is_as_exact_as_eager(name: str) -> None:
-    """Against float32, at most twice the error that eager makes in bfloat16.
-
-    That of the median token: whatever rounds differently, a router may send a token to other experts.
-    """
+    """Against float32, at most twice the error that eager makes in bfloat16."""
     ids, mask = prompts(), padding_mask("left")
     with torch.no_grad():
         exact = pair(name).eager(ids, attention_mask=mask).logits
         eager, fast = (copy.deepcopy(m).bfloat16()(ids, attention_mask=mask).logits.float() for m in pair(name))
-    error, allowed = ((logits - exact)[mask.bool()].abs().mean(dim=-1).median().item() for logits in (fast, eager))
+    error, allowed = ((logits - exact)[mask.bool()].abs().mean().item() for logits in (fast, eager))
     assert 0 < error <= 2 * allowed
 
 

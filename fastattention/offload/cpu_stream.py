@@ -7,10 +7,9 @@ import weakref
 import torch
 
 from fastattention.backends.cpu.work_queue import WorkQueue
-from fastattention.backends.cuda.jit.streams import FlagWrites, wait_until
+from fastattention.backends.cuda.jit.streams import CIRCLE, FlagWrites, wait_until
 
 _LINE = 16  # numbers of 32 bits: no two flags in one cache line
-_CIRCLE = 1 << 32
 
 
 class CpuStream:
@@ -33,7 +32,7 @@ class CpuStream:
         Raises MemoryError.
         """
         # Numbers are not used twice: were one written by a call that was interrupted, its next job would not wait.
-        self._number = (self._number + 1) % _CIRCLE
+        self._number = (self._number + 1) % CIRCLE
         FlagWrites([self._ready], self._number).enqueue(self.stream.cuda_stream)
         self._queue.push(self._number, function, argument)
 

@@ -264,7 +264,7 @@ TIMEOUT = 20.0  # of a group in which a rank does not come: its first call compi
 
 @pytest.fixture
 def abandoned(pool: Callable[[], Team], tmp_path: Path) -> Iterator[Team]:
-    """Ranks of their own, of which a sum that is given up leaves CUDA unusable; skipped where there is none."""
+    """Ranks of their own, of which a sum that is given up leaves nothing usable; skipped where there is none."""
     reason = pool().run(refusal, "peer_kernel")[0]
     if reason is not None:
         pytest.skip(reason)

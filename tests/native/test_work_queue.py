@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,8 @@ import torch
 
 from fastattention.backends.cpu.work_queue import WorkQueue
 
-CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+from .callbacks import Callback
+
 LAST = 2**32 - 1
 
 
@@ -41,13 +41,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
-class Log:
-    """Jobs that write down their arguments; what they return to stays as long as this does."""
+class Log(Callback):
+    """Jobs that write down their arguments."""
 
     def __init__(self) -> None:
         self.found: list[int] = []
-        self._function = CALLBACK(lambda argument: self.found.append(argument or 0))
-        self.address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        super().__init__(lambda argument: self.found.append(argument or 0))
 
 
 @pytest.fixture
@@ -88,10 +87,9 @@ def test_numbers_that_are_reached_before_let_a_job_begin(numbers: Numbers, log: 
 
 def test_jobs_are_done_in_order_and_counted_when_they_are_over(numbers: Numbers) -> None:
     seen = []
-    function = CALLBACK(lambda argument: seen.append((argument, numbers.done)))
-    address = ctypes.cast(function, ctypes.c_void_p).value or 0
+    callback = Callback(lambda argument: seen.append((argument, numbers.done)))
     for number in range(1, 101):
-        numbers.queue.push(number, address, number)
+        numbers.queue.push(number, callback.address, number)
     for number in range(1, 101, 3):
         numbers.reach(number)
     numbers.wait(100)
@@ -137,8 +135,8 @@ def test_an_end_waits_for_the_job_under_way() -> None:
         time.sleep(0.1)
         found.append("over")
 
-    function = CALLBACK(work)
-    numbers.queue.push(1, ctypes.cast(function, ctypes.c_void_p).value or 0, 0)
+    callback = Callback(work)
+    numbers.queue.push(1, callback.address, 0)
     numbers.reach(1)
     wait_for(lambda: found != [])
     numbers.queue.end()

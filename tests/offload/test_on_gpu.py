@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from native.callbacks import Callback
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
@@ -158,13 +158,12 @@ def test_nothing_is_pinned_when_a_store_is_gone() -> None:
     assert int(runtime.cudaHostUnregister(memory.data_ptr())) == 0
 
 
-class Increment:
+class Increment(Callback):
     """Work of the CPU: the first number of some pinned ones, one more and a little later, is the second."""
 
     def __init__(self) -> None:
         self.numbers = torch.zeros(2, dtype=torch.int64).pin_memory()
-        self._function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run)  # stays as long as this
-        self.address = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        super().__init__(self._run)
 
     def _run(self, _: int | None) -> None:
         time.sleep(1e-3)

@@ -10,9 +10,8 @@ import weakref
 
 import torch
 
-from fastattention.backends.cuda.jit.streams import FlagWrites
+from fastattention.backends.cuda.jit.streams import CIRCLE, FlagWrites
 
-_CIRCLE = 1 << 32  # numbers of calls are 32 bits of memory
 _LOOKS = 20  # within a timeout
 _LONGEST_REST = 1.0  # seconds from look to look
 
@@ -39,14 +38,14 @@ class Watch:
             rest = min(self._seconds / _LOOKS, _LONGEST_REST)
             self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), rest), daemon=True)
             self._thread.start()
-        number = (self._enqueued + 1) % _CIRCLE
+        number = (self._enqueued + 1) % CIRCLE
         FlagWrites([self._finished.data_ptr()], number).enqueue(stream)
         self._enqueued = number
 
     @property
     def finished(self) -> int:
         """The number of the newest call that the GPU has finished."""
-        return int(self._finished.item()) % _CIRCLE
+        return int(self._finished.item()) % CIRCLE
 
     @property
     def is_idle(self) -> bool:

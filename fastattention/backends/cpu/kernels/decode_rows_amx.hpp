@@ -5,7 +5,8 @@
 //
 // Keys and values of a block are 8 KB each at headdim 128. While one is multiplied, two fetches go on line by line: of the
 // other into the first-level cache, where the next product finds it, and of what lies two blocks ahead from memory into the
-// second: memory is never idle, and never asked for more at once than a core can have on its way (docs/experiments.md).
+// second: memory is never idle, and never asked for more at once than a core can have on its way
+// (docs/experiments.md, and docs/experiments_systems.md of the two blocks).
 #pragma once
 
 namespace FA_NAMESPACE {

@@ -7,6 +7,8 @@ from typing import Any
 
 from fastattention.backends.cuda.jit.module import checked, driver_bindings
 
+CIRCLE = 1 << 32  # flags have 32 bits: numbers in them begin again at 0
+
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
     """Enqueues a copy between addresses of this process, of any GPUs that it can reach."""

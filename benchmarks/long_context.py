@@ -46,7 +46,7 @@ from fastattention.offload.prediction import seconds_per_token, upload_fraction
 RESULTS = Path(__file__).parent / "results"
 CHUNK = 16384  # tokens that fill a cache at once
 POLICIES = (Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID)
-READ_BYTES = 1 << 30
+READ_BYTES = 4 << 30  # of which little stays in the 300 MB of a last-level cache
 SETTLING_STEPS = 8  # in which the share of a hybrid comes to follow what its steps take; no more than a page of tokens
 PINNED_COPIES = 6  # of its cache that Transformers' offloading leaves in host memory for a while, at most
 

@@ -160,15 +160,17 @@ class CudaDevice(Device):
     def upload(self, copies: Sequence[Copy], after: Sequence[Event]) -> Upload:
         """On the stream for uploads."""
         before = self._uploaded
-        begin = self._begin(self._up, after)
-        self._copy(self._up, copies)
-        self._uploaded = end = _timed_event(self._up)
+        with torch.cuda.stream(self._up):
+            begin = self._begin(self._up, after)
+            self._copy(copies)
+            self._uploaded = end = _timed_event(self._up)
         return Upload(before, begin, end)
 
     def download(self, copies: Sequence[Copy]) -> Event:
         """On the stream for downloads."""
         self._down.wait_event(self.mark())
-        self._copy(self._down, copies)
+        with torch.cuda.stream(self._down):
+            self._copy(copies)
         for _, source in copies:
             source.record_stream(self._down)  # may be a temporary, whose memory must not be given away yet
         return self._down.record_event()
@@ -181,7 +183,7 @@ class CudaDevice(Device):
         with torch.cuda.stream(cpu.stream):
             try:
                 begin = self._begin(cpu.stream, after)
-                self._copy(cpu.stream, job.down)
+                self._copy(job.down)
                 cpu.enqueue(job.work.function, job.work.argument)
             finally:
                 cpu.wait()
@@ -235,10 +237,10 @@ class CudaDevice(Device):
         return _timed_event(stream)
 
     @staticmethod
-    def _copy(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> None:
-        with torch.cuda.stream(stream):
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+    def _copy(copies: Sequence[Copy]) -> None:
+        """In the current stream."""
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
 
 
 def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:

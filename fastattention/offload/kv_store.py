@@ -17,6 +17,7 @@ from fastattention.offload.device import CpuWork, Device
 from fastattention.offload.hand_over import HandOver, Results
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
+from fastattention.offload.lengths import LengthTensors
 from fastattention.offload.memory import STAGING_BUFFERS, ceil_div, least_pages, staging_pages
 from fastattention.offload.order import leaving_order
 from fastattention.offload.pages import PagePool, PageShape
@@ -83,7 +84,8 @@ class CooperativeKVStore:
             shape, budget.cpu // shape.nbytes, memory.allocate, name="CPU memory", remedy=budget.cpu_remedy,
             wait=device.wait, use=memory.use, slab_pages=memory.slab_pages,
         )  # fmt: skip
-        self._layers = [Layer(batch_size, device, self._gpu, self._host) for _ in range(num_layers)]
+        self._lengths = LengthTensors(device.torch_device)
+        self._layers = [Layer(batch_size, device, self._gpu, self._host, self._lengths) for _ in range(num_layers)]
         self._order = leaving_order(num_layers)
         self._hand_over = HandOver(device)
         self._staging = Staging(
@@ -151,7 +153,7 @@ class CooperativeKVStore:
         """What the device holds, what is uploaded, and what the CPU attends to, merged."""
         visit = self._staging.begin(layer, whole=self._staging.share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
         on_cpu = None if visit.end == layer.host_tokens else self._attend_on_cpu(q, layer, visit.end, options)
-        parts = [_attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
+        parts = [self._attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
         if on_cpu is not None:
             self._device.wait(on_cpu.span.end)
@@ -183,6 +185,16 @@ class CooperativeKVStore:
         self._staging.divide(len(rows))  # the last that may fail: all layers change, or none
         for layer in self._layers:
             layer.select(rows, after)
+
+    def _attend_to_piece(self, q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:
+        k, v, k_scale, v_scale = piece.buffer.pages
+        out, lse = fast_attn_with_kvcache(
+            q, k, v, cache_seqlens=self._lengths.of(q.shape[0], piece.end - piece.begin),
+            cache_leftpad=options.leftpad(piece.begin, piece.end, q.device), block_table=piece.buffer.block_table,
+            softmax_scale=options.softmax_scale, softcap=options.softcap, k_scale=k_scale, v_scale=v_scale,
+            return_lse=True,
+        )  # fmt: skip
+        return out, lse
 
     def _attend_on_cpu(self, q: Tensor, layer: Layer, begin: int, options: AttendOptions) -> Results:
         def prepare(q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> CpuWork:
@@ -288,16 +300,6 @@ def _seen(visit: Visit, on_cpu: Results | None) -> Seen | None:
     if on_cpu is None or not visit.uploads:
         return None
     return Seen(visit.uploads, on_cpu.span, visit.end, visit.layer.host_tokens - visit.end)
-
-
-def _attend_to_piece(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:
-    k, v, k_scale, v_scale = piece.buffer.pages
-    out, lse = fast_attn_with_kvcache(
-        q, k, v, cache_seqlens=piece.end - piece.begin, block_table=piece.buffer.block_table,
-        cache_leftpad=options.leftpad(piece.begin, piece.end, q.device), softmax_scale=options.softmax_scale,
-        softcap=options.softcap, k_scale=k_scale, v_scale=v_scale, return_lse=True,
-    )  # fmt: skip
-    return out, lse
 
 
 def _staging_tokens(batch_size: int, shape: PageShape, gpu_bytes: int) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.device import Copy, CpuWork, Device, Event
+from fastattention.offload.lengths import LengthTensors
 from fastattention.offload.memory import ceil_div
 from fastattention.offload.pages import PagePool, Pages, runs
 from fastattention.quantised import quantise
@@ -89,11 +90,11 @@ class Layer:
     Attending and appending take pages that the caller has made sure are there.
     """
 
-    def __init__(self, batch_size: int, device: Device, gpu: PagePool, host: PagePool) -> None:
+    def __init__(self, batch_size: int, device: Device, gpu: PagePool, host: PagePool, lengths: LengthTensors) -> None:
         self.length = 0
         self.on_cpu = False  # whether whole pages are sent to CPU memory
         self.downloaded: Event = None
-        self._device, self._gpu, self._host = device, gpu, host
+        self._device, self._gpu, self._host, self._lengths = device, gpu, host, lengths
         self._page_size = gpu.shape.page_size
         self._gpu_table = PageTable(batch_size, device.torch_device)
         self._host_table = PageTable(batch_size, torch.device("cpu"))
@@ -135,7 +136,7 @@ class Layer:
         """Appends k and v, (batch_size, seqlen_new, nheads_k, headdim or headdim_v), and attends to nothing."""
         no_queries = k.new_empty(k.shape[0], 0, *k.shape[2:])
         self._grow(k.shape[1])
-        fast_attn_with_kvcache(no_queries, *self._gpu.pages[:2], k, v, cache_seqlens=self._gpu_tokens, **self._where())
+        fast_attn_with_kvcache(no_queries, *self._gpu.pages[:2], k, v, **self._where(self._gpu_tokens))
         self.finish(k.shape[1])
 
     def attend_on_device(self, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions, return_lse: bool) -> Any:
@@ -148,14 +149,13 @@ class Layer:
         if leftpad is not None and options.padding is not None and max(options.padding.counts) > self.length:
             # Padding that ends among the new tokens: they must be there first.
             none = q[:, :0]
-            fast_attn_with_kvcache(none, *self._gpu.pages[:2], k, v, cache_seqlens=before, **self._where())
+            fast_attn_with_kvcache(none, *self._gpu.pages[:2], k, v, **self._where(before))
             before, new_k, new_v = before + k.shape[1], None, None
         else:
             new_k, new_v = k, v
         return fast_attn_with_kvcache(
-            q, *self._gpu.pages[:2], new_k, new_v, cache_seqlens=before, cache_leftpad=leftpad,
-            softmax_scale=options.softmax_scale, causal=True, softcap=options.softcap, sinks=options.sinks,
-            return_lse=return_lse, **self._where(),
+            q, *self._gpu.pages[:2], new_k, new_v, cache_leftpad=leftpad, softmax_scale=options.softmax_scale,
+            causal=True, softcap=options.softcap, sinks=options.sinks, return_lse=return_lse, **self._where(before),
         )  # fmt: skip
 
     def prepare_on_cpu(
@@ -214,8 +214,10 @@ class Layer:
     def _gpu_tokens(self) -> int:
         return self.length - self.host_tokens
 
-    def _where(self) -> dict[str, Any]:
-        return {"block_table": self._gpu_table.block_table()}
+    def _where(self, tokens: int) -> dict[str, Any]:
+        """Where a call finds the first `tokens` on the device of every sequence."""
+        lengths = self._lengths.of(self.batch_size, tokens)
+        return {"cache_seqlens": lengths, "block_table": self._gpu_table.block_table()}
 
     def _grow(self, tokens: int) -> None:
         """Makes room for `tokens` more of every sequence."""

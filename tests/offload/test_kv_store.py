@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastattention.errors import ArgumentError, CacheFullError
-from fastattention.offload import kv_store
 from fastattention.offload.kv_store import MOST_QUERIES_ON_CPU, CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
 from fastattention.offload.order import leaving_order
@@ -198,14 +197,14 @@ def test_reading_ahead_uploads_nothing_twice() -> None:
 def test_a_buffer_is_filled_again_only_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     """The computation is slower here than the link; the device notices when an upload overtakes it."""
     pair = twin(0.6, batch_size=batch_size)
-    attend_to_piece = kv_store._attend_to_piece
+    attend_to_piece = pair.store._attend_to_piece
 
     def slow(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:
         result = attend_to_piece(q, piece, options)
         pair.device.compute(1.0, piece.buffer.pages.tensors())
         return result
 
-    monkeypatch.setattr(kv_store, "_attend_to_piece", slow)
+    monkeypatch.setattr(pair.store, "_attend_to_piece", slow)
     pair.append(60)
     pair.steps(4)
     pair.select([0] * batch_size)

@@ -1,0 +1,26 @@
+"""cache_seqlens of calls in which all sequences hold the same number of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MOST = 64  # that are kept: a step asks for a handful, the next one for others
+
+
+class LengthTensors:
+    """Tensors on the device that layers of a step ask for over and over: made once, not by a launch for every call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, batch_size: int, length: int) -> Tensor:
+        """int32 (batch_size,), all of them `length`."""
+        key = (batch_size, length)
+        tensor = self._made.get(key)
+        if tensor is None:
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            tensor = self._made[key] = torch.full((batch_size,), length, dtype=torch.int32, device=self._device)
+        return tensor

@@ -139,6 +139,8 @@ class Clocks:
         ([(1, 5.0, 5.0), (4, 6.0, 4.0)], (0, 1)),  # launches cost what blocks gain, but not in graphs
         ([(1, 5.0, 5.0), (1, 4.95, 5.1), (4, 9.0, 9.0)], (1, 0)),  # of one block, any gain counts
         ([(1, 5.0, 5.0), (1, 4.0, 4.0), (4, 3.95, 3.8)], (1, 2)),  # blocks gain over the best of those
+        ([(1, 5.0, 5.0), (4, 4.9, 4.9)], (0, 1)),  # two per cent count in graphs alone
+        ([(1, 5.0, 5.0), (4, 4.84, 4.96)], (1, 0)),
         ([(4, 3.0, 3.0), (1, 5.0, 5.0), (3, 2.0, 2.0)], (2, 2)),
         ([(1, 5.0, 5.0)], (0, 0)),
     ],

@@ -92,12 +92,25 @@ def test_nothing_to_do_is_no_reason_to_end(one: Watch, ended: threading.Event) -
 
 def test_numbers_count_in_a_circle(one: Watch, enqueued: Enqueued) -> None:
     one._enqueued = 2**32 - 2
+    finish(one, one._enqueued)
     for number in (2**32 - 1, 0, 1):
         one.finish(0)
         assert enqueued.numbers[-1] == number
         assert not one.is_idle
         finish(one, number)
         assert one.is_idle
+
+
+def test_an_interrupted_call_that_was_enqueued_is_nothing_to_wait_for(one: Watch, enqueued: Enqueued) -> None:
+    one.finish(0)
+    before = one._enqueued
+    one.finish(0)
+    one._enqueued = before  # as if interrupted between the stream's write and the count
+    finish(one, enqueued.numbers[-1])
+    assert one.is_idle
+    one.finish(0)
+    finish(one, enqueued.numbers[-1])
+    assert one.is_idle
 
 
 def test_the_thread_of_a_watch_that_nobody_has_ends(enqueued: Enqueued, ended: threading.Event) -> None:

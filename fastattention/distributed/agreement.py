@@ -60,7 +60,7 @@ class Division(enum.Enum):
     WHOLE = enum.auto()
     PLANNED = enum.auto()  # as the model chooses
     EVEN = enum.auto()  # which often does better than the model knows
-    FINE = enum.auto()  # with attention of several blocks at once
+    FINE = enum.auto()  # into more blocks, with attention of each or of several at once
 
 
 EVEN_BLOCKS = 4

@@ -179,7 +179,7 @@ class Blocks(NamedTuple):
 
 
 def fine(workload: Workload) -> list[Blocks]:
-    """Up to FINE_BLOCKS even blocks, with attention of several at once: as TOGETHER says, all of them, halves, ...
+    """Up to FINE_BLOCKS even blocks, with attention of each, or of several at once: as TOGETHER says, all, halves, ...
 
     The last are half as many blocks with attention of all rows, for which there is half as much to launch. Empty where
     there would be few of LEAST_BYTES and LEAST_ROWS.
@@ -189,7 +189,7 @@ def fine(workload: Workload) -> list[Blocks]:
     if len(rows) < FEWEST_FINE_BLOCKS:
         return []
     divisions = [Blocks(rows, _joined(rows, shares)) for shares in TOGETHER]
-    return [*divisions, Blocks(even(workload, len(rows) // 2), (workload.rows,))]
+    return [Blocks(rows), *divisions, Blocks(even(workload, len(rows) // 2), (workload.rows,))]
 
 
 def _joined(rows: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:

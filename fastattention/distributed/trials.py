@@ -26,7 +26,7 @@ CALLS, SHORT_CALLS = 4, 8  # in a row, as the layers of a model come; of calls t
 FINALISTS = 2  # of one block, and as many of several
 # As LEAST_GAIN, of graphs: there are no launches, which take a busy host longer, and trials that are repeated agree.
 LEAST_CAPTURED_GAIN = 0.01
-LONG_SECONDS = 5e-3  # of a call: its launches are enqueued long before their turn comes
+LONG_SECONDS = 5e-3  # of a call: its launches are enqueued long before their turn comes, and cost nothing either
 
 
 class Candidate(NamedTuple):
@@ -72,9 +72,11 @@ class Trial:
         if self._device.type == "cpu":
             winner = self._winner(called_seconds, called, LEAST_GAIN)
             return Winners(winner, winner)
-        if min(queued.values()) < LONG_SECONDS * self._calls:
-            called = self._seconds(called_seconds, everyone, FIRST_ROUNDS)
-            queued = self._seconds(queued_seconds, everyone, FIRST_ROUNDS)
+        if min(queued.values()) >= LONG_SECONDS * self._calls:
+            winner = self._winner(queued_seconds, queued, LEAST_CAPTURED_GAIN)
+            return Winners(winner, winner)
+        called = self._seconds(called_seconds, everyone, FIRST_ROUNDS)
+        queued = self._seconds(queued_seconds, everyone, FIRST_ROUNDS)
         return Winners(
             self._winner(called_seconds, called, LEAST_GAIN), self._winner(queued_seconds, queued, LEAST_CAPTURED_GAIN)
         )

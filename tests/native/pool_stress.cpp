@@ -1,10 +1,12 @@
-// Exercises the thread pool as calls do, and queues of work that use it; meant to run under the thread sanitizer. Exits
+// Exercises the thread pool as calls do, with threads of its own and lent ones, and queues of work that use it; meant to run under the thread sanitizer. Exits
 // with 1 when an index was not run exactly once, a slot was used by two threads at once, or a job saw other input than its own.
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
+#include "lent_threads.hpp"
 #include "thread_pool.hpp"
 #include "work_queue.hpp"
 
@@ -24,6 +26,38 @@ void run_rounds(int rounds, int64_t count, int num_threads) {
         for (int run : runs)
             if (run != 1) ++failures;
     }
+}
+
+// A pretended OpenMP with a team of five, all of whom begin at once.
+std::atomic<int> teams{0};
+
+void run_team(void (*function)(void*), void* data, unsigned, unsigned) {
+    ++teams;
+    std::atomic<int> here{0};
+    const auto member = [&] {
+        for (++here; here < 5;) fastattention::pause();
+        function(data);
+    };
+    std::vector<std::thread> team;
+    for (int i = 0; i < 4; ++i) team.emplace_back(member);
+    member();
+    for (std::thread& one : team) one.join();
+}
+
+// How many there are. Asked first by who looks whether as many are at work: none need be.
+std::atomic<int> members{0};
+
+void run_lent() {
+    fastattention::lend_threads({run_team, [] { return members.exchange(5); }});
+    for (int num_threads : {4, 2, 5})
+        for (int64_t count : {2, 7, 5000}) {
+            members = 0;
+            const int before = teams;
+            std::this_thread::sleep_for(std::chrono::milliseconds(30));  // until it is time to look
+            run_rounds(3, count, num_threads);
+            if (teams == before) ++failures;
+        }
+    fastattention::lend_threads({});
 }
 
 // Input and results are plain numbers: what orders them is ready and done alone.
@@ -59,6 +93,7 @@ int main() {
     // More and fewer threads from call to call, counts below and above them, none at all.
     for (int num_threads : {1, 2, 4, 3, 8, 2})
         for (int64_t count : {0, 1, 2, 7, 500}) run_rounds(50, count, num_threads);
+    run_lent();
     // Several callers at once: one gets the workers, the others work alone.
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_rounds(200, 64, 4); });

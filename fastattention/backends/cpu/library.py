@@ -14,10 +14,11 @@ import torch
 
 import fastattention.backends.cpu
 from fastattention import config
+from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 4  # of api.cpp
+_ABI_VERSION = 5  # of api.cpp
 
 _POINTERS = (
     "q k v out lse k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx "
@@ -95,6 +96,7 @@ class Library:
             "fastattention_queue_push": (int64, (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p)),
             "fastattention_queue_newest": (ctypes.c_uint32, (ctypes.c_void_p,)),
             "fastattention_queue_end": (None, (ctypes.c_void_p,)),
+            "fastattention_lend_threads": (None, (ctypes.c_void_p,) * 2),
             "fastattention_flop_loop": (ctypes.c_double, (int64,) * 4),
             "fastattention_read_loop": (None, (int64, ctypes.c_void_p, int64, int64)),
             "fastattention_classify_tile": (int64, (int64,) * 8),
@@ -167,6 +169,10 @@ class Library:
         """Gives up a queue: waits for the job under way, and drops others, which count as done."""
         self._functions.fastattention_queue_end(queue)
 
+    def lend_threads(self, openmp: OpenMp) -> None:
+        """Threads that work while they are awake, instead of the library's own."""
+        self._functions.fastattention_lend_threads(*openmp)
+
     def flop_loop(self, kind: int, iterations: int, num_threads: int) -> float:
         """Runs multiply-adds (kind 0) or bfloat16 dots (kind 1) on all threads; returns the operations done."""
         return float(self._functions.fastattention_flop_loop(self._isa_index, kind, iterations, num_threads))
@@ -194,8 +200,10 @@ def find_library() -> Path:
 
 @functools.cache
 def load_library() -> Library:
-    """The library, loaded once. Raises LibraryError."""
-    return Library(find_library())
+    """The library, loaded once, with the threads of torch. Raises LibraryError."""
+    library = Library(find_library())
+    library.lend_threads(find_openmp())
+    return library
 
 
 def available_isas() -> list[str]:

@@ -5,6 +5,7 @@
 
 #include "forward.hpp"
 #include "isa.hpp"
+#include "lent_threads.hpp"
 #include "prepared.hpp"
 #include "thread_pool.hpp"
 #include "work_queue.hpp"
@@ -14,7 +15,7 @@
 using namespace fastattention;
 
 // Changes with every change of params.h or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 4; }
+FA_EXPORT int64_t fastattention_abi_version() { return 5; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
@@ -63,6 +64,12 @@ FA_EXPORT uint32_t fastattention_queue_newest(void* queue) { return static_cast<
 
 // Waits for the job under way.
 FA_EXPORT void fastattention_queue_end(void* queue) { delete static_cast<WorkQueue*>(queue); }
+
+// Addresses of GOMP_parallel and omp_get_max_threads; null for none.
+FA_EXPORT void fastattention_lend_threads(void* parallel, void* max_threads) {
+    lend_threads({reinterpret_cast<decltype(OpenMp::parallel)>(parallel),
+                  reinterpret_cast<decltype(OpenMp::max_threads)>(max_threads)});
+}
 
 // Sum of the floating-point operations that all threads did. kind: 0 float32 multiply-add, 1 bfloat16 dot; 0 when the
 // instruction set has none.

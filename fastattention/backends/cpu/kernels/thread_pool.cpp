@@ -1,12 +1,15 @@
 #include "thread_pool.hpp"
 
 #include <pthread.h>
+#include <time.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "lent_threads.hpp"
 
 namespace fastattention {
 namespace {
@@ -25,6 +28,17 @@ public:
     void run(int64_t count, int num_threads, Task task, void* context) {
         std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
         if (!owner.owns_lock()) return run_alone(count, task, context);
+        if (lent_threads_.is_due()) lent_threads_.look(worker_seconds());
+        if (lent_threads_.are_awake() && run_on_lent_threads(count, num_threads, task, context)) return;
+        run_on_workers(count, num_threads, task, context);
+    }
+
+    static void run_alone(int64_t count, Task task, void* context) {
+        for (int64_t index = 0; index < count; ++index) task(context, index, 0);
+    }
+
+private:
+    void run_on_workers(int64_t count, int num_threads, Task task, void* context) {
         grow(num_threads - 1);
         leaves_a_core_.store(num_threads < num_cores_, std::memory_order_relaxed);
         {
@@ -42,18 +56,27 @@ public:
         while (working_.load(std::memory_order_acquire) != 0) wait_for_helpers();
     }
 
-    static void run_alone(int64_t count, Task task, void* context) {
-        for (int64_t index = 0; index < count; ++index) task(context, index, 0);
-    }
-
-private:
     void grow(int wanted) {
         while (static_cast<int>(workers_.size()) < wanted) {
             const int slot = static_cast<int>(workers_.size()) + 1;
             const uint64_t seen = generation_.load(std::memory_order_relaxed);
             workers_.emplace_back([this, slot, seen] { work(slot, seen); });
+            clockid_t clock;
+            if (pthread_getcpuclockid(workers_.back().native_handle(), &clock) == 0) clocks_.push_back(clock);
             workers_.back().detach();
         }
+    }
+
+    // Spent on processors, by all of them.
+    double worker_seconds() const {
+        double total = 0.0;
+        for (const clockid_t clock : clocks_) {
+            timespec time;
+            if (clock_gettime(clock, &time) == 0) {
+                total += static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+            }
+        }
+        return total;
     }
 
     void take(int slot) {
@@ -97,6 +120,8 @@ private:
     std::mutex mutex_;  // guards the job below
     std::condition_variable wake_, done_;
     std::vector<std::thread> workers_;
+    std::vector<clockid_t> clocks_;  // of the workers
+    Wakefulness lent_threads_;       // guarded by owner_
     std::atomic<uint64_t> generation_{0};
     std::atomic<int64_t> next_{0};
     std::atomic<int> working_{0};

@@ -1,4 +1,4 @@
-// A small pool of threads: no OpenMP, so that it cannot collide with the copy that torch brings.
+// A small pool of threads, and those of torch while they are awake (lent_threads.hpp).
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 
 #include <chrono>
 
+#include "lent_threads.hpp"
 #include "thread_pool.hpp"
 
 namespace fastattention {
@@ -40,6 +41,7 @@ uint32_t WorkQueue::newest() {
 }
 
 void WorkQueue::work() {
+    decline_lent_threads();  // workers stand by for it, and OpenMP would start a team of threads for this one
     for (;;) {
         Job job;
         {

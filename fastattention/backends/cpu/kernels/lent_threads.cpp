@@ -1,0 +1,81 @@
+#include "lent_threads.hpp"
+
+#include <pthread.h>
+#include <time.h>
+
+#include <atomic>
+
+namespace fastattention {
+namespace {
+
+// From look to look: some ticks of the system, by which it counts what threads that run have spent.
+constexpr double kLookSeconds = 0.025;
+
+// The least share of that time which the caller and the lent threads have spent on processors if they are awake. Less than
+// all: others run there too, workers of ours among them. After 10 milliseconds without work lent threads sleep.
+constexpr double kLeastShare = 0.75;
+
+std::atomic<decltype(OpenMp::parallel)> parallel{nullptr};
+std::atomic<decltype(OpenMp::max_threads)> max_threads{nullptr};
+thread_local bool declines = false;
+
+double seconds(clockid_t clock) {
+    timespec time;
+    clock_gettime(clock, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+struct Job {
+    int64_t count;
+    int num_threads;
+    Task task;
+    void* context;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> slots{0};
+};
+
+// Every thread of the team comes here, wanted or not.
+void help(void* data) {
+    Job& job = *static_cast<Job*>(data);
+    const int slot = job.slots.fetch_add(1, std::memory_order_relaxed);
+    if (slot >= job.num_threads) return;
+    for (int64_t index; (index = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) {
+        job.task(job.context, index, slot);
+    }
+}
+
+void take_back() { lend_threads({}); }
+
+}  // namespace
+
+void lend_threads(OpenMp openmp) {
+    static const bool forked_child_has_none = pthread_atfork(nullptr, nullptr, take_back) == 0;
+    max_threads.store(openmp.max_threads, std::memory_order_release);
+    parallel.store(forked_child_has_none ? openmp.parallel : nullptr, std::memory_order_release);
+}
+
+void decline_lent_threads() { declines = true; }
+
+bool Wakefulness::is_due() {
+    return parallel.load(std::memory_order_relaxed) != nullptr && seconds(CLOCK_MONOTONIC) - looked_at_ >= kLookSeconds;
+}
+
+void Wakefulness::look(double worker_seconds) {
+    const auto most = max_threads.load(std::memory_order_acquire);
+    if (most == nullptr) return;
+    const double now = seconds(CLOCK_MONOTONIC), used = seconds(CLOCK_PROCESS_CPUTIME_ID) - worker_seconds;
+    are_awake_ = used - used_ >= kLeastShare * most() * (now - looked_at_);
+    looked_at_ = now;
+    used_ = used;
+}
+
+bool run_on_lent_threads(int64_t count, int num_threads, Task task, void* context) {
+    const auto run = parallel.load(std::memory_order_acquire);
+    const auto most = max_threads.load(std::memory_order_acquire);
+    if (run == nullptr || most == nullptr || declines || most() < num_threads) return false;
+    Job job{count, num_threads, task, context};
+    run(help, &job, 0, 0);  // 0: as many as torch has, or threads would end now and begin again with its next operation
+    return true;
+}
+
+}  // namespace fastattention

@@ -1,5 +1,6 @@
-// Exercises the thread pool as calls do, with threads of its own and lent ones, and queues of work that use it; meant to run under the thread sanitizer. Exits
-// with 1 when an index was not run exactly once, a slot was used by two threads at once, or a job saw other input than its own.
+// Exercises the thread pool as calls do, with threads of its own and lent ones, and queues of work that use it; meant to run
+// under the thread sanitizer. Exits with 1 when an index was not run exactly once, a slot was used by two threads at once, a
+// job saw other input than its own, or lent threads that were awake did nothing.
 #include <atomic>
 #include <chrono>
 #include <cstdio>

@@ -1,7 +1,6 @@
 #include "lent_threads.hpp"
 
 #include <pthread.h>
-#include <time.h>
 
 #include <atomic>
 
@@ -18,12 +17,6 @@ constexpr double kLeastShare = 0.75;
 std::atomic<decltype(OpenMp::parallel)> parallel{nullptr};
 std::atomic<decltype(OpenMp::max_threads)> max_threads{nullptr};
 thread_local bool declines = false;
-
-double seconds(clockid_t clock) {
-    timespec time;
-    clock_gettime(clock, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
 
 struct Job {
     int64_t count;
@@ -56,14 +49,21 @@ void lend_threads(OpenMp openmp) {
 
 void decline_lent_threads() { declines = true; }
 
+double clock_seconds(clockid_t clock) {
+    timespec time{};
+    clock_gettime(clock, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
 bool Wakefulness::is_due() {
-    return parallel.load(std::memory_order_relaxed) != nullptr && seconds(CLOCK_MONOTONIC) - looked_at_ >= kLookSeconds;
+    const bool any = parallel.load(std::memory_order_relaxed) != nullptr;
+    return any && clock_seconds(CLOCK_MONOTONIC) - looked_at_ >= kLookSeconds;
 }
 
 void Wakefulness::look(double worker_seconds) {
     const auto most = max_threads.load(std::memory_order_acquire);
     if (most == nullptr) return;
-    const double now = seconds(CLOCK_MONOTONIC), used = seconds(CLOCK_PROCESS_CPUTIME_ID) - worker_seconds;
+    const double now = clock_seconds(CLOCK_MONOTONIC), used = clock_seconds(CLOCK_PROCESS_CPUTIME_ID) - worker_seconds;
     are_awake_ = used - used_ >= kLeastShare * most() * (now - looked_at_);
     looked_at_ = now;
     used_ = used;

@@ -3,6 +3,8 @@
 // they are awake they do our work too. When they sleep they are left alone: waking them may take milliseconds as well.
 #pragma once
 
+#include <time.h>
+
 #include <cstdint>
 
 #include "thread_pool.hpp"
@@ -19,6 +21,9 @@ void lend_threads(OpenMp openmp);
 
 // The calling thread does without them from now on.
 void decline_lent_threads();
+
+// What a clock shows: a thread's, of what it has spent on processors, or another.
+double clock_seconds(clockid_t clock);
 
 // Whether they are awake, as it was found a few of the system's ticks ago. Calls come one at a time.
 class Wakefulness {

@@ -1,7 +1,6 @@
 #include "thread_pool.hpp"
 
 #include <pthread.h>
-#include <time.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -70,12 +69,7 @@ private:
     // Spent on processors, by all of them.
     double worker_seconds() const {
         double total = 0.0;
-        for (const clockid_t clock : clocks_) {
-            timespec time;
-            if (clock_gettime(clock, &time) == 0) {
-                total += static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-            }
-        }
+        for (const clockid_t clock : clocks_) total += clock_seconds(clock);
         return total;
     }
 

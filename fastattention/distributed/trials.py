@@ -68,12 +68,12 @@ class Trial:
     def winners(self) -> Winners:
         """The fastest, the same on all ranks. Several blocks must gain LEAST_GAIN or LEAST_CAPTURED_GAIN over one."""
         everyone = range(len(self._candidates))
-        queued = called = self._seconds(queued_seconds, everyone, rounds=1, warm_up=True)
+        first = self._seconds(queued_seconds, everyone, rounds=1, warm_up=True)
         if self._device.type == "cpu":
-            winner = self._winner(called_seconds, called, LEAST_GAIN)
+            winner = self._winner(called_seconds, first, LEAST_GAIN)
             return Winners(winner, winner)
-        if min(queued.values()) >= LONG_SECONDS * self._calls:
-            winner = self._winner(queued_seconds, queued, LEAST_CAPTURED_GAIN)
+        if min(first.values()) >= LONG_SECONDS * self._calls:
+            winner = self._winner(queued_seconds, first, LEAST_CAPTURED_GAIN)
             return Winners(winner, winner)
         called = self._seconds(called_seconds, everyone, FIRST_ROUNDS)
         queued = self._seconds(queued_seconds, everyone, FIRST_ROUNDS)

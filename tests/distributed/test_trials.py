@@ -169,6 +169,6 @@ def test_only_the_fastest_are_tried_at_length(seconds: float) -> None:
     once = [("queued", place) for place in everyone]
     if not is_long:
         once += [(kind, place) for kind in ("called", "queued") for _ in range(FIRST_ROUNDS) for place in everyone]
-    as_called = [("called", place) for _ in range(0 if is_long else ROUNDS) for place in called]
+    as_called = [] if is_long else [("called", place) for _ in range(ROUNDS) for place in called]
     as_captured = [("queued", place) for _ in range(ROUNDS) for place in captured]
     assert clocks.timed == [*once, *as_called, *as_captured]

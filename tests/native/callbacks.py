@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class Callback:
-    """The C function `void (void*)` at `address`, which calls a function of Python as long as this object stays."""
+    """The C function at `address`, `void (void*)` unless told otherwise, which calls one of Python while this stays."""
 
-    def __init__(self, function: Callable[[int | None], object]) -> None:
-        self._kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    def __init__(
+        self, function: Callable[..., Any], result: type | None = None, arguments: Sequence[type] = (ctypes.c_void_p,)
+    ) -> None:
+        self._kept = ctypes.CFUNCTYPE(result, *arguments)(function)
         self.address = ctypes.cast(self._kept, ctypes.c_void_p).value or 0

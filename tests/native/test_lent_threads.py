@@ -17,9 +17,9 @@ from fastattention import fast_attn_func
 from fastattention.backends.cpu import torch_threads
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
-from fastattention.backends.cpu.work_queue import WorkQueue
 
 from .callbacks import Callback
+from .queues import Numbers
 
 DUE = 0.03  # seconds after which the library looks again who is awake
 NOBODY = 1000  # threads, of which no machine has so many at work
@@ -32,13 +32,11 @@ class PretendOpenMp:
     def __init__(self, team: int = 2, most: int = 2, looked_for: int = 0) -> None:
         self.teams = 0
         self._team, self._most, self._looked_for, self._asked = team, most, looked_for, 0
-        arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        self._parallel = ctypes.CFUNCTYPE(None, *arguments)(self._run)
-        self._max_threads = ctypes.CFUNCTYPE(ctypes.c_int)(self._number)
+        self._parallel = Callback(self._run, arguments=(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint))
+        self._max_threads = Callback(self._number, result=ctypes.c_int, arguments=())
 
     def lend(self) -> None:
-        addresses = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in (self._parallel, self._max_threads))
-        load_library().lend_threads(OpenMp(*addresses))
+        load_library().lend_threads(OpenMp(self._parallel.address, self._max_threads.address))
         time.sleep(DUE)
 
     def _number(self) -> int:
@@ -58,10 +56,9 @@ class PretendOpenMp:
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    before = fastattention.get_num_threads()
     fastattention.set_num_threads(2)
     yield
-    fastattention.set_num_threads(before)
+    fastattention.set_num_threads(None)
     load_library().lend_threads(find_openmp())
 
 
@@ -133,17 +130,13 @@ def test_the_thread_of_a_work_queue_does_without() -> None:
     """OpenMP would start a team of threads for it."""
     openmp = PretendOpenMp()
     openmp.lend()
-    memory = torch.zeros(2, dtype=torch.uint32)
-    queue = WorkQueue(*memory)
+    numbers = Numbers()
     data = torch.ones(64 << 20, dtype=torch.uint8)
     job = Callback(lambda argument: load_library().read_loop(data, 2))
-    queue.push(1, job.address, 0)
-    memory[0] = 1
-    give_up = time.monotonic() + 30.0
-    while int(memory[1]) != 1 and time.monotonic() < give_up:
-        time.sleep(1e-3)
-    queue.end()
-    assert int(memory[1]) == 1
+    numbers.queue.push(1, job.address, 0)
+    numbers.reach(1)
+    numbers.wait(1)
+    numbers.queue.end()
     assert openmp.teams == 0
     assert openmp._asked == 1  # it was looked, and found awake
 
@@ -152,6 +145,6 @@ def test_that_of_torch_is_found_where_torch_has_one() -> None:
     found = find_openmp()
     assert all(found) == ("ATen parallel backend: OpenMP" in torch.__config__.parallel_info())
     with mock.patch.object(torch.__config__, "parallel_info", return_value="ATen parallel backend: native thread pool"):
-        assert find_openmp() == OpenMp(0, 0)
+        assert find_openmp() == OpenMp()
     with mock.patch.object(torch_threads, "_TORCH_LIBRARY", "libmissing.so"):
-        assert find_openmp() == OpenMp(0, 0)
+        assert find_openmp() == OpenMp()

@@ -4,41 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-import torch
-
-from fastattention.backends.cpu.work_queue import WorkQueue
 
 from .callbacks import Callback
+from .queues import Numbers, wait_for
 
 LAST = 2**32 - 1
-
-
-class Numbers:
-    """What a GPU and the queue tell each other, and a queue."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.memory = torch.tensor([start, start], dtype=torch.uint32)
-        self.queue = WorkQueue(*self.memory)
-
-    @property
-    def done(self) -> int:
-        return int(self.memory[1])
-
-    def reach(self, number: int) -> None:
-        self.memory[0] = number
-
-    def wait(self, number: int) -> None:
-        wait_for(lambda: self.done == number)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(1e-3)
 
 
 class Log(Callback):

@@ -17,12 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.chips import CHIPS, Limits
 from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
 from fastattention.backends.cuda.kernel_config import MergeConfig, Variant
-from fastattention.backends.cuda.params import AttentionParams, MergeParams, Params
+from fastattention.backends.cuda.params import AttentionParams, MergeParams
 from fastattention.backends.cuda.plan import Step
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 

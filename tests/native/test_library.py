@@ -18,7 +18,8 @@ import torch
 import fastattention
 from fastattention import LibraryError, fast_attn_func
 from fastattention.backends.cpu import library
-from fastattention.backends.cpu.library import AttentionParams, Library, find_library, load_library
+from fastattention.backends.cpu.library import Library, find_library, load_library
+from fastattention.backends.cpu.params import AttentionParams
 
 KERNELS = Path(fastattention.__file__).parent / "backends" / "cpu" / "kernels"
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import fastattention
+from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.params import (
     AllReduceParams,
     AppendParams,
     AttentionParams,
     MergeParams,
-    Params,
     SumParams,
 )
 from fastattention.backends.cuda.plan import divisor

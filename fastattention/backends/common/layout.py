@@ -4,6 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastattention.problem import Inputs
+
+# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table, scales.
+Strides = tuple[object, ...]
+
+
+def strides_of(inputs: Inputs) -> Strides:
+    """What the parameters of a call take from its tensors, besides their addresses."""
+    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
+    return (
+        inputs.q.stride(),
+        inputs.k.stride(),
+        inputs.v.stride(),
+        None if bias is None else (bias.stride(), bias.dtype),
+        None if alibi is None else alibi.stride(),
+        None if table is None else table.stride(),
+        None if inputs.k_scale is None else inputs.k_scale.stride(),
+        None if inputs.v_scale is None else inputs.v_scale.stride(),
+    )
+
 
 def pointer(tensor: Tensor | None) -> int:
     """Address of the first element; 0 for a tensor that a call does not have."""
@@ -20,7 +40,10 @@ def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:
 
 def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
     """(batch, row, head) strides of the scales of a quantised cache; zeros for None."""
-    return (0, 0, 0) if scale is None else (scale.stride(0), scale.stride(1), scale.stride(2))
+    if scale is None:
+        return 0, 0, 0
+    batch, row, head = scale.stride()
+    return batch, row, head
 
 
 def bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:

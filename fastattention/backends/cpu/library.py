@@ -14,38 +14,12 @@ import torch
 
 import fastattention.backends.cpu
 from fastattention import config
+from fastattention.backends.cpu.params import AttentionParams
 from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
 _ABI_VERSION = 5  # of api.cpp
-
-_POINTERS = (
-    "q k v out lse k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx "
-    "cache_leftpad block_table alibi_slopes sinks attn_bias k_scale v_scale"
-).split()
-_INTEGERS = (
-    "dtype cache_dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v "
-    "page_block_size panel_size "
-    "q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head "
-    "v_stride_batch v_stride_row v_stride_head out_stride_batch out_stride_row out_stride_head "
-    "lse_stride_batch lse_stride_head k_new_stride_batch k_new_stride_row k_new_stride_head "
-    "v_new_stride_batch v_new_stride_row v_new_stride_head k_scale_stride_batch k_scale_stride_row k_scale_stride_head "
-    "v_scale_stride_batch v_scale_stride_row v_scale_stride_head block_table_stride alibi_stride_batch "
-    "bias_stride_batch bias_stride_head bias_stride_row bias_stride_key window_left window_right "
-    "rotary_dim rotary_interleaved num_splits num_threads"
-).split()
-_DOUBLES = ["softmax_scale", "softcap"]
-
-
-class AttentionParams(ctypes.Structure):
-    """FaAttentionParams of params.h, field by field."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in _POINTERS]
-        + [(name, ctypes.c_int64) for name in _INTEGERS]
-        + [(name, ctypes.c_double) for name in _DOUBLES]
-    )
 
 
 class Peaks(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from fastattention.backends.cpu.library import AttentionParams, load_library
+from fastattention.backends.cpu.library import load_library
+from fastattention.backends.cpu.params import AttentionParams
 
 
 class PreparedCall:

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from fastattention import config
 from fastattention.backends.base import Backend
-from fastattention.backends.common.layout import pointer
+from fastattention.backends.common.layout import pointer, strides_of
 from fastattention.backends.common.packed_cache import REFUSAL
+from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.kernel_config import MAX_HEADDIM
-from fastattention.backends.cuda.memory import is_readable, prepared, strides_of
+from fastattention.backends.cuda.memory import is_readable, prepared
 from fastattention.backends.cuda.merging import (
     DTYPE_NAMES,
     MOST_WARPS,
@@ -24,7 +25,7 @@ from fastattention.backends.cuda.merging import (
     merge_params,
     num_warps,
 )
-from fastattention.backends.cuda.params import MOST_PARTS, AttentionParams, Params
+from fastattention.backends.cuda.params import MOST_PARTS, AttentionParams
 from fastattention.backends.cuda.plan import Plan, Step, append_params, attention_template, make_plan
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 

@@ -11,25 +11,6 @@ from fastattention.problem import Inputs
 
 CHUNK = 8  # elements of 16 bits that are read at once: 16 bytes
 
-# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table,
-# scales.
-Strides = tuple[object, ...]
-
-
-def strides_of(inputs: Inputs) -> Strides:
-    """What the parameters of a call take from its tensors, besides their addresses."""
-    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
-    return (
-        inputs.q.stride(),
-        inputs.k.stride(),
-        inputs.v.stride(),
-        None if bias is None else (bias.stride(), bias.dtype),
-        None if alibi is None else alibi.stride(),
-        None if table is None else table.stride(),
-        None if inputs.k_scale is None else inputs.k_scale.stride(),
-        None if inputs.v_scale is None else inputs.v_scale.stride(),
-    )
-
 
 def is_readable(inputs: Inputs) -> bool:
     """Whether q, k and v begin at multiples of 16 bytes; what their strides say is not looked at."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common.layout import token_strides
+from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
-from fastattention.backends.cuda.params import MOST_PARTS, MergeParams, Params
+from fastattention.backends.cuda.params import MOST_PARTS, MergeParams
 from fastattention.backends.cuda.plan import Step
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}

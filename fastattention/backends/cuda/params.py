@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from typing import Any, ClassVar
+from fastattention.backends.common.params import Params, fields, formats
 
 MOST_PARTS = 8  # of a launch; kernels/params.h says the same
 MOST_BLOCKS = 16  # likewise
 
 _LENGTHS = {"parts": MOST_PARTS, "blocks": MOST_BLOCKS}
-_TYPES: dict[str, type[Any]] = {"Q": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-
-
-class Params(ctypes.Structure):
-    """Passed by value to a kernel: pointers, then strides, then other numbers."""
-
-    _pointers: ClassVar[struct.Struct]
-    _rest: ClassVar[struct.Struct]
-
-    @classmethod
-    def template(cls, *values: float) -> bytes:
-        """The structure without its pointers: every other field in order."""
-        params = bytearray(ctypes.sizeof(cls))
-        cls._rest.pack_into(params, cls._pointers.size, *values)
-        return bytes(params)
-
-    @classmethod
-    def make(cls, template: bytes, *pointers: int) -> Params:
-        """The structure of a template with its pointers in order, 0 for null. Ten times faster than its constructor."""
-        params = cls.from_buffer_copy(template)
-        cls._pointers.pack_into(params, 0, *pointers)
-        return params
-
-
-def _fields(**names: str) -> list[tuple[str, type[Any]]]:
-    return [_field(name, _TYPES[code]) for code, listed in names.items() for name in listed.split()]
-
-
-def _field(name: str, type_: type[Any]) -> tuple[str, type[Any]]:
-    """`name[parts]` has an element for each part, `name[blocks]` for each block."""
-    single, _, length = name.removesuffix("]").partition("[")
-    return single, type_ * _LENGTHS[length] if length else type_
-
-
-def _formats(fields: list[tuple[str, type[Any]]]) -> tuple[struct.Struct, struct.Struct]:
-    codes: dict[type[Any], str] = {type_: code for code, type_ in _TYPES.items()}
-    codes |= {type_ * length: code * length for type_, code in codes.items() for length in _LENGTHS.values()}
-    packed = "".join(codes[type_] for _, type_ in fields)
-    num_pointers = packed.count("Q")
-    return struct.Struct(packed[:num_pointers]), struct.Struct(packed[num_pointers:])
 
 
 class AttentionParams(Params):
     """Of forward.cuh, decode.cuh and combine.cuh."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         Q="""q k v out lse cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad block_table
         alibi_slopes sinks attn_bias k_scale v_scale partial_out partial_stats counters""",
         q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
@@ -70,13 +28,13 @@ class AttentionParams(Params):
         num_groups groups_multiplier groups_shift num_splits partial_rows""",
         f="softmax_scale softcap",
     )
-    _pointers, _rest = _formats(_fields_)
+    _pointers, _rest = formats(_fields_)
 
 
 class AppendParams(Params):
     """Of append.cuh."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         Q="""k_new v_new k v k_scale v_scale q q_rotated rotary_cos rotary_sin
         cache_seqlens cache_batch_idx cache_leftpad block_table""",
         q="""k_new_stride_batch k_new_stride_row k_new_stride_head v_new_stride_batch v_new_stride_row v_new_stride_head
@@ -87,34 +45,36 @@ class AppendParams(Params):
         i="""batch_size seqlen_q seqlen_new nheads nheads_k headdim headdim_v page_block_size max_cache_seqlen
         rotary_dim rotary_interleaved rotates_by_token""",
     )
-    _pointers, _rest = _formats(_fields_)
+    _pointers, _rest = formats(_fields_)
 
 
 class MergeParams(Params):
     """Of merge.cuh."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
+        _LENGTHS,
         Q="outs[parts] lses[parts] out lse",
         q="""outs_stride_batch[parts] outs_stride_row[parts] outs_stride_head[parts]
         lses_stride_batch[parts] lses_stride_head[parts] lses_stride_row[parts]""",
         i="num_parts batch_size tokens nheads headdim_v",
     )
-    _pointers, _rest = _formats(_fields_)
+    _pointers, _rest = formats(_fields_)
 
 
 class AllReduceParams(Params):
     """Of all_reduce.cuh."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
+        _LENGTHS,
         Q="parts[parts] arrivals[parts] out ready steps finished",
         q="ends[blocks] patience",
         i="num_ctas num_blocks rank whole",
     )
-    _pointers, _rest = _formats(_fields_)
+    _pointers, _rest = formats(_fields_)
 
 
 class SumParams(Params):
     """Of sum_parts.cuh."""
 
-    _fields_ = _fields(Q="parts[parts] shared out", q="count", i="num_parts")
-    _pointers, _rest = _formats(_fields_)
+    _fields_ = fields(_LENGTHS, Q="parts[parts] shared out", q="count", i="num_parts")
+    _pointers, _rest = formats(_fields_)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import bias_strides, pointer, token_strides
+from fastattention.backends.common.layout import Strides, bias_strides, pointer, scale_strides, token_strides
+from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.decode_heuristics import Split
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.module import Function
 from fastattention.backends.cuda.kernel_config import APPEND_WARPS, CACHE_FORMATS, AppendConfig, KernelConfig, Variant
-from fastattention.backends.cuda.memory import Strides
-from fastattention.backends.cuda.params import AppendParams, AttentionParams, Params
+from fastattention.backends.cuda.params import AppendParams, AttentionParams
 from fastattention.problem import Inputs, Layout, Problem
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -100,7 +100,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
-        *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale),
+        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
         0 if packed else problem.seqlen_q * out_row, inputs.v.shape[-1],
         0 if packed else problem.nheads * lse_head, lse_head,
         *bias_strides(bias),
@@ -128,14 +128,6 @@ def divisor(size: int) -> tuple[int, int]:
     return (multiplier ^ 1 << 31) - (1 << 31), exponent - 1
 
 
-def _scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
-    """(batch, row, head) strides of the scales of a quantised cache; zeros for None."""
-    if scale is None:
-        return 0, 0, 0
-    batch, row, head = scale.stride()
-    return batch, row, head
-
-
 def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
     """Tokens that a sequence's cache may hold before the call: room for its new tokens, and angles for them and q."""
     room = problem.seqlen_k - problem.seqlen_new
@@ -152,7 +144,7 @@ def append_params(problem: Problem, inputs: Inputs, q_rotated: Tensor | None) ->
     # fmt: off
     template = AppendParams.template(
         *token_strides(inputs.k_new), *token_strides(inputs.v_new), *token_strides(inputs.k), *token_strides(inputs.v),
-        *_scale_strides(inputs.k_scale), *_scale_strides(inputs.v_scale), *token_strides(q),
+        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale), *token_strides(q),
         0 if table is None else table.stride(0),
         problem.batch_size, problem.seqlen_q, problem.seqlen_new, problem.nheads, problem.nheads_k,
         problem.headdim, problem.headdim_v, problem.page_block_size or 0, max_cache_seqlen(problem, inputs),

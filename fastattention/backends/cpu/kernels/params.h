@@ -1,5 +1,5 @@
 // The C interface of the library. Every field is eight bytes wide, so that the layout is the same for every compiler and
-// for ctypes; fastattention/backends/cpu/library.py repeats the fields in this order, and a test compares the two.
+// for ctypes; fastattention/backends/cpu/params.py repeats the fields in this order, and a test compares the two.
 #pragma once
 
 #include <stdint.h>

@@ -1,0 +1,111 @@
+"""How fast is a token of a whole model on a CPU, where attention and torch's own operations take turns?
+
+    python benchmarks/decode_in_model.py
+
+Transformers' own Llama of the shape of Llama 3.2 1B, with random weights and a random cache that grows as generate's
+does (a DynamicCache). By torch's attention and by ours; by ours also without the threads of torch, on workers alone
+(docs/architecture.md, "Threads"). All take turns of a few tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import typer
+from random_llama import random_llama
+from rich import box
+from rich.table import Table
+from transformers import DynamicCache
+
+from fastattention.backends.cpu.library import load_library
+from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
+from fastattention.cli.bench.report import SCHEMA, in_words, title
+from fastattention.cli.console import OUTPUT
+from fastattention.cli.machine import describe_machine
+from fastattention.integrations.transformers import NAME
+from fastattention.offload.model_shape import ModelShape
+
+RESULTS = Path(__file__).parent / "results"
+SHAPE = ModelShape(
+    "llama-3.2-1b", num_layers=16, nheads=32, nheads_k=8, headdim=64, hidden_size=2048, intermediate_size=8192,
+    vocab_size=128256, tied_embeddings=True,
+)  # fmt: skip
+SDPA, OURS, WORKERS = "sdpa", NAME, f"{NAME}, its own threads"
+ATTENTIONS = {SDPA: ("sdpa", find_openmp), OURS: (NAME, find_openmp), WORKERS: (NAME, OpenMp)}
+
+
+def random_cache(model: Any, keys: int, dtype: torch.dtype) -> DynamicCache:
+    """As a prompt of so many tokens would leave it."""
+    cache = DynamicCache(config=model.config)
+    for layer in range(SHAPE.num_layers):
+        k, v = (torch.randn(1, SHAPE.nheads_k, keys, SHAPE.headdim).to(dtype) for _ in range(2))
+        cache.update(k, v, layer)
+    return cache
+
+
+def turn(model: Any, cache: Any, tokens: int) -> float:
+    """Seconds of a token, of several in a row; the cache is as before then."""
+    token, before = torch.zeros(1, 1, dtype=torch.int64), [(layer.keys, layer.values) for layer in cache.layers]
+    start = time.perf_counter()
+    for _ in range(tokens):
+        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    seconds = (time.perf_counter() - start) / tokens
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        layer.keys, layer.values = keys, values
+    return seconds
+
+
+def measure(model: Any, keys: int, dtype: torch.dtype, rounds: int, tokens: int) -> dict[str, float]:
+    """Seconds of a token by each attention, medians of rounds in turns."""
+    cache = random_cache(model, keys, dtype)
+    times: dict[str, list[float]] = {name: [] for name in ATTENTIONS}
+    for name in itertools.chain.from_iterable([*ATTENTIONS] for _ in range(rounds + 1)):
+        implementation, threads = ATTENTIONS[name]
+        model.set_attn_implementation(implementation)
+        load_library().lend_threads(threads())
+        times[name].append(turn(model, cache, tokens))
+    return {name: median(found[1:]) for name, found in times.items()}  # the first is to warm up
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """As a table."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("dtype, keys", *ATTENTIONS):
+        table.add_column(heading, justify="left" if heading == "dtype, keys" else "right")
+    for row in rows:
+        seconds = row["seconds"]
+        cells = [f"{in_words(seconds[name])} ({seconds[SDPA] / seconds[name]:.2f})" for name in ATTENTIONS]
+        table.add_row(f"{row['dtype']}, {row['keys']}", *cells)
+    OUTPUT.print(table)
+    OUTPUT.print("a token, and in brackets how many times as fast as by sdpa")
+
+
+@torch.inference_mode()
+def main(
+    keys: str = "512,4096,16384", dtypes: str = "bfloat16,float32", rounds: int = 7, tokens: int = 4,
+    output: Path = RESULTS,
+) -> None:  # fmt: skip
+    """Measure this machine with torch's number of threads; write decode_in_model.json into `output`."""
+    machine = describe_machine()
+    OUTPUT.print(title(machine))
+    rows = []
+    for name in dtypes.split(","):
+        dtype = getattr(torch, name)
+        lengths = [int(length) for length in keys.split(",")]
+        model = random_llama(SHAPE, max(lengths) + tokens, "sdpa", dtype, torch.device("cpu"))
+        for length in lengths:
+            rows.append({"dtype": name, "keys": length, "seconds": measure(model, length, dtype, rounds, tokens)})
+    show(rows)
+    record = {"schema": SCHEMA, "question": "decode_in_model", "machine": machine, "tokens": tokens, "rows": rows}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "decode_in_model.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

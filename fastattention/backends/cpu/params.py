@@ -1,0 +1,100 @@
+"""The arguments of a call of the native library: kernels/params.h, field by field."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.common.layout import (
+    bias_strides,
+    pointer,
+    scale_strides,
+    strides_of,
+    token_strides,
+)
+from fastattention.backends.common.params import Params, fields, formats
+from fastattention.problem import Inputs, Layout, Problem
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+_MOST_TEMPLATES = 4096  # as many as validated problems
+
+
+class AttentionParams(Params):
+    """FaAttentionParams."""
+
+    _fields_ = fields(
+        Q="""q k v out lse k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx
+        cache_leftpad block_table alibi_slopes sinks attn_bias k_scale v_scale""",
+        q="""dtype cache_dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v
+        page_block_size panel_size
+        q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head
+        v_stride_batch v_stride_row v_stride_head out_stride_batch out_stride_row out_stride_head
+        lse_stride_batch lse_stride_head
+        k_new_stride_batch k_new_stride_row k_new_stride_head v_new_stride_batch v_new_stride_row v_new_stride_head
+        k_scale_stride_batch k_scale_stride_row k_scale_stride_head
+        v_scale_stride_batch v_scale_stride_row v_scale_stride_head
+        block_table_stride alibi_stride_batch bias_stride_batch bias_stride_head bias_stride_row bias_stride_key
+        window_left window_right rotary_dim rotary_interleaved num_splits num_threads""",
+        d="softmax_scale softcap",
+    )
+    _pointers, _rest = formats(_fields_)
+
+
+# A call among torch's operations finds nothing of ours in the processor's caches: to look a template up touches a
+# fraction of what it takes to make one.
+_templates: dict[object, bytes] = {}
+
+
+def attention_params(
+    problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None, num_threads: int
+) -> AttentionParams:
+    """The arguments of a call. out, lse: contiguous, of the problem's shapes."""
+    k_new, v_new = inputs.k_new, inputs.v_new
+    new = None if k_new is None or v_new is None else (k_new.stride(), v_new.stride())
+    key = (problem, num_threads, strides_of(inputs), new)
+    template = _templates.get(key)
+    if template is None:
+        if len(_templates) >= _MOST_TEMPLATES:
+            _templates.clear()
+        template = _templates[key] = _template(problem, inputs, num_threads)
+    # fmt: off
+    return AttentionParams.make(
+        template, inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), out.data_ptr(), pointer(lse),
+        pointer(k_new), pointer(v_new), pointer(inputs.rotary_cos), pointer(inputs.rotary_sin),
+        pointer(inputs.cu_seqlens_q), pointer(inputs.cu_seqlens_k), pointer(inputs.cache_seqlens),
+        pointer(inputs.cache_batch_idx), pointer(inputs.cache_leftpad), pointer(inputs.block_table),
+        pointer(inputs.alibi_slopes), pointer(inputs.sinks), pointer(inputs.attn_bias), pointer(inputs.k_scale),
+        pointer(inputs.v_scale),
+    )
+    # fmt: on
+
+
+def _template(problem: Problem, inputs: Inputs, num_threads: int) -> bytes:
+    packed = problem.layout is Layout.PACKED
+    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
+    out_row = problem.nheads * problem.headdim_v
+    lse_head = problem.total_q if packed else problem.seqlen_q
+    # fmt: off
+    return AttentionParams.template(
+        _DTYPE_CODES[problem.dtype], _DTYPE_CODES[problem.cache_dtype or problem.dtype],
+        0 if bias is None else _DTYPE_CODES[bias.dtype],
+        problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
+        problem.nheads, problem.nheads_k, problem.headdim, problem.headdim_v,
+        problem.page_block_size or 0, problem.panel_size,
+        *token_strides(inputs.q), *_cache_strides(problem, inputs.k), *_cache_strides(problem, inputs.v),
+        0 if packed else problem.seqlen_q * out_row, out_row, problem.headdim_v,
+        0 if packed else problem.nheads * lse_head, lse_head,
+        *token_strides(inputs.k_new), *token_strides(inputs.v_new),
+        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
+        0 if table is None else table.stride(0), 0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
+        *bias_strides(bias),
+        problem.window_left, problem.window_right, problem.rotary_dim, problem.rotary_interleaved,
+        problem.num_splits, num_threads,
+        problem.softmax_scale, problem.softcap,
+    )
+    # fmt: on
+
+
+def _cache_strides(problem: Problem, cache: Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) strides of k or v; the rows of a packed cache have none."""
+    return (cache.stride(0), 0, cache.stride(1)) if problem.panel_size else token_strides(cache)

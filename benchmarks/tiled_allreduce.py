@@ -93,13 +93,14 @@ class Options:
     trace: bool
     output: Path
     dtype: torch.dtype = torch.bfloat16
+    heads_of: int = 0  # a rank has the heads of one of so many; 0: of one of those that there are
 
 
 class Share:
     """A rank's heads of a case, and the functions that are timed. All write to `out`."""
 
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype) -> None:
-        model, size = MODELS[case.model], dist.get_world_size()
+    def __init__(self, case: Case, device: torch.device, options: Options) -> None:
+        model, size, dtype = MODELS[case.model], options.heads_of or dist.get_world_size(), options.dtype
         nheads, nheads_k = model.nheads // size, max(model.nheads_k // size, 1)
         generator = torch.Generator(device).manual_seed(dist.get_rank())
 
@@ -294,7 +295,7 @@ def derived(contest: Contest, seconds: dict[str, float]) -> dict[str, Any]:
 
 def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]:
     """The figures of a case."""
-    contest = Contest(Share(case, device, options.dtype), options.graphs)
+    contest = Contest(Share(case, device, options), options.graphs)
     differences = contest.differences()
     seconds = medians(contest, options.rounds, device)
     return {
@@ -312,7 +313,7 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
 
 def traced(case: Case, options: Options, device: torch.device) -> dict[str, Any]:
     """By kind and name: one call on this rank, in a trace. Inflation is over serial, which computes all rows alone."""
-    contest = Contest(Share(case, device, options.dtype), options.graphs)
+    contest = Contest(Share(case, device, options), options.graphs)
     found: dict[str, Any] = {}
     for kind, works in contest.kinds.items():
         overlaps = {name: trace(works[name]) for name in (SERIAL, *contest.plans) if name in works}
@@ -338,6 +339,7 @@ def measure(device: torch.device, options: Options) -> None:
         "world_size": dist.get_world_size(),
         "nccl": torch.cuda.nccl.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
         "nccl_p2p_disable": config.peer_to_peer_disabled(),
+        "heads_of": options.heads_of or dist.get_world_size(),
         "rounds": options.rounds,
     }
     rows: list[dict[str, Any]] = []
@@ -355,10 +357,12 @@ def measure(device: torch.device, options: Options) -> None:
 
 
 def save(record: dict[str, Any], output: Path) -> None:
-    """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; _no_p2p is added without peer-to-peer access."""
+    """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; what is unusual is added to the name."""
     if dist.get_rank() == 0:
         output.mkdir(parents=True, exist_ok=True)
         name = f"tiled_allreduce_tp{record['world_size']}" + "_no_p2p" * record["nccl_p2p_disable"]
+        if record["heads_of"] != record["world_size"]:
+            name += f"_heads_of_{record['heads_of']}"
         (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
         row = record["rows"][-1]
         MESSAGES.print(row["model"], row["batch_size"], row["seqlen_q"], row["derived"], row["refused"])
@@ -371,14 +375,17 @@ def main(
     trace: bool = False,
     model: str = "70B",
     lengths: str = "",
+    heads_of: int = 0,
     output: Path = RESULTS,
 ) -> None:
     """Measure the GPUs of this host; write tiled_allreduce_tp4.json, by the number of ranks, into `output`.
 
     --lengths 32768,65536: instead of all cases, these, one sequence of --model each.
+    --heads-of 4: each rank has a quarter of the heads, whatever their number. So two ranks have the compute of each of
+    four, and sums of which a rank moves two thirds.
     """
     long = tuple(Case(model, 1, int(length), int(length)) for length in lengths.split(",") if length)
-    options = Options(long or CASES, rounds, graphs, trace, output)
+    options = Options(long or CASES, rounds, graphs, trace, output, heads_of=heads_of)
     run_ranks(measure, [options], tp, "cuda", TIME_LIMIT)
 
 

@@ -22,8 +22,8 @@ from fastattention.distributed import calibrate, transports
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import TransportCost
 from fastattention.distributed.exchange import from_rank_0, gather
-from fastattention.distributed.plan import Blocks, choose, even, fine, worth_dividing
-from fastattention.distributed.transports import Transfer, Transport
+from fastattention.distributed.plan import Blocks, choose, even, fine, in_a_ring, worth_dividing
+from fastattention.distributed.transports import BlockTransport, Transfer, Transport
 from fastattention.distributed.trials import Candidate, Trial
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import Problem
@@ -61,6 +61,7 @@ class Division(enum.Enum):
     PLANNED = enum.auto()  # as the model chooses
     EVEN = enum.auto()  # which often does better than the model knows
     FINE = enum.auto()  # into more blocks, with attention of each or of several at once
+    RING = enum.auto()  # for running sums, to which products add
 
 
 EVEN_BLOCKS = 4
@@ -134,14 +135,17 @@ class Agreement:
         ways = {Way(each.name, Division.WHOLE): Blocks((transfer.rows,)) for each in able}
         if worth_dividing(transfer.rows, transfer.nbytes):
             costs = self._costs_of(able, transfer, group)
-            kind, divided = from_rank_0(lambda: self._divided(call, transfer, costs), group)
+            kind, divided = from_rank_0(lambda: self._divided(call, transfer, able, costs), group)
             ways |= divided
         return self._try(kind, ways, call, transfer, group)
 
     def _quickest(
         self, able: Sequence[Transport], transfer: Transfer, rows: Sequence[int], group: ProcessGroup
     ) -> Transport:
-        """The transport that sums blocks of these rows soonest. Costs are the same on all ranks, so this is too."""
+        """The transport that sums blocks of these rows soonest, of those whose sums have a time of their own.
+
+        Costs are the same on all ranks, so this is too.
+        """
         if len(able) == 1:
             return able[0]
         sizes = [count * transfer.nbytes // transfer.rows for count in rows]
@@ -179,7 +183,7 @@ class Agreement:
         )
 
     def _divided(
-        self, call: AttentionLinear, transfer: Transfer, costs: Sequence[TransportCost]
+        self, call: AttentionLinear, transfer: Transfer, able: Sequence[Transport], costs: Sequence[TransportCost]
     ) -> tuple[calibrate.Kind, dict[Way, Blocks]]:
         """What the call is like, and ways to make it in blocks: by the lengths and clocks of one rank."""
         workload = calibrate.workload_of(call, transfer.group_size)
@@ -192,6 +196,10 @@ class Agreement:
                 ways[Way(cost.name, Division.EVEN, room)] = Blocks(even(workload, EVEN_BLOCKS))
                 for which, blocks in enumerate(fine(workload)):
                     ways[Way(cost.name, Division.FINE, room, which)] = blocks
+        for transport in able:
+            if transport.asks_for_shares:
+                for which, blocks in enumerate(in_a_ring(workload)):
+                    ways[Way(transport.name, Division.RING, which=which)] = blocks
         return calibrate.kind_of(call, workload), ways
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
@@ -212,9 +220,10 @@ class Agreement:
     def _costs_of(
         self, able: Sequence[Transport], transfer: Transfer, group: ProcessGroup
     ) -> tuple[TransportCost, ...]:
-        place = (transfer.dtype, tuple(transport.name for transport in able))
+        measured = [transport for transport in able if isinstance(transport, BlockTransport)]
+        place = (transfer.dtype, tuple(transport.name for transport in measured))
         if place not in self._costs:
-            self._costs[place] = calibrate.transport_costs(able, transfer, group)
+            self._costs[place] = calibrate.transport_costs(measured, transfer, group)
         return self._costs[place]
 
 

@@ -150,40 +150,46 @@ class AttentionLinear:
             problem, inputs = call.problem, piece_inputs(inputs, piece, call)
         return corner.attend(problem, inputs, self.backend).view(piece.num_rows, -1)
 
-    def compute(self, start: int, stop: int, partial: Tensor) -> None:
-        """Writes this rank's share of rows [start, stop) to `partial` (stop - start, hidden)."""
+    def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
+        """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""
         first = 0
         for piece in pieces(start, stop, self.problem.seqlen_q):
             end = first + piece.num_rows
-            torch.mm(self.attend(piece), self.weight, out=partial[first:end])
+            self.multiply(self.attend(piece), partial[first:end], adds)
             first = end
+
+    def multiply(self, attended: Tensor, partial: Tensor, adds: bool) -> None:
+        """Writes the product of attended rows to `partial`, or adds it to what that holds, which is rounded once."""
+        if adds:
+            torch.addmm(partial, attended, self.weight, out=partial)
+        else:
+            torch.mm(attended, self.weight, out=partial)
 
 
 class AttentionAhead:
-    """`AttentionLinear.compute` for blocks in their order, with attention of several at once, when the first comes.
+    """`AttentionLinear.compute` with attention of several blocks at once, when the first of their rows are asked for.
 
-    Attention of few rows leaves much of a GPU idle; a product does so only with far fewer.
+    Attention of few rows leaves much of a GPU idle; a product does so only with far fewer. What is attended is kept, as
+    rows may be asked for in any order.
     """
 
     def __init__(self, call: AttentionLinear, rows: Sequence[int]) -> None:
-        """rows: of each time that attention is computed. Every block lies in one of them."""
+        """rows: of each time that attention is computed."""
         self._call = call
         self._ends = iter(tuple(accumulate(rows)))
         self._attended: list[tuple[int, Tensor]] = []  # of each piece: its first row, and attention
         self._end = 0  # of the rows that have been attended
 
-    def compute(self, start: int, stop: int, partial: Tensor) -> None:
-        """Writes this rank's share of rows [start, stop) to `partial` (stop - start, hidden)."""
-        if start == self._end:
-            self._attend(start, next(self._ends))
+    def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
+        """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""
+        while self._end < stop:
+            self._attend(self._end, next(self._ends))
         for first, attended in self._attended:
             begin, end = max(start, first), min(stop, first + len(attended))
             if begin < end:
-                rows = attended[begin - first : end - first]
-                torch.mm(rows, self._call.weight, out=partial[begin - start : end - start])
+                self._call.multiply(attended[begin - first : end - first], partial[begin - start : end - start], adds)
 
     def _attend(self, start: int, stop: int) -> None:
-        self._attended.clear()  # before more memory is taken
         for piece in pieces(start, stop, self._call.problem.seqlen_q):
             self._attended.append((start, self._call.attend(piece)))
             start += piece.num_rows

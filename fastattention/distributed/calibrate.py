@@ -30,7 +30,7 @@ from fastattention.distributed.costs import ComputeCost, Table, TransportCost, W
 from fastattention.distributed.exchange import from_rank_0, gather, largest
 from fastattention.distributed.plan import even
 from fastattention.distributed.timing import ROUNDS, called_seconds, module_of, queued_seconds, synchronize
-from fastattention.distributed.transports import Transfer, Transport
+from fastattention.distributed.transports import BlockTransport, Transfer
 from fastattention.problem import Layout, Problem
 
 SMALLEST_BYTES = 64 << 10
@@ -49,7 +49,7 @@ BLOCKS = 4  # into which a call is divided to see what that costs
 
 
 def transport_costs(
-    transports: Sequence[Transport], transfer: Transfer, group: ProcessGroup
+    transports: Sequence[BlockTransport], transfer: Transfer, group: ProcessGroup
 ) -> tuple[TransportCost, ...]:
     """What each transport takes in this group, for rows like those of `transfer`. Collective; the same on all ranks."""
     identity = _identity(transports, transfer, group)
@@ -62,7 +62,7 @@ def transport_costs(
     return costs
 
 
-def _identity(transports: Sequence[Transport], transfer: Transfer, group: ProcessGroup) -> dict[str, Any]:
+def _identity(transports: Sequence[BlockTransport], transfer: Transfer, group: ProcessGroup) -> dict[str, Any]:
     """All that the times of all-reduces depend on."""
     device = transfer.device
     return {
@@ -127,7 +127,7 @@ def ascending(table: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ..
 class _Measurement:
     """One transport in one group. All ranks take the same steps: what these depend on is agreed first."""
 
-    def __init__(self, transport: Transport, transfer: Transfer, group: ProcessGroup) -> None:
+    def __init__(self, transport: BlockTransport, transfer: Transfer, group: ProcessGroup) -> None:
         self._transport = transport
         self._device, self._dtype = transfer.device, transfer.dtype
         self._group = group

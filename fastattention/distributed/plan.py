@@ -18,6 +18,11 @@ LEAST_BYTES = 4 << 20  # of a block's all-reduce: smaller ones are mostly latenc
 LEAST_ROWS = 512  # of a block: fewer leave a matrix product without a full wave of CTAs
 FINE_BLOCKS, FEWEST_FINE_BLOCKS = 8, 4
 TOGETHER = ((1,), (1, 1), (2, 1, 1))  # shares of their number, with attention at once
+# Shares of blocks that a running sum goes through, and parts of equal size with attention at once. The last blocks are
+# small where all that follows the last product should be short.
+IN_A_RING = (
+    ((1,) * 8, 1), ((1,) * 4, 1), ((2, 2, 2, 1, 1), 1), ((1, 1), 1), ((2, 1, 1), 1), ((1,) * 4, 2), ((2, 1, 1), 2),
+)  # fmt: skip
 LEAST_GAIN = 0.03  # of the serial time; the costs are no more certain than that
 ROWS_OF_A_CUT = 128  # cuts inside a sequence are at multiples of it, as are the tiles of attention
 NUMBERS_OF_BLOCKS = (2, 3, 4, 6, 8, 12)
@@ -190,6 +195,22 @@ def fine(workload: Workload) -> list[Blocks]:
         return []
     divisions = [Blocks(rows, _joined(rows, shares)) for shares in TOGETHER]
     return [Blocks(rows), *divisions, Blocks(even(workload, len(rows) // 2), (workload.rows,))]
+
+
+def in_a_ring(workload: Workload) -> list[Blocks]:
+    """Divisions for a transport whose sums are added to by the products: none with a block below LEAST_ROWS."""
+    divisions = [
+        Blocks(_shared_out(workload.rows, shares), even(workload, parts) if parts > 1 else (workload.rows,))
+        for shares, parts in IN_A_RING
+    ]
+    return [blocks for blocks in divisions if min(blocks.rows) >= LEAST_ROWS]
+
+
+def _shared_out(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """Rows by these shares, but for the last all multiples of ROWS_OF_A_CUT."""
+    unit = sum(shares) * ROWS_OF_A_CUT
+    ends = [0, *(rows * part // unit * ROWS_OF_A_CUT for part in accumulate(shares[:-1])), rows]
+    return tuple(past - first for first, past in pairwise(ends))
 
 
 def _joined(rows: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:

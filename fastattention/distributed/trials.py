@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 from fastattention.distributed.blocks import AttentionAhead, AttentionLinear
 from fastattention.distributed.exchange import largest
 from fastattention.distributed.plan import LEAST_GAIN
-from fastattention.distributed.tiled_allreduce import tiled_allreduce
 from fastattention.distributed.timing import called_seconds, queued_seconds
 from fastattention.distributed.transports import Transfer, Transport
 
@@ -39,8 +38,9 @@ class Candidate(NamedTuple):
 
     def run(self, call: AttentionLinear, out: torch.Tensor) -> None:
         """Fills `out` (rows, hidden) with the sum over all ranks. Collective."""
-        compute = AttentionAhead(call, self.attended).compute if self.attended else call.compute
-        tiled_allreduce(compute, out, self.rows, self.transport, self.room)
+        attended = self.attended or (self.rows if self.transport.asks_for_shares else ())
+        compute = AttentionAhead(call, attended).compute if attended else call.compute
+        self.transport.run(compute, out, self.rows, self.room)
 
 
 class Winners(NamedTuple):

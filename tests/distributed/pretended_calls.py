@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor
 
 from distributed.pretended_gpus import Stream
-from fastattention.distributed.tiled_allreduce import tiled_allreduce
 from fastattention.distributed.transports import Transport
+from fastattention.distributed.transports.on_one_host import OnOneHost
+from fastattention.distributed.transports.ring_product import RingProduct, shares_of
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -33,12 +36,17 @@ def share_of(rank: int, call: int, rows: int, hidden: int, dtype: torch.dtype) -
     return torch.randn(rows, hidden, generator=generator).to(dtype)
 
 
-def summed(size: int, call: int, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """In float32 in the order of the ranks, rounded once."""
-    total = torch.zeros(rows, hidden)
-    for rank in range(size):
-        total += share_of(rank, call, rows, hidden, dtype).float()
-    return total.to(dtype)
+def summed(kind: type[OnOneHost], size: int, call: int, blocks: tuple[int, ...], **like: Any) -> Tensor:
+    """In float32 in the order of the ranks, rounded once. In a ring from the rank after the owner, rounded by each."""
+    parts = [share_of(rank, call, sum(blocks), **like) for rank in range(size)]
+    if kind is not RingProduct:
+        return reduce(torch.add, (part.float() for part in parts)).to(parts[0].dtype)
+    total = torch.empty_like(parts[0])
+    for shares in shares_of(blocks, size):
+        for owner, share in enumerate(shares):
+            rows = slice(*share)
+            total[rows] = reduce(torch.add, (parts[(owner + step) % size][rows] for step in range(1, size + 1)))
+    return total
 
 
 def sum_on(
@@ -54,29 +62,29 @@ def sum_on(
 ) -> Tensor:
     """One call, for which the host does not wait: what the stream of the compute then finds, with 16 numbers around.
 
-    fails_at: a block whose compute raises; before(block, result): called on the stream before it computes a block.
+    fails_at: a block whose compute raises; before(block, result): called on the stream before it computes any of it.
     """
     mine = share_of(rank, call, sum(blocks), **like)
     around = torch.empty(mine.numel() + 32, dtype=mine.dtype).fill_(7.0)
     out = around[16:-16].view(mine.shape)
-    starts = list(accumulate(blocks, initial=0))
+    ends = list(accumulate(blocks))
 
-    def compute(start: int, stop: int, partial: Tensor) -> None:
-        block = starts.index(start)
+    def compute(start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
+        block = bisect_left(ends, stop)
         if block == fails_at:
             raise MemoryError(f"no memory for block {block}")
         stream.enqueue(lambda: before(block, out))
-        stream.enqueue(lambda: partial.copy_(mine[start:stop]))
+        stream.enqueue(lambda: (partial.add_ if adds else partial.copy_)(mine[start:stop]))
 
-    tiled_allreduce(compute, out, blocks, transport)
+    transport.run(compute, out, blocks)
     found = torch.empty_like(around)
     stream.enqueue(lambda: found.copy_(around))
     return found
 
 
-def check(found: Tensor, size: int, call: int, blocks: tuple[int, ...], **like: Any) -> None:
+def check(found: Tensor, kind: type[OnOneHost], size: int, call: int, blocks: tuple[int, ...], **like: Any) -> None:
     """What the stream has found is the sum, and nothing around it has been written."""
-    expected = summed(size, call, sum(blocks), **like)
+    expected = summed(kind, size, call, blocks, **like)
     assert torch.equal(found[16:-16].view(expected.shape), expected), f"call {call}: {blocks} {like}"
     assert (found[:16] == 7.0).all()
     assert (found[-16:] == 7.0).all()

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastattention.distributed.tiled_allreduce import tiled_allreduce
-from fastattention.distributed.transports import Pending, Transfer, Transport
+from fastattention.distributed.transports import BlockTransport, Pending, Transfer
 
 
-class Notes(Transport):
+class Notes(BlockTransport):
     """Doubles rows in memory of its own, and fails where it is told to."""
 
     name = "notes"
@@ -39,7 +38,8 @@ class Notes(Transport):
         self.note(f"sum {first}-{last}")
         return _Note(self, f"{first}-{last}", partial, out)
 
-    def compute(self, start: int, stop: int, partial: Tensor) -> None:
+    def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
+        assert not adds
         self.note(f"compute {start}-{stop - 1}")
         partial.copy_(torch.arange(start, stop)[:, None].expand_as(partial))
 
@@ -58,7 +58,7 @@ class _Note(Pending):
 
 def run(notes: Notes, rows: tuple[int, ...] = (2, 3, 1)) -> Tensor:
     out = torch.full((sum(rows), 4), torch.nan)
-    tiled_allreduce(notes.compute, out, rows, notes)
+    notes.run(notes.compute, out, rows)
     return out
 
 

@@ -19,9 +19,10 @@ from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_kernel import PeerKernel
 from fastattention.distributed.transports.peer_memory import GRANULE
+from fastattention.distributed.transports.ring_product import MOST_BLOCKS, RingProduct
 
 
-@pytest.fixture(params=[CopyEngine, PeerKernel], ids=lambda transport: transport.name)
+@pytest.fixture(params=[CopyEngine, PeerKernel, RingProduct], ids=lambda transport: transport.name)
 def kind(request: pytest.FixtureRequest) -> type[OnOneHost]:
     transport: type[OnOneHost] = request.param
     return transport
@@ -36,16 +37,16 @@ def test_calls_of_all_sizes_one_after_the_other_are_right_however_streams_run(ki
 
     for results in Host(size, kind).run(task):
         for (call, (blocks, like)), found in zip(calls, results, strict=True):
-            check(found, size, call, blocks, **like)
+            check(found, kind, size, call, blocks, **like)
 
 
 def test_blocks_are_summed_while_later_ones_are_computed(kind: type[OnOneHost]) -> None:
-    blocks, like = (5, 8, 3), {"hidden": 24, "dtype": HALF}
-    expected = summed(3, 0, sum(blocks), **like)
+    blocks, like = (5, 8, 3, 2, 9), {"hidden": 24, "dtype": HALF}
+    expected = summed(kind, 3, 0, blocks, **like)
 
     def await_first(block: int, out: Tensor) -> None:
         deadline = time.monotonic() + PATIENCE
-        while block == 2 and not torch.equal(out[:5], expected[:5]):
+        while block == 4 and not torch.equal(out[:5], expected[:5]):
             assert time.monotonic() < deadline, "the first block is not summed before the last is computed"
             time.sleep(0)
 
@@ -53,7 +54,7 @@ def test_blocks_are_summed_while_later_ones_are_computed(kind: type[OnOneHost]) 
         return sum_on(transport, rank, stream, 0, blocks, before=await_first, **like)
 
     for found in Host(3, kind).run(task):
-        check(found, 3, 0, blocks, **like)
+        check(found, kind, 3, 0, blocks, **like)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,8 @@ def test_blocks_are_summed_while_later_ones_are_computed(kind: type[OnOneHost]) 
 def test_calls_are_right_after_one_that_failed_on_all_ranks(
     kind: type[OnOneHost], blocks: tuple[int, ...], fails_at: int
 ) -> None:
+    if kind is RingProduct and len(blocks) > MOST_BLOCKS:
+        pytest.skip("of blocks that are joined, ranks compute rows in different orders, and do not fail at one point")
     like = {"hidden": 21, "dtype": BRAIN}
     calls = list(enumerate([(4, 4, 5), (3,), (2, 30, 4, 1), (700, 1, 2, GRANULE // 40)], start=2))
 
@@ -76,7 +79,7 @@ def test_calls_are_right_after_one_that_failed_on_all_ranks(
 
     for results in Host(3, kind).run(task):
         for (call, after), found in zip(calls, results, strict=True):
-            check(found, 3, call, after, **like)
+            check(found, kind, 3, call, after, **like)
 
 
 def test_memory_taken_in_inference_mode_serves_calls_out_of_it(kind: type[OnOneHost]) -> None:
@@ -106,7 +109,7 @@ def test_memory_is_not_taken_while_a_graph_is_captured(kind: type[OnOneHost]) ->
         return sum_on(transport, rank, stream, 2, (5, 11), **like)
 
     for found in Host(1, kind).run(task):
-        check(found, 1, 2, (5, 11), **like)
+        check(found, kind, 1, 2, (5, 11), **like)
 
 
 def test_memory_that_a_graph_uses_is_kept_when_larger_takes_its_place(kind: type[OnOneHost]) -> None:
@@ -180,7 +183,7 @@ def test_memory_that_is_given_back_is_taken_anew_by_the_next_call(kind: type[OnO
 
     for results in Host(3, kind).run(task):
         for call, found in enumerate(results):
-            check(found, 3, call, (7, 5), **like)
+            check(found, kind, 3, call, (7, 5), **like)
 
 
 def test_what_is_reserved_can_be_captured(kind: type[OnOneHost]) -> None:
@@ -198,8 +201,8 @@ def test_what_is_reserved_can_be_captured(kind: type[OnOneHost]) -> None:
         return results
 
     for first, captured in Host(1, kind).run(task):
-        check(first, 1, 0, (8, 8), **like)
-        check(captured, 1, 1, rows, **like)
+        check(first, kind, 1, 0, (8, 8), **like)
+        check(captured, kind, 1, 1, rows, **like)
 
 
 def test_memory_that_a_graph_uses_is_not_given_back(kind: type[OnOneHost]) -> None:

@@ -14,7 +14,6 @@ from distributed.pretended_kernels import flag_at
 from fastattention.backends.cuda import all_reduce
 from fastattention.backends.cuda.all_reduce import MOST_CTAS, Flags
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
-from fastattention.distributed.tiled_allreduce import tiled_allreduce
 from fastattention.distributed.transports import Transfer
 from fastattention.distributed.transports.peer_kernel import (
     BULK_CTAS_ALONE,
@@ -77,7 +76,7 @@ def test_every_number_of_ranks_and_either_way_of_reading_are_served(size: int, g
 
     for results in Host(size, PeerKernel, gpu).run(task):
         for (call, (blocks, like)), found in zip(calls, results, strict=True):
-            check(found, size, call, blocks, **like)
+            check(found, PeerKernel, size, call, blocks, **like)
 
 
 def test_the_kernel_is_launched_once_a_call_and_behind_the_last_block() -> None:
@@ -88,7 +87,7 @@ def test_the_kernel_is_launched_once_a_call_and_behind_the_last_block() -> None:
     def task(transport: PeerKernel, rank: int, stream: Stream) -> None:
         out = torch.empty(12, 24, dtype=HALF)
         for blocks in ((3, 4, 5), (12,), (11, 1)):
-            tiled_allreduce(lambda start, *_: logs[rank].append(f"compute {start}"), out, blocks, transport)
+            transport.run(lambda start, *_: logs[rank].append(f"compute {start}"), out, blocks)
 
     host.run(task)
     three = ["compute 0", "compute 3", "compute 7", "launch for 3"]
@@ -104,7 +103,7 @@ def test_once_the_kernel_waits_it_needs_nothing_more_of_the_host() -> None:
 
     for results in host.run(task):
         for call, (blocks, found) in enumerate(zip(calls, results, strict=True)):
-            check(found, 3, call, blocks, **SMALL)
+            check(found, PeerKernel, 3, call, blocks, **SMALL)
 
 
 @pytest.mark.parametrize("failing", [None, (3, 2), (37, 20), (16, 15), (16, 0)], ids=str)
@@ -135,7 +134,7 @@ def test_a_flag_is_up_when_all_blocks_that_are_summed_together_are_computed(
 
     for results, launched in host.run(task):
         for call, found in enumerate(results):
-            check(found, 2, call, (1,) * count, **SMALL)
+            check(found, PeerKernel, 2, call, (1,) * count, **SMALL)
         assert len(launched) == 2
         for params, _ in launched:
             assert params.num_blocks == -(-count // together) <= MOST_BLOCKS
@@ -201,7 +200,7 @@ def test_a_call_has_the_ctas_of_its_room() -> None:
     def task(transport: PeerKernel, rank: int, stream: Stream) -> list[int]:
         assert transport.rooms == BULK_ROOMS
         for room in range(len(BULK_ROOMS)):
-            tiled_allreduce(lambda *_: None, torch.empty(4096, 128), (4000, 96), transport, room)
+            transport.run(lambda *_: None, torch.empty(4096, 128), (4000, 96), room)
         return [params.num_ctas for params, _ in host.here.launches]
 
     host = Host(2, PeerKernel, "H100")
@@ -242,7 +241,7 @@ def test_a_call_made_again_is_the_same_launch_so_that_graphs_can_replay_it() -> 
     def task(transport: PeerKernel, rank: int, stream: Stream) -> list[bytes]:
         out = torch.empty(12, 24, dtype=HALF)
         for blocks in [(3, 4, 5), (12,)] * 3:
-            tiled_allreduce(lambda *_: None, out, blocks, transport)
+            transport.run(lambda *_: None, out, blocks)
         return [bytes(params) for params, _ in host.here.launches]
 
     host = Host(2, PeerKernel)

@@ -11,7 +11,6 @@ import torch
 
 from fastattention.distributed import products
 from fastattention.distributed.products import products_leave_free
-from fastattention.distributed.tiled_allreduce import tiled_allreduce
 from fastattention.distributed.transports import Room, Transport
 
 GPU = torch.device("cuda", 0)
@@ -95,5 +94,5 @@ def test_blocks_behind_the_first_leave_the_room_of_their_sums(monkeypatch: pytes
     )
     assert isinstance(Transport.rooms, tuple)
     for room in (0, 1):
-        tiled_allreduce(lambda *_: None, torch.empty(9, 2), (4, 3, 2), transport, room)
+        transport.run(lambda *_: None, torch.empty(9, 2), (4, 3, 2), room)
     assert free == [0, 0, 0, 0, 6, 6]

@@ -7,13 +7,14 @@ import importlib
 import torch
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed.transports.base import Pending, Room, Transfer, Transport
+from fastattention.distributed.transports.base import BlockTransport, Pending, Room, Transfer, Transport
 from fastattention.errors import ArgumentError
 
 # Name -> module:class. Modules are imported when first asked for.
 TRANSPORTS: dict[str, str] = {
     "c10d": "fastattention.distributed.transports.c10d:C10d",
     "copy_engine": "fastattention.distributed.transports.copy_engine:CopyEngine",
+    "ring_product": "fastattention.distributed.transports.ring_product:RingProduct",
     "peer_kernel": "fastattention.distributed.transports.peer_kernel:PeerKernel",
     "nccl_symmetric": "fastattention.distributed.transports.nccl_symmetric:NcclSymmetric",
 }
@@ -35,4 +36,4 @@ def make(name: str, group: ProcessGroup, device: torch.device) -> Transport:
     return transport
 
 
-__all__ = ["TRANSPORTS", "Pending", "Room", "Transfer", "Transport", "check_name", "make"]
+__all__ = ["TRANSPORTS", "BlockTransport", "Pending", "Room", "Transfer", "Transport", "check_name", "make"]

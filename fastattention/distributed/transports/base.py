@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from fastattention.distributed.products import products_leave_free
+
+
+class Compute(Protocol):
+    """This rank's part of a sum, rows by rows."""
+
+    def __call__(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
+        """Writes rows [start, stop) to `partial` (stop - start, hidden), or adds them to what it holds."""
 
 
 class Transfer(NamedTuple):
@@ -54,6 +63,7 @@ class Transport(abc.ABC):
     """
 
     name: ClassVar[str]
+    asks_for_shares: ClassVar[bool] = False  # of a block one after the other, and others in between
     rooms: tuple[Room, ...] = (Room(),)  # a call is made with one of them; the same on every rank
 
     @abc.abstractmethod
@@ -70,6 +80,58 @@ class Transport(abc.ABC):
         A graph can capture the call then, though another transport has served it.
         """
         return
+
+    @abc.abstractmethod
+    def run(self, compute: Compute, out: Tensor, rows: Sequence[int], room: int = 0) -> None:
+        """Fills `out` with the sum over all ranks of what `compute` gives, block by block.
+
+        out: contiguous (rows, hidden).
+        rows: of each block; the same on every rank.
+        room: which of `rooms` the sums have; likewise.
+
+        Every sum that has begun is waited for, also when something fails; then the first error is raised.
+        """
+
+    def release(self) -> None:
+        """Gives back the memory that no graph uses; the next call takes it anew. All ranks do, between calls."""
+        return
+
+    def close(self) -> None:
+        """Releases what the transport holds, once the user's group is gone."""
+        return
+
+
+class BlockTransport(Transport):
+    """One that sums what has been computed, whatever it is: while a block is summed, the next one is computed."""
+
+    def run(self, compute: Compute, out: Tensor, rows: Sequence[int], room: int = 0) -> None:
+        """One block is computed, then summed."""
+        partials = self.begin(out, rows, room)
+        if len(rows) == 1:
+            compute(0, rows[0], partials)
+            self.all_reduce_now(partials, out)
+            return
+        pending: list[Pending] = []
+        first_error: BaseException | None = None
+        try:
+            start = 0
+            for count in rows:
+                stop = start + count
+                with products_leave_free(self.rooms[room].left_free if pending else 0, out.device):
+                    compute(start, stop, partials[start:stop])
+                pending.append(self.all_reduce(partials[start:stop], out[start:stop]))
+                for before in pending[-2:-1]:
+                    before.advance()
+                start = stop
+        except BaseException as error:
+            first_error = error
+        for each in pending:
+            try:
+                each.wait()
+            except BaseException as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
     @abc.abstractmethod
     def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
@@ -89,11 +151,3 @@ class Transport(abc.ABC):
     def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
         """The same with nothing to overlap: what follows on the current stream finds the sum in `out`."""
         self.all_reduce(partial, out).wait()
-
-    def release(self) -> None:
-        """Gives back the memory that no graph uses; the next call takes it anew. All ranks do, between calls."""
-        return
-
-    def close(self) -> None:
-        """Releases what the transport holds, once the user's group is gone."""
-        return

@@ -13,13 +13,13 @@ from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from fastattention.distributed.exchange import from_rank_0, timeout_of
-from fastattention.distributed.transports.base import Pending, Room, Transfer, Transport
+from fastattention.distributed.transports.base import BlockTransport, Pending, Room, Transfer
 
 # NCCL takes some two dozen CTAs. Products that leave all of these to it are slower by more than they gain.
 NCCL_ROOMS = (Room(), Room(left_free=16))
 
 
-class C10d(Transport):
+class C10d(BlockTransport):
     """In place, asynchronous. Sums neither wait for the user's collectives nor hold them up."""
 
     name = "c10d"

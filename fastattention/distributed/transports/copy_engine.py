@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from fastattention.backends.cuda import summing
 from fastattention.backends.cuda.jit.streams import copy_async
 from fastattention.distributed.exchange import timeout_of
-from fastattention.distributed.transports.base import Pending
+from fastattention.distributed.transports.base import BlockTransport, Pending
 from fastattention.distributed.transports.meetings import Meetings, Point
 from fastattention.distributed.transports.on_one_host import OnOneHost, check_not_capturing
 from fastattention.distributed.transports.peer_memory import PeerMemory
@@ -35,7 +35,7 @@ from fastattention.distributed.transports.watch import Watch
 ALIGNMENT = 16  # bytes at which shares begin
 
 
-class CopyEngine(OnOneHost):
+class CopyEngine(OnOneHost, BlockTransport):
     """Between GPUs of one host that can read each other's memory.
 
     The process of a rank that waits for another longer than the timeout of the group ends, unless it is a graph that

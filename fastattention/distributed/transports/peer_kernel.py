@@ -28,7 +28,7 @@ from fastattention.backends.cuda.jit.streams import FlagWrites
 from fastattention.backends.cuda.kernel_config import all_reduce_config
 from fastattention.backends.cuda.params import MOST_BLOCKS
 from fastattention.distributed.exchange import gather, timeout_of
-from fastattention.distributed.transports.base import Pending, Room
+from fastattention.distributed.transports.base import BlockTransport, Pending, Room
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_memory import PeerMemory
 
@@ -41,7 +41,7 @@ LONGEST_PATIENCE = 1e9  # seconds: their nanoseconds fit 64 bits
 WHOLE_BYTES = 256 << 10  # up to which every rank adds up everything
 
 
-class PeerKernel(OnOneHost):
+class PeerKernel(OnOneHost, BlockTransport):
     """Between GPUs of one host that can read each other's memory.
 
     A rank that waits for another longer than the timeout of the group ends with an error of CUDA. It keeps the bytes of

@@ -32,6 +32,20 @@ class FlagWrites:
         _enqueue(self._operations, stream, "writing flags")
 
 
+class FlagWaits:
+    """Flags at some addresses, in this GPU's memory, that others raise: a stream waits for all, and lowers them again.
+
+    Each is 32 bits and 0 at first, 1 when it is raised; nobody raises it again before it is lowered.
+    """
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self._operations = _awaited(addresses)
+
+    def enqueue(self, stream: int) -> None:
+        """On a stream of the current device."""
+        _enqueue(self._operations, stream, "waiting for another GPU")
+
+
 class Meeting:
     """A point that streams of several GPUs reach together, without a kernel: each raises a flag at every other.
 
@@ -41,10 +55,7 @@ class Meeting:
     """
 
     def __init__(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
-        equal = driver_bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-        self._operations = [_write(address, 1) for address in theirs]
-        for address in mine:
-            self._operations += [_wait(address, 1, equal), _write(address, 0)]
+        self._operations = [*(_write(address, 1) for address in theirs), *_awaited(mine)]
 
     def enqueue(self, stream: int) -> None:
         """On a stream of the current device. What it has done before is visible to all, once they go on."""
@@ -53,6 +64,11 @@ class Meeting:
 
 def _enqueue(operations: Sequence[Any], stream: int, doing: str) -> None:
     checked(driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0), doing)
+
+
+def _awaited(flags: Sequence[int]) -> list[Any]:
+    equal = driver_bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    return [operation for flag in flags for operation in (_wait(flag, 1, equal), _write(flag, 0))]
 
 
 def _write(address: int, value: int) -> Any:

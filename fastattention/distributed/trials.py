@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from fastattention.distributed.blocks import AttentionAhead, AttentionLinear
 from fastattention.distributed.exchange import largest
 from fastattention.distributed.plan import LEAST_GAIN
-from fastattention.distributed.timing import called_seconds, queued_seconds
+from fastattention.distributed.timing import busy_seconds, called_seconds, queued_seconds
 from fastattention.distributed.transports import Transfer, Transport
 
 ROUNDS, FIRST_ROUNDS = 5, 3
@@ -50,7 +50,7 @@ class Winners(NamedTuple):
     captured: int
 
 
-Timer = Callable[..., float]  # called_seconds or queued_seconds
+Timer = Callable[..., float]  # one of timing.py
 
 
 class Trial:
@@ -75,10 +75,10 @@ class Trial:
         if min(first.values()) >= LONG_SECONDS * self._calls:
             winner = self._winner(queued_seconds, first, LEAST_CAPTURED_GAIN)
             return Winners(winner, winner)
-        called = self._seconds(called_seconds, everyone, FIRST_ROUNDS)
+        called = self._seconds(busy_seconds, everyone, FIRST_ROUNDS)
         queued = self._seconds(queued_seconds, everyone, FIRST_ROUNDS)
         return Winners(
-            self._winner(called_seconds, called, LEAST_GAIN), self._winner(queued_seconds, queued, LEAST_CAPTURED_GAIN)
+            self._winner(busy_seconds, called, LEAST_GAIN), self._winner(queued_seconds, queued, LEAST_CAPTURED_GAIN)
         )
 
     def _winner(self, timer: Timer, first: dict[int, float], least_gain: float) -> int:

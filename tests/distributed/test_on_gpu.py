@@ -285,7 +285,9 @@ def run_alone(one: Sum, transport: str) -> str:
 
 
 @pytest.mark.parametrize("plan", [(5, 23, 23), (51,)], ids=["blocks", "one-block"])
-@pytest.mark.parametrize(("transport", "end"), [("copy_engine", "died"), ("peer_kernel", "CUDA")])
+@pytest.mark.parametrize(
+    ("transport", "end"), [("copy_engine", "died"), ("ring_product", "died"), ("peer_kernel", "CUDA")]
+)
 def test_a_call_fails_when_a_rank_never_comes(abandoned: Team, transport: str, end: str, plan: tuple[int, ...]) -> None:
     """The team's patience is longer than the timeout of the group, and beyond it a rank hangs."""
     one = dense("abandoned", plan, BRAIN, **UNEVEN)

@@ -29,6 +29,7 @@ ONE = Sum(DenseCase(name="refused", batch_size=2, seqlen_q=12, seqlen_k=12), (4,
 REASONS = {
     "copy_engine": "it is for GPUs, and tensors are on cpu",
     "peer_kernel": "it is for GPUs, and tensors are on cpu",
+    "ring_product": "it is for GPUs, and tensors are on cpu",
     "nccl_symmetric": "it is NCCL's, and the group has gloo for tensors on cpu",
 }
 

@@ -19,10 +19,13 @@ from distributed.team import Team
 from fastattention import ArgumentError
 from fastattention.distributed import agreement, calibrate, plan, trials
 from fastattention.distributed.agreement import Agreed
+from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import ComputeCost, TransportCost
 from fastattention.distributed.plan import Plan, choose
+from fastattention.distributed.transports import Transfer, Transport
 from fastattention.distributed.transports.c10d import C10d
 from fastattention.distributed.trials import Candidate
+from fastattention.validation import Options, prepare_dense
 
 CASE = DenseCase(name="agreed", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 AUTO = Sum(CASE, "auto")
@@ -236,3 +239,38 @@ def test_transports_that_serve_no_call_give_their_memory_back() -> None:
     loser.release.assert_called_once()
     called.release.assert_not_called()
     captured.release.assert_not_called()
+
+
+class Adding(Transport):
+    """One that takes part in compute, so that its sums have no time of their own."""
+
+    name, asks_for_shares = "adding", True
+
+    def __init__(self) -> None:
+        pass
+
+    why_not = run = mock.Mock()  # type: ignore[assignment]
+
+
+def test_only_sums_that_have_a_time_of_their_own_are_measured_and_compared_for_blocks_that_are_given() -> None:
+    blockwise = mock.Mock(C10d, asks_for_shares=False)
+    blockwise.name = "blockwise"
+    transfer = Transfer(64, 8, torch.float32, torch.device("cpu"), 2)
+    known, adding = agreement.Agreement(2), Adding()
+    known.transports = {(each.name, transfer.device): each for each in (blockwise, adding)}
+    cost = TransportCost("blockwise", ((1, 1.0),), 0.0)
+    with mock.patch.object(calibrate, "transport_costs", return_value=(cost,)) as measured:
+        assert known._quickest([adding, blockwise], transfer, (32, 32), mock.Mock()) is blockwise
+        assert known._quickest([adding], transfer, (32, 32), mock.Mock()) is adding
+    assert [call.args[0] for call in measured.call_args_list] == [[blockwise]]
+
+
+def test_transports_that_ask_for_shares_have_divisions_of_their_own() -> None:
+    problem, inputs = prepare_dense(*(torch.zeros(1, 4096, 2, 8) for _ in range(3)), Options(causal=True))
+    call = AttentionLinear(problem, inputs, torch.zeros(8, 16), "cpu")
+    transfer = Transfer(4096, 8, torch.float32, torch.device("cpu"), 2)
+    with mock.patch.object(calibrate, "measure_compute", return_value=ComputeCost(1.0, 1.0, 0.0)):
+        kind, ways = agreement.Agreement(2)._divided(call, transfer, [Adding()], [])
+    assert list(ways.values()) == plan.in_a_ring(calibrate.workload_of(call, 2))
+    assert {(way.transport, way.division) for way in ways} == {("adding", agreement.Division.RING)}
+    assert kind == calibrate.kind_of(call, calibrate.workload_of(call, 2))

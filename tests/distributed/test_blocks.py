@@ -137,6 +137,12 @@ def test_blocks_that_cut_sequences_are_known(rows: tuple[int, ...], cuts: bool) 
     assert cuts_sequences(rows, 5) is cuts
 
 
+def call_of_three_sequences(causal: bool) -> AttentionLinear:
+    q, k, v = random(3, 7, 4, 8), random(3, 9, 2, 8), random(3, 9, 2, 4)
+    problem, inputs = prepare_dense(q, k, v, Options(causal=causal))
+    return AttentionLinear(problem, inputs, random(6, 16), "cpu")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("blocks", "attended"),
@@ -153,9 +159,7 @@ def test_attention_of_several_blocks_at_once_is_that_of_each(
 ) -> None:
     """Of three sequences, wherever blocks begin; and it is computed once for all rows that are asked for together."""
     torch.manual_seed(len(blocks))
-    q, k, v = random(3, 7, 4, 8), random(3, 9, 2, 8), random(3, 9, 2, 4)
-    problem, inputs = prepare_dense(q, k, v, Options(causal=causal))
-    call = AttentionLinear(problem, inputs, random(6, 16), "cpu")
+    call = call_of_three_sequences(causal)
     expected = torch.empty(21, 6)
     call.compute(0, 21, expected)
     out = torch.full_like(expected, torch.nan)
@@ -166,3 +170,22 @@ def test_attention_of_several_blocks_at_once_is_that_of_each(
     torch.testing.assert_close(out, expected)
     asked = [piece for start, stop in pairwise([0, *accumulate(attended)]) for piece in pieces(start, stop, 7)]
     assert [each.args for each in attend.call_args_list] == [(piece,) for piece in asked]
+
+
+def test_attention_that_is_ahead_serves_rows_in_any_order_and_its_products_add() -> None:
+    torch.manual_seed(0)
+    call = call_of_three_sequences(causal=True)
+    expected = torch.empty(21, 6)
+    call.compute(0, 21, expected)
+    out = torch.full_like(expected, torch.nan)
+    with mock.patch.object(call, "attend", wraps=call.attend) as attend:
+        compute = AttentionAhead(call, (10, 11)).compute
+        for start, stop in ((3, 5), (14, 21), (9, 14), (5, 9), (0, 3)):
+            compute(start, stop, out[start:stop])
+        compute(2, 12, out[2:12], adds=True)
+        compute(7, 7, out[7:7])
+    assert attend.call_count == len([*pieces(0, 10, 7), *pieces(10, 21, 7)])
+    twice = (torch.arange(21) >= 2) & (torch.arange(21) < 12)
+    torch.testing.assert_close(out, torch.where(twice[:, None], 2 * expected, expected))
+    call.compute(0, 21, out, adds=True)
+    torch.testing.assert_close(out, torch.where(twice[:, None], 3 * expected, 2 * expected))

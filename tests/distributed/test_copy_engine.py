@@ -110,6 +110,7 @@ def test_a_meeting_raises_flags_and_lowers_those_it_has_waited_for() -> None:
     raised = [("write", 164, 1), ("write", 168, 1)]
     lowered = [("wait", 64, 1), ("write", 64, 0), ("wait", 68, 1), ("write", 68, 0)]
     assert written_out(streams.Meeting([64, 68], [164, 168])._operations) == [*raised, *lowered]
+    assert written_out(streams.FlagWaits([64, 68])._operations) == lowered
 
 
 def test_flags_are_written_in_their_order() -> None:
@@ -120,7 +121,7 @@ def test_flags_are_written_in_their_order() -> None:
 def test_an_error_of_the_driver_is_raised() -> None:
     refused = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     answering = SimpleNamespace(cuMemcpyAsync=lambda *_: (refused,), cuStreamBatchMemOp=lambda *_: (refused,))
-    meeting, writes = streams.Meeting([64], [164]), streams.FlagWrites([64], 1)
+    meeting, writes, waits = streams.Meeting([64], [164]), streams.FlagWrites([64], 1), streams.FlagWaits([64])
     with mock.patch.object(streams, "driver_bindings", return_value=answering):
         with pytest.raises(CompileError, match="copying 5 bytes: the CUDA driver answers CUDA_ERROR_INVALID_VALUE"):
             streams.copy_async(1, 2, 5, 0)
@@ -128,3 +129,5 @@ def test_an_error_of_the_driver_is_raised() -> None:
             meeting.enqueue(0)
         with pytest.raises(CompileError, match="writing flags: the CUDA driver answers"):
             writes.enqueue(0)
+        with pytest.raises(CompileError, match="waiting for another GPU: the CUDA driver answers"):
+            waits.enqueue(0)

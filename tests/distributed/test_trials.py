@@ -127,7 +127,7 @@ class Clocks:
 
     def winners(self) -> Winners:
         with (
-            mock.patch.object(trials, "called_seconds", self.clock("called", self.called)),
+            mock.patch.object(trials, "busy_seconds", self.clock("called", self.called)),
             mock.patch.object(trials, "queued_seconds", self.clock("queued", self.captured)),
             mock.patch.object(trials, "largest", lambda values, device, group: list(values)),
         ):

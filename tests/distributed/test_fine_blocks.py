@@ -1,4 +1,4 @@
-"""Fine blocks, and those for running sums, with attention of several at once: whatever the model of plan.py predicts."""
+"""Blocks that the model of plan.py does not choose, with attention of several at once: which there are."""
 
 from __future__ import annotations
 

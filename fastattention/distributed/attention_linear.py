@@ -12,7 +12,8 @@ bias: (hidden,), the whole bias on every rank. Added once, after the sum.
 group: the torch.distributed.ProcessGroup whose ranks have the heads; None is the default group.
 plan: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are counted through
     all sequences, one after the other. A single block is computed, then summed. The same on every rank.
-transport: who sums: "auto", or a name of `fastattention.distributed.transports`.
+transport: who sums: "auto", or a name of `fastattention.distributed.transports`. With blocks that are given "auto" is
+    one that sums them by themselves, not ring_product.
 out: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory with the other arguments.
 
 All ranks of the group make the same calls in the same order, as with every collective. The first call of a kind
@@ -22,7 +23,7 @@ graph, later ones can. There is no backward, and the call is no part of a graph 
 Raises ArgumentError for a wrong argument, and on all ranks where their calls differ; UnsupportedError where no backend
 or no transport can serve the call; both before any sum has begun. A sum that fails, or is not done within the timeout
 of the group, raises what torch.distributed raises, or by peer_kernel an error of CUDA; `out` then holds nothing of use.
-By NCCL and copy_engine it ends the process; only replays of CUDA graphs that wait for a rank by copy_engine wait on.
+By NCCL, copy_engine and ring_product it ends the process; only replays of CUDA graphs by the last two wait on.
 """
 
 from __future__ import annotations

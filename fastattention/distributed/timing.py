@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -32,29 +33,12 @@ def called_seconds(
     warm_up: bool = True,
     rounds: int = ROUNDS,
     at_most: float = math.inf,
+    busy: float = 1.0,
 ) -> float:
-    """Median of some rounds, launches included; of fewer, if together they take longer than `at_most`."""
+    """Median of some rounds, launches included; of fewer, if together they take longer than `at_most`.
 
-    def once() -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        return time.perf_counter() - start
-
-    if warm_up:
-        work()
-    return _median(once, rounds, at_most)
-
-
-def busy_seconds(
-    work: Callable[[], object],
-    device: torch.device,
-    warm_up: bool = True,
-    rounds: int = ROUNDS,
-    at_most: float = math.inf,
-) -> float:
-    """`called_seconds` on a busier host: where the device waits for launches, they take BUSY times as long."""
+    busy: how many times as long launches take on the host that is meant; it counts where the device waits for them.
+    """
 
     def once() -> float:
         synchronize(device)
@@ -62,11 +46,14 @@ def busy_seconds(
         work()
         launched = time.perf_counter()
         synchronize(device)
-        return max(time.perf_counter() - start, BUSY * (launched - start))
+        return max(time.perf_counter() - start, busy * (launched - start))
 
     if warm_up:
         work()
     return _median(once, rounds, at_most)
+
+
+busy_seconds = functools.partial(called_seconds, busy=BUSY)
 
 
 def queued_seconds(

@@ -36,7 +36,7 @@ from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
 from fastattention.distributed import attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, agreement_of
-from fastattention.distributed.plan import worth_dividing
+from fastattention.distributed.divisions import worth_dividing
 from fastattention.distributed.transports import TRANSPORTS
 from fastattention.distributed.trials import Candidate
 from fastattention.errors import UnsupportedError

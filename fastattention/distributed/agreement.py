@@ -21,8 +21,9 @@ from torch.distributed import ProcessGroup
 from fastattention.distributed import calibrate, transports
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import TransportCost
+from fastattention.distributed.divisions import Blocks, even, fine, in_a_ring, worth_dividing
 from fastattention.distributed.exchange import from_rank_0, gather
-from fastattention.distributed.plan import Blocks, choose, even, fine, in_a_ring, worth_dividing
+from fastattention.distributed.plan import choose
 from fastattention.distributed.transports import BlockTransport, Transfer, Transport
 from fastattention.distributed.trials import Candidate, Trial
 from fastattention.errors import ArgumentError, UnsupportedError

@@ -12,13 +12,14 @@ import math
 import os
 import platform
 import socket
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ from torch.distributed import ProcessGroup
 from fastattention import config, files
 from fastattention.distributed.blocks import AttentionLinear, Piece, may_cut_sequences
 from fastattention.distributed.costs import ComputeCost, Table, TransportCost, Workload
+from fastattention.distributed.divisions import even
 from fastattention.distributed.exchange import from_rank_0, gather, largest
-from fastattention.distributed.plan import even
 from fastattention.distributed.timing import ROUNDS, called_seconds, module_of, queued_seconds, synchronize
 from fastattention.distributed.transports import BlockTransport, Transfer
 from fastattention.problem import Layout, Problem
@@ -42,6 +43,7 @@ CALLS_IN_A_ROW = 8  # of those
 TABLE_SECONDS = 1.0  # a table ends before the size that would take it beyond
 HIDDEN = 1024  # columns of what is summed
 LONGEST_SLOWDOWN_SECONDS = 0.02  # an all-reduce about this long is long enough to see what it does to compute
+LEAST_PROGRESS = 0.01  # of all-reduces beside compute, of what they do alone
 SIDE = 4096  # of the matrices whose product is compute
 SIDE_ON_CPU = 256
 COMPUTE_SECONDS = 0.3  # no further round of a call's parts once it has taken so long
@@ -94,7 +96,13 @@ def _read(path: Path, identity: dict[str, Any]) -> tuple[TransportCost, ...] | N
         if content["group"] != identity:
             return None
         return tuple(
-            TransportCost(cost["name"], _table(cost["table"]), cost["slowdown"], _table(cost["serial_table"]))
+            TransportCost(
+                cost["name"],
+                _table(cost["table"]),
+                cost["slowdown"],
+                _table(cost["serial_table"]),
+                cost["own_slowdown"],
+            )
             for cost in content["transports"]
         )
     except (OSError, ValueError, KeyError, TypeError):
@@ -124,6 +132,19 @@ def ascending(table: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ..
     return tuple((size, seconds) for (size, _), seconds in zip(table, reversed(quickest), strict=True))
 
 
+class Slowdowns(NamedTuple):
+    """While compute and all-reduces run, either takes 1 + so many times as long."""
+
+    compute: float
+    own: float  # of the all-reduces
+
+
+def slowdowns_of(alone: float, under: float, summed_alone: float, summed: float) -> Slowdowns:
+    """From seconds of compute alone and beside all-reduces, and of these alone and beside it, until all is done."""
+    done = summed_alone - (summed - under)  # of the all-reduces while compute ran, in seconds that it takes alone
+    return Slowdowns(max(under / alone - 1.0, 0.0), max(under / max(done, LEAST_PROGRESS * under) - 1.0, 0.0))
+
+
 class _Measurement:
     """One transport in one group. All ranks take the same steps: what these depend on is agreed first."""
 
@@ -145,8 +166,8 @@ class _Measurement:
             if size > limit or spent + GROWTH * (ROUNDS + 1) * (seconds + serial_seconds) > TABLE_SECONDS:
                 break
         short = [size for size, seconds in table if seconds <= LONGEST_SLOWDOWN_SECONDS]
-        slowdown = self._slowdown(max(short, default=SMALLEST_BYTES))
-        return TransportCost(self._transport.name, ascending(table), slowdown, ascending(serial_table))
+        slowdown, own_slowdown = self._slowdowns(max(short, default=SMALLEST_BYTES))
+        return TransportCost(self._transport.name, ascending(table), slowdown, ascending(serial_table), own_slowdown)
 
     def _largest_bytes(self) -> float:
         if self._device.type == "cpu":
@@ -175,10 +196,9 @@ class _Measurement:
 
         return self._agreed(queued_seconds(all_reduce, self._device) / in_a_row)
 
-    def _slowdown(self, nbytes: int) -> float:
-        """How much longer matrix products take under two all-reduces, alone each as long as all of the products."""
+    def _slowdowns(self, nbytes: int) -> Slowdowns:
+        """Of matrix products beside two all-reduces, alone each as long as all of the products."""
         out = self._rows(2 * nbytes)
-        halves = out.chunk(2)
         count, multiply = 1, self._product()
 
         def compute() -> None:
@@ -188,15 +208,26 @@ class _Measurement:
         once = called_seconds(compute, self._device)
         count = max(round(self._all_reduce_seconds(nbytes) / once), 1)
         alone = called_seconds(compute, self._device)
-        under = []
+        summed_alone = median(self._beside(lambda: None, out)[1] for _ in range(ROUNDS))
+        found = []
         for _ in range(ROUNDS):
-            synchronize(self._device)
-            partials = self._transport.begin(out, [len(half) for half in halves]).chunk(2)
-            pending = [self._transport.all_reduce(*half) for half in zip(partials, halves, strict=True)]
-            under.append(called_seconds(compute, self._device, warm_up=False, rounds=1))
-            for each in pending:
-                each.wait()
-        return self._agreed(max(median(under) / alone - 1.0, 0.0))
+            under, summed = self._beside(compute, out)
+            found.append(slowdowns_of(alone, under, summed_alone, summed))
+        return Slowdowns(*(self._agreed(median(kind)) for kind in zip(*found, strict=True)))
+
+    def _beside(self, compute: Callable[[], object], out: Tensor) -> tuple[float, float]:
+        """Seconds of `compute` beside two all-reduces, and from where these begin until all is done."""
+        halves = out.chunk(2)
+        self._agreed(0.0)  # ranks begin together
+        synchronize(self._device)
+        start = time.perf_counter()
+        partials = self._transport.begin(out, [len(half) for half in halves]).chunk(2)
+        pending = [self._transport.all_reduce(*half) for half in zip(partials, halves, strict=True)]
+        under = called_seconds(compute, self._device, warm_up=False, rounds=1)
+        for each in pending:
+            each.wait()
+        synchronize(self._device)
+        return under, time.perf_counter() - start
 
     def _product(self) -> Callable[[], object]:
         side = SIDE_ON_CPU if self._device.type == "cpu" else SIDE

@@ -113,12 +113,13 @@ class TransportCost:
     """One way to all-reduce in one group. Raises ArgumentError if it cannot be."""
 
     name: str
-    table: Table  # of an all-reduce as it runs beside compute, though there is none
+    table: Table  # of an all-reduce that is made to run beside compute, while there is none
     slowdown: float  # compute under it takes 1 + slowdown times as long
     serial_table: Table = ()  # of one that has nothing to run beside; empty: the same
+    own_slowdown: float = 0.0  # beside compute it takes 1 + own_slowdown times as long
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "slowdown")
+        _check_not_negative(self, "slowdown", "own_slowdown")
         for table in (self.table, self.serial_table or self.table):
             sizes = [size for size, _ in table]
             if not sizes or sizes[0] < 1 or any(size >= larger for size, larger in pairwise(sizes)):

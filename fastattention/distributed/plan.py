@@ -9,52 +9,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
+from fastattention.distributed.divisions import ROWS_OF_A_CUT, least_rows
+from fastattention.distributed.timeline import START, Lanes, Timeline, simulate
 
-LEAST_BYTES = 4 << 20  # of a block's all-reduce: smaller ones are mostly latency
-LEAST_ROWS = 512  # of a block: fewer leave a matrix product without a full wave of CTAs
-FINE_BLOCKS, FEWEST_FINE_BLOCKS = 8, 4
-TOGETHER = ((1,), (1, 1), (2, 1, 1))  # shares of their number, with attention at once
-# Shares of blocks that a running sum goes through, and parts of equal size with attention at once. The last blocks are
-# small where all that follows the last product should be short.
-IN_A_RING = (
-    ((1,) * 8, 1), ((1,) * 4, 1), ((2, 2, 2, 1, 1), 1), ((1, 1), 1), ((2, 1, 1), 1), ((1,) * 4, 2), ((2, 1, 1), 2),
-)  # fmt: skip
 LEAST_GAIN = 0.03  # of the serial time; the costs are no more certain than that
-ROWS_OF_A_CUT = 128  # cuts inside a sequence are at multiples of it, as are the tiles of attention
 NUMBERS_OF_BLOCKS = (2, 3, 4, 6, 8, 12)
 FEW_CUTS, CUTS = 16, 128  # of the rows: all divisions at few cuts, then the best of them moved to nearby ones of many
 PATIENCE = 2  # the search ends when more blocks have gained nothing so often
 STEPS = (4, 2, 1)  # cuts by which the search moves a boundary
 SIMPLER = 0.01  # fewer blocks, and cuts between sequences, are preferred if they cost no more of the time than this
-
-
-def worth_dividing(rows: int, nbytes: int) -> bool:
-    """Whether there is enough to make two blocks of."""
-    return nbytes >= 2 * LEAST_BYTES and rows >= 2 * LEAST_ROWS
-
-
-class Event(NamedTuple):
-    """When something ran, in seconds since the block began."""
-
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Compute and all-reduce of each block of rows: one lane each, in order."""
-
-    compute: tuple[Event, ...]
-    communication: tuple[Event, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Until the last all-reduce is done."""
-        return self.communication[-1].end
 
 
 @dataclass(frozen=True)
@@ -65,37 +32,6 @@ class Plan:
     transport: str
     seconds: float
     serial_seconds: float  # of one block, by the transport that is fastest alone
-
-
-def simulate(compute: Sequence[float], communication: Sequence[float], slowdown: float) -> Timeline:
-    """The blocks in time.
-
-    compute, communication: seconds of each block's compute and of its all-reduce, either alone; at least one
-    slowdown: compute under any all-reduce takes 1 + slowdown times as long
-
-    Compute is never held up. An all-reduce begins when its compute and the all-reduce before it are done.
-    """
-    lanes = _Lanes(0.0, 0.0)
-    computed, reduced = [], []
-    for work, transfer in zip(compute, communication, strict=True):
-        before, lanes = lanes, lanes.after(work, transfer, slowdown)
-        computed.append(Event(before.computed, lanes.computed))
-        reduced.append(Event(max(before.reduced, lanes.computed), lanes.reduced))
-    return Timeline(tuple(computed), tuple(reduced))
-
-
-class _Lanes(NamedTuple):
-    """When what was given to both lanes so far will be done."""
-
-    computed: float
-    reduced: float
-
-    def after(self, work: float, transfer: float, slowdown: float) -> _Lanes:
-        """With one more block."""
-        # Until `reduced` the all-reduces before run without a gap, so that this much of the work is done under them.
-        slowed = min(work, max(self.reduced - self.computed, 0.0) / (1 + slowdown))
-        computed = self.computed + work + slowed * slowdown
-        return _Lanes(computed, max(computed, self.reduced) + transfer)
 
 
 class Costs:
@@ -112,19 +48,19 @@ class Costs:
         blocks = list(pairwise(boundaries))
         compute = [self.compute_seconds(first, past) for first, past in blocks]
         transfers = [self._transfer_seconds(past - first) for first, past in blocks]
-        return simulate(compute, transfers, self._transport.slowdown)
+        return simulate(compute, transfers, self._transport.slowdown, self._transport.own_slowdown)
 
     def seconds(self, boundaries: Sequence[int]) -> float:
         """Until the last all-reduce is done."""
-        lanes = _Lanes(0.0, 0.0)
+        lanes = START
         for first, past in pairwise(boundaries):
             lanes = self.after(lanes, first, past)
         return lanes.reduced
 
-    def after(self, lanes: _Lanes, first: int, past: int) -> _Lanes:
+    def after(self, lanes: Lanes, first: int, past: int) -> Lanes:
         """The lanes with a block of rows first to past - 1."""
         work, transfer = self.compute_seconds(first, past), self._transfer_seconds(past - first)
-        return lanes.after(work, transfer, self._transport.slowdown)
+        return lanes.after(work, transfer, self._transport.slowdown, self._transport.own_slowdown)
 
     def compute_seconds(self, first: int, past: int) -> float:
         """Of rows first to past - 1 alone: attention by what they see, the product by their number, and the block.
@@ -166,59 +102,6 @@ def choose(workload: Workload, compute: ComputeCost, transports: Sequence[Transp
     return best
 
 
-def even(workload: Workload, number: int) -> tuple[int, ...]:
-    """Rows of about so many blocks of about one size: whole sequences, if these are many or must be whole."""
-    rows = workload.rows
-    between = workload.whole_sequences or workload.batch_size >= number
-    inside = ROWS_OF_A_CUT if rows >= number * ROWS_OF_A_CUT else 1
-    unit = workload.seqlen_q if between else inside
-    ends = sorted({rows * block // (number * unit) * unit for block in range(number)} | {rows})
-    return tuple(past - first for first, past in pairwise(ends))
-
-
-class Blocks(NamedTuple):
-    """A division of rows."""
-
-    rows: tuple[int, ...]  # of each block
-    attended: tuple[int, ...] = ()  # of which attention is computed at once, of several blocks; empty: of each
-
-
-def fine(workload: Workload) -> list[Blocks]:
-    """Up to FINE_BLOCKS even blocks, with attention of each, or of several at once: as TOGETHER says, all, halves, ...
-
-    The last are half as many blocks with attention of all rows, for which there is half as much to launch. Empty where
-    there would be few of LEAST_BYTES and LEAST_ROWS.
-    """
-    number = min(FINE_BLOCKS, workload.rows * workload.row_bytes // LEAST_BYTES, workload.rows // LEAST_ROWS)
-    rows = even(workload, number) if number > 0 else ()
-    if len(rows) < FEWEST_FINE_BLOCKS:
-        return []
-    divisions = [Blocks(rows, _joined(rows, shares)) for shares in TOGETHER]
-    return [Blocks(rows), *divisions, Blocks(even(workload, len(rows) // 2), (workload.rows,))]
-
-
-def in_a_ring(workload: Workload) -> list[Blocks]:
-    """Divisions for a transport whose sums are added to by the products: none with a block below LEAST_ROWS."""
-    divisions = [
-        Blocks(_shared_out(workload.rows, shares), even(workload, parts) if parts > 1 else (workload.rows,))
-        for shares, parts in IN_A_RING
-    ]
-    return [blocks for blocks in divisions if min(blocks.rows) >= LEAST_ROWS]
-
-
-def _shared_out(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Rows by these shares, but for the last all multiples of ROWS_OF_A_CUT."""
-    unit = sum(shares) * ROWS_OF_A_CUT
-    ends = [0, *(rows * part // unit * ROWS_OF_A_CUT for part in accumulate(shares[:-1])), rows]
-    return tuple(past - first for first, past in pairwise(ends))
-
-
-def _joined(rows: Sequence[int], shares: Sequence[int]) -> tuple[int, ...]:
-    """Rows of neighbouring blocks, of whose number each has such a share."""
-    ends = [len(rows) * part // sum(shares) for part in accumulate(shares)]
-    return tuple(sum(rows[first:past]) for first, past in pairwise([0, *ends]))
-
-
 class _Division(NamedTuple):
     seconds: float
     boundaries: tuple[int, ...]
@@ -229,7 +112,7 @@ def divide(workload: Workload, costs: Costs) -> tuple[float, tuple[int, ...]]:
 
     The best to about three percent: of many blocks, which gain little over fewer, not all numbers are tried.
     """
-    least = max(LEAST_ROWS, -(-LEAST_BYTES // workload.row_bytes))
+    least = least_rows(workload)
     whole = workload.whole_sequences or workload.seqlen_q <= ROWS_OF_A_CUT
     searches = [
         (_by_number(costs, _cuts(workload, between, FEW_CUTS), least), _cuts(workload, between, CUTS))
@@ -265,9 +148,9 @@ def _by_number(costs: Costs, cuts: list[int], least: int) -> Iterator[_Division]
     Of divisions of the rows before a cut into as many blocks, the one that is reduced first is followed up: where its
     compute ends later, that is for the all-reduces which it hides, and those are then done.
     """
-    ends: dict[int, tuple[_Lanes, tuple[int, ...]]] = {0: (_Lanes(0.0, 0.0), (0,))}
+    ends: dict[int, tuple[Lanes, tuple[int, ...]]] = {0: (START, (0,))}
     while ends:
-        longer: dict[int, tuple[_Lanes, tuple[int, ...]]] = {}
+        longer: dict[int, tuple[Lanes, tuple[int, ...]]] = {}
         for first, (lanes, boundaries) in ends.items():
             for past in cuts[bisect_left(cuts, first + least) :]:
                 found = costs.after(lanes, first, past)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from fastattention.distributed import npu
 from fastattention.distributed.deferred import DeferredAttention
-from fastattention.distributed.plan import worth_dividing
+from fastattention.distributed.divisions import worth_dividing
 from fastattention.errors import UnsupportedError
 
 PlanOf = Callable[[int], Sequence[int]]

@@ -74,6 +74,7 @@ def test_a_file_that_is_damaged_is_measured_again(team: Team, tmp_path: Path) ->
         whole[:-40],
         whole.replace("seconds", "s").replace("table", "t"),
         whole.replace("gloo", "nccl"),
+        whole.replace("own_slowdown", "other"),
     ):
         file.write_text(damaged)
         assert team.run(quick, str(tmp_path)) == [COSTS] * 4
@@ -130,6 +131,56 @@ def test_messages_are_the_same_on_all_ranks(team: Team) -> None:
 def test_no_size_takes_longer_than_a_larger_one() -> None:
     measured = [(1, 5.0), (4, 1.0), (16, 2.0), (64, 9.0), (256, 8.0)]
     assert calibrate.ascending(measured) == ((1, 1.0), (4, 1.0), (16, 2.0), (64, 8.0), (256, 8.0))
+
+
+class Lanes(Transport):
+    """A device on which sums of 128 KiB take a second, and so do products, and both more side by side."""
+
+    def __init__(self, slowdown: float, own_slowdown: float) -> None:
+        self.slowdown, self.own_slowdown = slowdown, own_slowdown
+        self.clock = Clock()
+        self.left = 0.0  # of sums, in seconds that they take alone
+
+    def why_not(self, transfer: Transfer) -> None:
+        return None
+
+    def run(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("no call is made")
+
+    def begin(self, out: Tensor, rows: list[int]) -> Tensor:
+        return out
+
+    def all_reduce(self, partial: Tensor, out: Tensor) -> Lanes:
+        self.left += partial.nbytes / 2**17
+        return self
+
+    def wait(self) -> None:
+        self.clock.now += self.left
+        self.left = 0.0
+
+    def multiply(self) -> None:
+        beside = min(1 + self.slowdown, self.left * (1 + self.own_slowdown))
+        self.clock.now += 1.0 + beside * (1 - 1 / (1 + self.slowdown))
+        self.left -= beside / (1 + self.own_slowdown)
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.25, 0.75])
+@pytest.mark.parametrize("own_slowdown", [0.0, 0.25, 1.0, 30.0])
+def test_slowdowns_of_both_lanes_are_told_apart(slowdown: float, own_slowdown: float) -> None:
+    lanes = Lanes(slowdown, own_slowdown)
+    measurement = calibrate._Measurement(lanes, Transfer(1024, 1024, torch.float32, CPU, 4), mock.Mock())
+    with (
+        mock.patch.object(time, "perf_counter", lanes.clock),
+        mock.patch.object(calibrate, "largest", side_effect=lambda values, *_: values),
+        mock.patch.object(calibrate._Measurement, "_product", return_value=lanes.multiply),
+    ):
+        found = measurement._slowdowns(1 << 20)
+    assert found == pytest.approx((slowdown, own_slowdown), rel=1e-3, abs=1e-3)
+
+
+def test_noise_makes_neither_lane_faster_nor_endlessly_slow() -> None:
+    assert calibrate.slowdowns_of(alone=2.0, under=1.9, summed_alone=4.0, summed=3.5) == (0.0, 0.0)
+    assert calibrate.slowdowns_of(alone=2.0, under=2.0, summed_alone=4.0, summed=6.5) == pytest.approx((0.0, 99.0))
 
 
 def test_the_work_of_a_call() -> None:

@@ -138,6 +138,7 @@ def test_a_call_that_cannot_be_is_refused(change: dict[str, int], said: str) -> 
         ({"table": ((2, 1.0), (2, 2.0))}, r"bytes \[2, 2\]"),
         ({"table": ((2, float("nan")),)}, "table of c10d has negative seconds"),
         ({"slowdown": -0.1}, "slowdown=-0.1 is negative"),
+        ({"own_slowdown": float("nan")}, "own_slowdown=nan is negative"),
     ],
 )
 def test_a_transport_that_cannot_be_is_refused(change: dict[str, object], said: str) -> None:

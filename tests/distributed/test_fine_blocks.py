@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 
 from fastattention.distributed.costs import Workload
-from fastattention.distributed.plan import IN_A_RING, LEAST_BYTES, LEAST_ROWS, ROWS_OF_A_CUT, fine, in_a_ring
+from fastattention.distributed.divisions import IN_A_RING, LEAST_BYTES, LEAST_ROWS, ROWS_OF_A_CUT, fine, in_a_ring
 
 ONE = Workload(1, 8192, 8192, 16, 2, 128, 128, 8192, 2, 4, False)  # a sequence with 128 MiB of all-reduce
 

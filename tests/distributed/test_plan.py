@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastattention.distributed import plan
+from fastattention.distributed import divisions, plan
 from fastattention.distributed.costs import ComputeCost, TransportCost, Workload, find_machine
-from fastattention.distributed.plan import Costs, Plan, choose, simulate
+from fastattention.distributed.plan import Costs, Plan, choose
+from fastattention.distributed.timeline import simulate
 
 MIB = 1 << 20
 FULL = Workload(1, 8192, 8192, 16, 2, 128, 128, 8192, 2, 4, False)  # 128 MiB of all-reduce
@@ -34,18 +35,19 @@ def boundaries(rows: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(accumulate(rows, initial=0))
 
 
-def stepped(compute: list[float], communication: list[float], slowdown: float) -> float:
+def stepped(compute: list[float], communication: list[float], slowdown: float, own_slowdown: float) -> float:
     """The end of the last all-reduce, by going from one event to the next."""
     now, computed, reduced = 0.0, 0, 0
     work, transfers = list(compute), list(communication)
     while reduced < len(work):
-        stretch = 1 + slowdown if reduced < computed else 1.0
-        steps = [transfers[reduced]] if reduced < computed else []
+        both = reduced < computed < len(work)
+        stretch, own_stretch = (1 + slowdown, 1 + own_slowdown) if both else (1.0, 1.0)
+        steps = [transfers[reduced] * own_stretch] if reduced < computed else []
         steps += [work[computed] * stretch] if computed < len(work) else []
         step = min(steps)
         now += step
         if reduced < computed:
-            transfers[reduced] -= step
+            transfers[reduced] -= step / own_stretch
         if computed < len(work):
             work[computed] -= step / stretch
         finished = computed < len(work) and work[computed] <= 1e-12
@@ -67,24 +69,31 @@ def test_equal_blocks_take_what_the_formula_says(n: int, c: float, a: float, a_c
     assert simulate([c / n + a_c] * n, [a / n + a_a] * n, 0.0).seconds == pytest.approx(expected)
 
 
-@given(blocks, slowdowns)
-def test_compute_is_slower_while_an_all_reduce_runs(work: list[tuple[float, float]], slowdown: float) -> None:
+@given(blocks, slowdowns, slowdowns)
+def test_both_lanes_are_slower_while_the_other_runs(
+    work: list[tuple[float, float]], slowdown: float, own_slowdown: float
+) -> None:
     compute, communication = [one for one, _ in work], [other for _, other in work]
-    expected = stepped(compute, communication, slowdown)
-    assert simulate(compute, communication, slowdown).seconds == pytest.approx(expected, abs=1e-9)
+    expected = stepped(compute, communication, slowdown, own_slowdown)
+    assert simulate(compute, communication, slowdown, own_slowdown).seconds == pytest.approx(expected, abs=1e-9)
 
 
-@given(blocks, slowdowns)
-def test_both_lanes_keep_the_order_of_the_blocks(work: list[tuple[float, float]], slowdown: float) -> None:
-    timeline = simulate([one for one, _ in work], [other for _, other in work], slowdown)
+@given(blocks, slowdowns, slowdowns)
+def test_both_lanes_keep_the_order_of_the_blocks(
+    work: list[tuple[float, float]], slowdown: float, own_slowdown: float
+) -> None:
+    timeline = simulate([one for one, _ in work], [other for _, other in work], slowdown, own_slowdown)
     assert timeline.compute[0].start == 0.0
+    for lane in (timeline.compute, timeline.communication):
+        assert [event.block for event in lane] == list(range(len(work)))
     for before, after in pairwise(timeline.compute):
         assert after.start == before.end
     for before, after in pairwise(timeline.communication):
         assert after.start >= before.end
     for (alone, transfer), compute, communication in zip(work, timeline.compute, timeline.communication, strict=True):
         assert communication.start >= compute.end
-        assert communication.end - communication.start == pytest.approx(transfer)
+        longest = (1 + own_slowdown) * transfer
+        assert (1 - 1e-9) * transfer - 1e-9 <= communication.end - communication.start <= longest + 1e-9
         assert (1 - 1e-9) * alone - 1e-9 <= compute.end - compute.start <= (1 + slowdown) * alone + 1e-9
 
 
@@ -99,11 +108,14 @@ def test_faster_parts_never_make_it_slower(
     assert simulate(compute, communication, less_compute * slowdown).seconds <= base
 
 
-@given(blocks, st.floats(0.0, 1e6))
-def test_no_slowdown_costs_more_than_overlap_can_gain(work: list[tuple[float, float]], slowdown: float) -> None:
+@given(blocks, st.floats(0.0, 1e6), st.floats(0.0, 1.0))
+def test_slowdowns_of_which_the_product_is_at_most_one_cost_no_more_than_overlap_can_gain(
+    work: list[tuple[float, float]], slowdown: float, share: float
+) -> None:
+    """In a second of both, 1 / (1 + slowdown) + 1 / (1 + own_slowdown) are done."""
     compute, communication = [one for one, _ in work], [other for _, other in work]
     serial = sum(compute) + sum(communication)
-    found = simulate(compute, communication, slowdown).seconds
+    found = simulate(compute, communication, slowdown, share / max(slowdown, 1.0)).seconds
     assert max(sum(compute), sum(communication)) - 1e-9 <= found <= serial + 1e-9
 
 
@@ -142,9 +154,11 @@ def test_each_further_block_adds_its_cost_and_a_cut_inside_a_causal_sequence_onc
 
 
 def test_the_seconds_of_a_division_are_those_of_its_timeline() -> None:
-    costs = Costs(CAUSAL, COMPUTE, transport(1e-3, slowdown=0.7))
+    slowed = replace(transport(1e-3, slowdown=0.7), own_slowdown=0.3)
+    costs = Costs(CAUSAL, COMPUTE, slowed)
     division = (0, 1024, 4096, 7168, 8192)
-    assert costs.seconds(division) == costs.timeline(division).seconds
+    assert costs.seconds(division) == pytest.approx(costs.timeline(division).seconds)
+    assert costs.seconds(division) > Costs(CAUSAL, COMPUTE, replace(slowed, own_slowdown=0.0)).seconds(division)
 
 
 def test_the_first_block_is_smallest_where_communication_dominates() -> None:
@@ -171,7 +185,7 @@ def test_blocks_that_balance_both_lanes_are_no_faster_than_those_that_are_chosen
             while len(shares) < n:
                 shares.append(a / c * shares[-1] + (a_a - a_c) / c)
             rows = [share / sum(shares) * FULL.rows for share in shares]
-            if min(rows) >= plan.LEAST_ROWS:
+            if min(rows) >= divisions.LEAST_ROWS:
                 compute = [c * count / FULL.rows + a_c for count in rows]
                 transfers = [a * count / FULL.rows + a_a for count in rows]
                 assert chosen <= (1 + plan.SIMPLER + 1e-3) * simulate(compute, transfers, 0.0).seconds
@@ -271,8 +285,8 @@ def test_every_plan_covers_all_rows_in_blocks_that_are_large_enough(
     assert found.transport == communication.name
     assert found.seconds == pytest.approx(Costs(*problem).seconds(boundaries(found.rows)))
     if len(found.rows) > 1:
-        assert min(found.rows) >= plan.LEAST_ROWS
-        assert min(found.rows) * workload.row_bytes >= plan.LEAST_BYTES
+        assert min(found.rows) >= divisions.LEAST_ROWS
+        assert min(found.rows) * workload.row_bytes >= divisions.LEAST_BYTES
         assert all(row % workload.seqlen_q % 128 == 0 for row in boundaries(found.rows))
 
 

@@ -103,7 +103,7 @@ def long(size: int) -> None:
     project = DeferredAttention.project
     x = torch.randn(2, 600, HIDDEN)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, told(None):
-        patch.setattr("fastattention.distributed.plan.LEAST_BYTES", 1)
+        patch.setattr("fastattention.distributed.divisions.LEAST_BYTES", 1)
         patch.setattr(DeferredAttention, "project", lambda *a, **k: calls.append(k["plan"]) or project(*a, **k))
         assert_as_exact_as(made(x), block(x), exact(block, x))
     assert calls == ["auto"]

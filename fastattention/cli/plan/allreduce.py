@@ -15,7 +15,8 @@ from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.plan.picture import check_output
 from fastattention.distributed.costs import ComputeCost, Machine, TransportCost, Workload, find_machine
-from fastattention.distributed.plan import Costs, Event, Plan, Timeline, choose
+from fastattention.distributed.plan import Costs, Plan, choose
+from fastattention.distributed.timeline import Event, Timeline
 from fastattention.offload.model_shape import find_model
 from fastattention.sizes import format_bytes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from fastattention.cli.plan.picture import draw_bar
-from fastattention.distributed.plan import Timeline
+from fastattention.distributed.timeline import Timeline
 
 COLORS = {"compute": "#55a868", "all-reduce": "#c44e52"}
 
@@ -20,8 +20,9 @@ def write_overlap(timelines: dict[str, Timeline], heading: str, path: Path) -> N
     names: list[str] = []
     for name, timeline in timelines.items():
         for lane, events in (("compute", timeline.compute), ("all-reduce", timeline.communication)):
-            for number, event in enumerate(events, start=1):
-                draw_bar(panel, len(names), 1e3 * event.start, 1e3 * event.end, str(number), COLORS[lane], width)
+            for event in events:
+                number = str(event.block + 1)
+                draw_bar(panel, len(names), 1e3 * event.start, 1e3 * event.end, number, COLORS[lane], width)
             names.append(f"{name}: {lane}")
     panel.set_yticks(range(len(names)), names, fontsize=8)
     panel.invert_yaxis()

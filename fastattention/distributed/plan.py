@@ -9,11 +9,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import NamedTuple
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple, Protocol
 
-from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
-from fastattention.distributed.divisions import ROWS_OF_A_CUT, least_rows
+from fastattention.distributed.costs import ComputeCost, RingCost, TransportCost, Workload
+from fastattention.distributed.divisions import ROWS_OF_A_CUT, Blocks, least_rows
+from fastattention.distributed.ring_costs import RingCosts
 from fastattention.distributed.timeline import START, Lanes, Timeline, simulate
 
 LEAST_GAIN = 0.03  # of the serial time; the costs are no more certain than that
@@ -32,10 +33,39 @@ class Plan:
     transport: str
     seconds: float
     serial_seconds: float  # of one block, by the transport that is fastest alone
+    attended: tuple[int, ...] = ()  # rows of which attention is computed at once: of several blocks; empty: of each
+
+
+class Offer(Protocol):
+    """What blocks of a call take by one transport."""
+
+    @property
+    def serial_seconds(self) -> float:
+        """Of compute and all-reduce of all rows at once, one after the other."""
+
+    @property
+    def all_reduce_seconds(self) -> float:
+        """Of all rows at once, alone."""
+
+    def best(self) -> tuple[float, Blocks]:
+        """Seconds and blocks of the best division into two blocks or more; infinity where there is none."""
+
+    def timeline(self, blocks: Blocks) -> Timeline:
+        """The blocks in time."""
+
+
+def offer_of(workload: Workload, compute: ComputeCost, transport: TransportCost | RingCost) -> Offer:
+    """The offer of any transport."""
+    if isinstance(transport, RingCost):
+        return RingCosts(workload, compute, transport)
+    return Costs(workload, compute, transport)
 
 
 class Costs:
-    """What blocks of a call take by one transport. Boundaries of blocks are rows: 0, where others begin, all rows."""
+    """Of blocks that are computed, attention and product, and then summed, by one transport.
+
+    Boundaries of blocks are rows: 0, where others begin, all rows.
+    """
 
     def __init__(self, workload: Workload, compute: ComputeCost, transport: TransportCost) -> None:
         self._workload, self._compute, self._transport = workload, compute, transport
@@ -43,11 +73,27 @@ class Costs:
         self._known_before: dict[int, float] = {}
         self._known_transfers: dict[int, float] = {}
 
-    def timeline(self, boundaries: Sequence[int]) -> Timeline:
-        """The blocks in time."""
-        blocks = list(pairwise(boundaries))
-        compute = [self.compute_seconds(first, past) for first, past in blocks]
-        transfers = [self._transfer_seconds(past - first) for first, past in blocks]
+    @property
+    def serial_seconds(self) -> float:
+        """Of compute and all-reduce of all rows at once, one after the other."""
+        return self._compute.seconds + self._transport.serial_seconds(self._nbytes)
+
+    @property
+    def all_reduce_seconds(self) -> float:
+        """Of all rows at once, alone, as it is made to run beside compute."""
+        return self._transport.seconds(self._nbytes)
+
+    def best(self) -> tuple[float, Blocks]:
+        """Seconds and blocks of the best division into two blocks or more; infinity where there is none."""
+        seconds, boundaries = divide(self._workload, self)
+        return seconds, Blocks(tuple(past - first for first, past in pairwise(boundaries)))
+
+    def timeline(self, blocks: Blocks) -> Timeline:
+        """The blocks in time, with attention of each."""
+        assert not blocks.attended
+        boundaries = list(pairwise(accumulate(blocks.rows, initial=0)))
+        compute = [self.compute_seconds(first, past) for first, past in boundaries]
+        transfers = [self._transfer_seconds(past - first) for first, past in boundaries]
         return simulate(compute, transfers, self._transport.slowdown, self._transport.own_slowdown)
 
     def seconds(self, boundaries: Sequence[int]) -> float:
@@ -81,6 +127,10 @@ class Costs:
             known = self._known_before[row] = self._compute.attention_seconds * seen + linear * share
         return known
 
+    @property
+    def _nbytes(self) -> int:
+        return self._workload.rows * self._workload.row_bytes
+
     def _transfer_seconds(self, count: int) -> float:
         known = self._known_transfers.get(count)
         if known is None:
@@ -88,17 +138,16 @@ class Costs:
         return known
 
 
-def choose(workload: Workload, compute: ComputeCost, transports: Sequence[TransportCost]) -> Plan:
+def choose(workload: Workload, compute: ComputeCost, transports: Sequence[TransportCost | RingCost]) -> Plan:
     """The fastest blocks and transport; one block unless more gain LEAST_GAIN. At least one transport is needed."""
-    size = workload.rows * workload.row_bytes
-    alone = min(transports, key=lambda transport: transport.serial_seconds(size))
-    serial = compute.seconds + alone.serial_seconds(size)
-    best = Plan((workload.rows,), alone.name, serial, serial)
-    for transport in transports:
-        seconds, boundaries = divide(workload, Costs(workload, compute, transport))
+    offers = {transport.name: offer_of(workload, compute, transport) for transport in transports}
+    alone = min(offers, key=lambda name: offers[name].serial_seconds)
+    serial = offers[alone].serial_seconds
+    best = Plan((workload.rows,), alone, serial, serial)
+    for name, offer in offers.items():
+        seconds, blocks = offer.best()
         if seconds <= (1 - LEAST_GAIN) * serial and seconds < best.seconds:
-            rows = tuple(past - first for first, past in pairwise(boundaries))
-            best = Plan(rows, transport.name, seconds, serial)
+            best = Plan(blocks.rows, name, seconds, serial, blocks.attended)
     return best
 
 

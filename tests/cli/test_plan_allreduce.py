@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from fastattention.cli.plan.allreduce import COLUMNS, Options, Outcome
-from fastattention.distributed.costs import find_machine
+from fastattention.distributed.machines import find_machine
 
 from .conftest import Finished
 
 RunCommand = Callable[..., Finished]
 LLAMA = "plan allreduce --model llama-2-70b --tp 4 --seqlen 2048 --batch 8".split()
+PASSED_ON = "plan allreduce --model llama-2-7b --tp 2 --seqlen 2048 --batch 8".split()
 SHORT = "plan allreduce --model llama-2-7b --tp 4 --seqlen 256".split()
 
 
@@ -31,13 +32,13 @@ def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
         "llama-2-70b on 4 x h200, 8 x 2048 tokens",
         "attention 500 TFLOPS, product 680",
         "256.00 MiB by peer_kernel",
-        "blocks 6, of 2 x 2048, 2 x 3072, 3328, 2816 rows",
+        "blocks 6, of 4096, 2 x 3072, 3 x 2048 rows",
         "predicted serial 2.31 ms",
-        "predicted in blocks 1.63 ms, 1.41x",
-        "60% hidden, 531 us exposed",
+        "predicted in blocks 1.73 ms, 1.33x",
+        "52% hidden, 631 us exposed",
         "c10d 2.31 ms 3",
-        "2.3x copy_engine",
-        "1.1x chosen",
+        "29% copy_engine 2.44 ms",
+        "52% chosen ring_product",
         "Every time is predicted from rates",
     ):
         assert said in output
@@ -54,6 +55,15 @@ def test_bars_show_which_block_runs_when(run_command: RunCommand) -> None:
     for lane in (compute, communication.replace(" ", "")):
         assert [numeral for numeral, _ in groupby(lane)] == list("123456")
     assert len(compute) < COLUMNS * 0.8
+
+
+def test_blocks_that_go_round_are_drawn_step_by_step(run_command: RunCommand) -> None:
+    _, output = run_command(*PASSED_ON)
+    assert "by ring_product" in output
+    assert "blocks 4, of 4 x 4096 rows; attention of all rows at once" in output
+    compute, communication = output.split(" blocks compute ")[1].split(" Transports")[0].split(" all-reduce ")
+    for lane in (compute, communication):
+        assert [numeral for numeral, _ in groupby(lane.replace(" ", ""))] == list("12132434")
 
 
 def test_a_block_too_short_for_a_column_has_one(run_command: RunCommand) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from distributed.pretended_gpus import Stream
+from fastattention.distributed.ring_order import shares_of
 from fastattention.distributed.transports import Transport
 from fastattention.distributed.transports.on_one_host import OnOneHost
-from fastattention.distributed.transports.ring_product import RingProduct, shares_of
+from fastattention.distributed.transports.ring_product import RingProduct
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 

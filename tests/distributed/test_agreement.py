@@ -17,7 +17,7 @@ from conformance.case import DenseCase
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention import ArgumentError
-from fastattention.distributed import agreement, calibrate, plan, trials
+from fastattention.distributed import agreement, calibrate, divisions, trials
 from fastattention.distributed.agreement import Agreed
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import ComputeCost, TransportCost
@@ -50,8 +50,8 @@ def rank_dependent_plan(workload: object, compute: ComputeCost, transports: tupl
 def planning(choose: Any = choose) -> Iterator[None]:
     """Calls so small are planned too, by `choose`."""
     with (
-        mock.patch.object(plan, "LEAST_BYTES", 1),
-        mock.patch.object(plan, "LEAST_ROWS", 1),
+        mock.patch.object(divisions, "LEAST_BYTES", 1),
+        mock.patch.object(divisions, "LEAST_ROWS", 1),
         mock.patch.object(agreement, "choose", choose),
         mock.patch.object(agreement, "even", lambda workload, number: (workload.rows,)),  # no other blocks
         mock.patch.object(trials, "LEAST_GAIN", -math.inf),  # blocks always win
@@ -271,6 +271,6 @@ def test_transports_that_ask_for_shares_have_divisions_of_their_own() -> None:
     transfer = Transfer(4096, 8, torch.float32, torch.device("cpu"), 2)
     with mock.patch.object(calibrate, "measure_compute", return_value=ComputeCost(1.0, 1.0, 0.0)):
         kind, ways = agreement.Agreement(2)._divided(call, transfer, [Adding()], [])
-    assert list(ways.values()) == plan.in_a_ring(calibrate.workload_of(call, 2))
+    assert list(ways.values()) == divisions.in_a_ring(calibrate.workload_of(call, 2))
     assert {(way.transport, way.division) for way in ways} == {("adding", agreement.Division.RING)}
     assert kind == calibrate.kind_of(call, calibrate.workload_of(call, 2))

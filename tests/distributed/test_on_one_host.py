@@ -14,12 +14,13 @@ from distributed.pretended_calls import BRAIN, CALLS, HALF, SINGLE, check, sum_o
 from distributed.pretended_gpus import Host, Stream
 from distributed.pretended_kernels import PATIENCE
 from fastattention import ArgumentError
+from fastattention.distributed.ring_order import MOST_BLOCKS
 from fastattention.distributed.transports import on_one_host
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_kernel import PeerKernel
 from fastattention.distributed.transports.peer_memory import GRANULE
-from fastattention.distributed.transports.ring_product import MOST_BLOCKS, RingProduct
+from fastattention.distributed.transports.ring_product import RingProduct
 
 
 @pytest.fixture(params=[CopyEngine, PeerKernel, RingProduct], ids=lambda transport: transport.name)

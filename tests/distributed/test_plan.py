@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastattention.distributed import divisions, plan
-from fastattention.distributed.costs import ComputeCost, TransportCost, Workload, find_machine
+from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
+from fastattention.distributed.divisions import Blocks
+from fastattention.distributed.machines import find_machine
 from fastattention.distributed.plan import Costs, Plan, choose
 from fastattention.distributed.timeline import simulate
 
@@ -156,9 +158,10 @@ def test_each_further_block_adds_its_cost_and_a_cut_inside_a_causal_sequence_onc
 def test_the_seconds_of_a_division_are_those_of_its_timeline() -> None:
     slowed = replace(transport(1e-3, slowdown=0.7), own_slowdown=0.3)
     costs = Costs(CAUSAL, COMPUTE, slowed)
-    division = (0, 1024, 4096, 7168, 8192)
-    assert costs.seconds(division) == pytest.approx(costs.timeline(division).seconds)
-    assert costs.seconds(division) > Costs(CAUSAL, COMPUTE, replace(slowed, own_slowdown=0.0)).seconds(division)
+    division = (1024, 3072, 3072, 1024)
+    assert costs.seconds(boundaries(division)) == pytest.approx(costs.timeline(Blocks(division)).seconds)
+    gentle = Costs(CAUSAL, COMPUTE, replace(slowed, own_slowdown=0.0))
+    assert costs.seconds(boundaries(division)) > gentle.seconds(boundaries(division))
 
 
 def test_the_first_block_is_smallest_where_communication_dominates() -> None:
@@ -396,4 +399,4 @@ def test_the_h200_preset_predicts_the_gains_that_were_measured(
     machine = find_machine("h200", 4)
     workload = Workload(batch_size, seqlen, seqlen, nheads, nheads, 128, 128, hidden, 2, 4, True)
     found = choose(workload, machine.compute(workload), machine.transports[:1])
-    assert found.serial_seconds / found.seconds == pytest.approx(gain, rel=0.06)
+    assert found.serial_seconds / found.seconds == pytest.approx(gain, rel=0.05)

@@ -15,9 +15,10 @@ from torch import Tensor
 from distributed.pretended_calls import BRAIN, CALLS, HALF, check, share_of, sum_on
 from distributed.pretended_gpus import Host, Stream
 from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites
+from fastattention.distributed.ring_order import MOST_BLOCKS, shares_of, steps
 from fastattention.distributed.transports import ring_product
 from fastattention.distributed.transports.peer_memory import FLAG_BYTES, GRANULE, PeerMemory
-from fastattention.distributed.transports.ring_product import MOST_BLOCKS, RingProduct, shares_of, steps
+from fastattention.distributed.transports.ring_product import RingProduct
 
 SIZES = [2, 3, 4, 8]
 

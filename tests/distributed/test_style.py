@@ -85,7 +85,7 @@ def short(size: int, limit: str) -> None:
     block = whole()
     made = parallel(block, size, TilingAllReduce())
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, told(None):
-        patch.setattr(f"fastattention.distributed.plan.{limit}", 1)
+        patch.setattr(f"fastattention.distributed.divisions.{limit}", 1)
         patch.setattr(DeferredAttention, "project", lambda *_, **__: pytest.fail("it was divided into blocks"))
         for x in (tokens(3, 1), tokens(1, 1), tokens(3, 11)):
             assert_as_exact_as(made(x), block(x), exact(block, x))

@@ -15,7 +15,7 @@ from conformance.case import DenseCase
 
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
-from fastattention.distributed import agreement, plan, trials
+from fastattention.distributed import agreement, divisions, trials
 from fastattention.distributed.plan import Plan
 from fastattention.distributed.transports import Transfer
 from fastattention.distributed.trials import (
@@ -53,8 +53,8 @@ def run_tried(one: Sum, seconds: dict[tuple[int, ...], float]) -> tuple[torch.Te
         known.agreed.clear()
         known._verdicts.clear()
     with (
-        mock.patch.object(plan, "LEAST_BYTES", 1),
-        mock.patch.object(plan, "LEAST_ROWS", 1),
+        mock.patch.object(divisions, "LEAST_BYTES", 1),
+        mock.patch.object(divisions, "LEAST_ROWS", 1),
         mock.patch.object(agreement, "choose", return_value=Plan(BLOCKS, "c10d", 0.0, 0.0)),
         mock.patch.object(trials, "called_seconds", taken),
         mock.patch.object(trials, "queued_seconds", taken),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -14,8 +14,10 @@ from rich.text import Text
 from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.plan.picture import check_output
-from fastattention.distributed.costs import ComputeCost, Machine, TransportCost, Workload, find_machine
-from fastattention.distributed.plan import Costs, Plan, choose
+from fastattention.distributed.costs import ComputeCost, RingCost, TransportCost, Workload
+from fastattention.distributed.divisions import Blocks
+from fastattention.distributed.machines import Machine, find_machine
+from fastattention.distributed.plan import Plan, choose, offer_of
 from fastattention.distributed.timeline import Event, Timeline
 from fastattention.offload.model_shape import find_model
 from fastattention.sizes import format_bytes
@@ -63,12 +65,15 @@ class Options:
 class Outcome:
     """A plan of the call, by some of the transports, with what it hides."""
 
-    def __init__(self, workload: Workload, compute: ComputeCost, transports: tuple[TransportCost, ...]) -> None:
+    def __init__(
+        self, workload: Workload, compute: ComputeCost, transports: tuple[TransportCost | RingCost, ...]
+    ) -> None:
         self.plan: Plan = choose(workload, compute, transports)
         transport = next(one for one in transports if one.name == self.plan.transport)
-        self.timeline: Timeline = Costs(workload, compute, transport).timeline([*accumulate(self.plan.rows, initial=0)])
+        offer = offer_of(workload, compute, transport)
+        self.timeline: Timeline = offer.timeline(Blocks(self.plan.rows, self.plan.attended))
         self.compute_seconds = compute.seconds
-        self.all_reduce_seconds = transport.seconds(workload.rows * workload.row_bytes)
+        self.all_reduce_seconds = offer.all_reduce_seconds
 
     @property
     def exposed_seconds(self) -> float:
@@ -108,10 +113,12 @@ def plan(options: Options, output: Path | None) -> None:
     OUTPUT.print(NOTE)
 
 
-def _serial_timeline(workload: Workload, compute: ComputeCost, transports: tuple[TransportCost, ...]) -> Timeline:
+def _serial_timeline(
+    workload: Workload, compute: ComputeCost, transports: tuple[TransportCost | RingCost, ...]
+) -> Timeline:
     """One block, by the fastest transport for it."""
-    timelines = [Costs(workload, compute, transport).timeline((0, workload.rows)) for transport in transports]
-    return min(timelines, key=lambda timeline: timeline.seconds)
+    offers = [offer_of(workload, compute, transport) for transport in transports]
+    return min(offers, key=lambda offer: offer.serial_seconds).timeline(Blocks((workload.rows,)))
 
 
 def _summary(outcome: Outcome, machine: Machine, workload: Workload, options: Options) -> Table:
@@ -143,7 +150,16 @@ def _blocks(found: Plan) -> str:
         return "1: more would gain too little"
     runs = [(rows, len(list(run))) for rows, run in groupby(found.rows)]
     sizes = ", ".join(f"{count} x {rows}" if count > 1 else f"{rows}" for rows, count in runs)
-    return f"{len(found.rows)}, of {sizes} rows"
+    return f"{len(found.rows)}, of {sizes} rows" + _attended(found)
+
+
+def _attended(found: Plan) -> str:
+    """Where attention is not computed block by block."""
+    if not found.attended:
+        return ""
+    return (
+        "; attention of all rows at once" if len(found.attended) == 1 else f"; attention in {len(found.attended)} parts"
+    )
 
 
 def _bars(name: str, timeline: Timeline, seconds: float) -> Text:
@@ -159,22 +175,22 @@ def _bars(name: str, timeline: Timeline, seconds: float) -> Text:
 def _lane(events: tuple[Event, ...], seconds: float) -> str:
     """Every block has a column at least, so that short ones push those after them to the right."""
     lane = ""
-    for numeral, event in zip(NUMERALS, events, strict=False):
+    for event in events:
         lane = lane.ljust(round(event.start / seconds * COLUMNS))
-        lane += numeral * max(round(event.end / seconds * COLUMNS) - len(lane), 1)
+        lane += NUMERALS[event.block] * max(round(event.end / seconds * COLUMNS) - len(lane), 1)
     return lane
 
 
 def _transports(workload: Workload, compute: ComputeCost, machine: Machine, chosen: str) -> Table:
     table = Table(title="Transports, predicted", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("transport")
-    for heading in ("serial", "blocks", "time", "gain", "hidden", "slowing"):
+    for heading in ("serial", "blocks", "time", "gain", "hidden"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for transport in machine.transports:
         outcome = Outcome(workload, compute, (transport,))
         found = outcome.plan
         times = (in_words(found.serial_seconds), str(len(found.rows)), in_words(found.seconds))
-        shares = (f"{outcome.gain:.2f}x", f"{outcome.hidden:.0%}", f"{1 + transport.slowdown:.1f}x")
+        shares = (f"{outcome.gain:.2f}x", f"{outcome.hidden:.0%}")
         table.add_row(transport.name, *times, *shares, "chosen" if transport.name == chosen else "")
     return table

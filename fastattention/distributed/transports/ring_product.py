@@ -19,8 +19,7 @@ Sums are rounded to their dtype after every rank, as in NCCL's rings. Every rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,12 +28,11 @@ from torch.distributed import ProcessGroup
 
 from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites, Meeting, copy_async
 from fastattention.distributed.exchange import timeout_of
+from fastattention.distributed.ring_order import MOST_BLOCKS, Share, shares_of, steps
 from fastattention.distributed.transports.base import Compute
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_memory import PeerMemory
 from fastattention.distributed.transports.watch import Watch
-
-MOST_BLOCKS = 16  # more are joined
 
 
 class RingProduct(OnOneHost):
@@ -142,13 +140,6 @@ class RingProduct(OnOneHost):
         self._flags = None
 
 
-class Share(NamedTuple):
-    """Rows [start, stop) of a block, whose sum a rank completes."""
-
-    start: int
-    stop: int
-
-
 class _Call(NamedTuple):
     compute: Compute
     out: Tensor
@@ -158,31 +149,6 @@ class _Call(NamedTuple):
     @property
     def row_bytes(self) -> int:
         return self.out.shape[1] * self.out.itemsize
-
-
-def shares_of(rows: Sequence[int], size: int) -> list[list[Share]]:
-    """By block and owner: even shares of up to MOST_BLOCKS blocks, of which neighbours are joined if there are more."""
-    together = -(-len(rows) // MOST_BLOCKS)
-    ends = list(accumulate(rows, initial=0))
-    starts = ends[:-1:together]
-    return [_divided(start, stop, size) for start, stop in zip(starts, [*starts[1:], ends[-1]], strict=True)]
-
-
-def _divided(start: int, stop: int, size: int) -> list[Share]:
-    each = -(-(stop - start) // size)
-    cuts = [min(start + rank * each, stop) for rank in range(size + 1)]
-    return [Share(*cuts[rank : rank + 2]) for rank in range(size)]
-
-
-def steps(num_blocks: int, size: int) -> Iterator[tuple[int, int]]:
-    """(block, step) in the order in which every rank computes them: what is newest first in each turn.
-
-    So a running sum has a whole turn to get to the next rank.
-    """
-    for turn in range(num_blocks + size - 1):
-        for step in range(size):
-            if 0 <= turn - step < num_blocks:
-                yield turn - step, step
 
 
 class _Flags:

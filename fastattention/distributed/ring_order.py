@@ -1,0 +1,44 @@
+"""Who computes which part of a block when, where a running sum goes round the ranks: see transports/ring_product.py.
+
+Plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+MOST_BLOCKS = 16  # more are joined
+
+
+class Share(NamedTuple):
+    """Rows [start, stop) of a block, whose sum a rank completes."""
+
+    start: int
+    stop: int
+
+
+def shares_of(rows: Sequence[int], size: int) -> list[list[Share]]:
+    """By block and owner: even shares of up to MOST_BLOCKS blocks, of which neighbours are joined if there are more."""
+    together = -(-len(rows) // MOST_BLOCKS)
+    ends = list(accumulate(rows, initial=0))
+    starts = ends[:-1:together]
+    return [_divided(start, stop, size) for start, stop in zip(starts, [*starts[1:], ends[-1]], strict=True)]
+
+
+def _divided(start: int, stop: int, size: int) -> list[Share]:
+    each = -(-(stop - start) // size)
+    cuts = [min(start + rank * each, stop) for rank in range(size + 1)]
+    return [Share(*cuts[rank : rank + 2]) for rank in range(size)]
+
+
+def steps(num_blocks: int, size: int) -> Iterator[tuple[int, int]]:
+    """(block, step) in the order in which every rank computes them: what is newest first in each turn.
+
+    So a running sum has a whole turn to get to the next rank.
+    """
+    for turn in range(num_blocks + size - 1):
+        for step in range(size):
+            if 0 <= turn - step < num_blocks:
+                yield turn - step, step

@@ -34,22 +34,29 @@ def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
 
     What `attend` does with such a call, in fewer steps: they take longer than attention of a short one.
     """
-    if not _is_one_call(problem):
-        return None
-    causal = not _sees_everything(problem)
-    if not (_shares_keys(problem) if causal else _shares_keys_unmasked(problem)):
+    arguments = _whole_arguments(problem)
+    if arguments is None or not (arguments["is_causal"] or _shares_keys_unmasked(problem)):
         return None
     q, k, v = inputs.q, inputs.k, inputs.v
     if problem.device.type != "cpu" and not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
         return None
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=problem.softmax_scale, **_gqa(problem))
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **arguments)
     return out.transpose(1, 2).contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
+def _whole_arguments(problem: Problem) -> dict[str, Any] | None:
+    """Of torch's function where `problem` is one call of it, wherever tensors lie and whatever torch has switched on."""
+    if not _is_one_call(problem):
+        return None
+    causal = not _sees_everything(problem)
+    if causal and not _shares_keys(problem):
+        return None
+    return {"is_causal": causal, "scale": problem.softmax_scale, **_gqa(problem)}
+
+
 def _is_one_call(problem: Problem) -> bool:
-    """But for heads that share keys, and where tensors lie."""
+    """But for heads that share keys."""
     fits = (
         problem.dtype is not torch.float16 if problem.device.type == "cpu" else problem.headdim % _HEADDIM_MULTIPLE == 0
     )

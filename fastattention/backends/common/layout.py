@@ -6,7 +6,8 @@ from torch import Tensor
 
 from fastattention.problem import Inputs
 
-# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table, scales.
+# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table, scales; then
+# the rows of its rotary tables, which limit what a cache may hold.
 Strides = tuple[object, ...]
 
 
@@ -22,6 +23,7 @@ def strides_of(inputs: Inputs) -> Strides:
         None if table is None else table.stride(),
         None if inputs.k_scale is None else inputs.k_scale.stride(),
         None if inputs.v_scale is None else inputs.v_scale.stride(),
+        None if inputs.rotary_cos is None else inputs.rotary_cos.shape[0],
     )
 
 

@@ -46,7 +46,7 @@ def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
 
 @functools.lru_cache(maxsize=4096)
 def _whole_arguments(problem: Problem) -> dict[str, Any] | None:
-    """Of torch's function where `problem` is one call of it, wherever tensors lie and whatever torch has switched on."""
+    """Of torch's function where `problem` is one call of it, wherever tensors lie, whatever torch has switched on."""
     if not _is_one_call(problem):
         return None
     causal = not _sees_everything(problem)

@@ -199,7 +199,7 @@ class Agreement:
                     ways[Way(cost.name, Division.FINE, room, which)] = blocks
         for transport in able:
             if transport.asks_for_shares:
-                for which, blocks in enumerate(in_a_ring(workload)):
+                for which, blocks in in_a_ring(workload).items():
                     ways[Way(transport.name, Division.RING, which=which)] = blocks
         return calibrate.kind_of(call, workload), ways
 

@@ -18,7 +18,8 @@ out: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory
 
 All ranks of the group make the same calls in the same order, as with every collective. The first call of a kind
 (shapes, mask, plan) is compared over the ranks and, unless a plan is given, measured: it cannot be captured in a CUDA
-graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile.
+graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile. Calls on different
+streams may run one after the other; graphs of one group must not be replayed beside each other or beside calls.
 
 Raises ArgumentError for a wrong argument, and on all ranks where their calls differ; UnsupportedError where no backend
 or no transport can serve the call; both before any sum has begun. A sum that fails, or is not done within the timeout
@@ -30,9 +31,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -162,10 +165,18 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
             call.compute(0, problem.total_q, flat)
         else:
             key = Key(problem, hidden, asked.bias is not None, asked.backend, asked.transport, rows)
-            agreement.of(key, call, group).run(call, flat)
+            with _as_current(problem.device):
+                agreement.of(key, call, group).run(call, flat)
     if asked.bias is not None:
         out += asked.bias
     return out
+
+
+def _as_current(device: torch.device) -> AbstractContextManager[None]:
+    """Streams and flags of transports are those of the current device."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:

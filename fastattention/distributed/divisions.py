@@ -61,13 +61,16 @@ def fine(workload: Workload) -> list[Blocks]:
     return [Blocks(rows), *divisions, Blocks(even(workload, len(rows) // 2), (workload.rows,))]
 
 
-def in_a_ring(workload: Workload) -> list[Blocks]:
-    """Divisions for a transport whose sums are added to by the products: none with a block below LEAST_ROWS."""
-    divisions = [
+def in_a_ring(workload: Workload) -> dict[int, Blocks]:
+    """Divisions for a transport whose sums are added to by the products, by their place in IN_A_RING.
+
+    None with a block below LEAST_ROWS.
+    """
+    divisions = (
         Blocks(_shared_out(workload.rows, shares), even(workload, parts) if parts > 1 else (workload.rows,))
         for shares, parts in IN_A_RING
-    ]
-    return [blocks for blocks in divisions if min(blocks.rows) >= LEAST_ROWS]
+    )
+    return {place: blocks for place, blocks in enumerate(divisions) if min(blocks.rows) >= LEAST_ROWS}
 
 
 def _shared_out(rows: int, shares: Sequence[int]) -> tuple[int, ...]:

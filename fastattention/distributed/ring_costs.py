@@ -36,7 +36,7 @@ class RingCosts:
     def best(self) -> tuple[float, Blocks]:
         """Seconds and blocks of the best of the divisions that are tried where calls run; infinity if there is none."""
         whole = Blocks((self._workload.rows,))
-        found = ((self.timeline(blocks).seconds, blocks) for blocks in in_a_ring(self._workload))
+        found = ((self.timeline(blocks).seconds, blocks) for blocks in in_a_ring(self._workload).values())
         return min(found, default=(math.inf, whole))
 
     def timeline(self, blocks: Blocks) -> Timeline:

@@ -6,7 +6,7 @@ Plain Python.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 MOST_BLOCKS = 16  # more are joined
@@ -21,10 +21,14 @@ class Share(NamedTuple):
 
 def shares_of(rows: Sequence[int], size: int) -> list[list[Share]]:
     """By block and owner: even shares of up to MOST_BLOCKS blocks, of which neighbours are joined if there are more."""
+    ends = accumulate(joined(rows), initial=0)
+    return [_divided(start, stop, size) for start, stop in pairwise(ends)]
+
+
+def joined(rows: Sequence[int]) -> tuple[int, ...]:
+    """Rows of up to MOST_BLOCKS blocks, of which neighbours are joined if there are more."""
     together = -(-len(rows) // MOST_BLOCKS)
-    ends = list(accumulate(rows, initial=0))
-    starts = ends[:-1:together]
-    return [_divided(start, stop, size) for start, stop in zip(starts, [*starts[1:], ends[-1]], strict=True)]
+    return tuple(sum(rows[first : first + together]) for first in range(0, len(rows), together))
 
 
 def _divided(start: int, stop: int, size: int) -> list[Share]:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from fastattention.distributed.blocks import AttentionAhead, AttentionLinear
 from fastattention.distributed.exchange import largest
 from fastattention.distributed.plan import LEAST_GAIN
+from fastattention.distributed.ring_order import joined
 from fastattention.distributed.timing import busy_seconds, called_seconds, queued_seconds
 from fastattention.distributed.transports import Transfer, Transport
 
@@ -38,7 +39,8 @@ class Candidate(NamedTuple):
 
     def run(self, call: AttentionLinear, out: torch.Tensor) -> None:
         """Fills `out` (rows, hidden) with the sum over all ranks. Collective."""
-        attended = self.attended or (self.rows if self.transport.asks_for_shares else ())
+        # Ranks ask for shares of a block in different orders. Attention of all of it comes in one step on all of them.
+        attended = self.attended or (joined(self.rows) if self.transport.asks_for_shares else ())
         compute = AttentionAhead(call, attended).compute if attended else call.compute
         self.transport.run(compute, out, self.rows, self.room)
 

@@ -71,13 +71,15 @@ class Stream:
         self.cuda_stream = len(Stream.streams) + 1
         Stream.streams.append(self)
         self.error: Exception | None = None
+        self.is_stopped = False  # nothing more is carried out
+        self.kept: list[Tensor] = []  # what operations still use that a failed test has forgotten
         self._operations: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._random = random.Random(self.cuda_stream)
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        while (operation := self._operations.get()) is not None:
+        while (operation := self._operations.get()) is not None and not self.is_stopped:
             if self._random.random() < 0.3:
                 time.sleep(DELAY * self._random.random())
             try:
@@ -245,6 +247,10 @@ class Host:
             try:
                 answer = task(transport, rank, self.here.streams[0])
                 self.synchronize()
+            except BaseException:
+                for stream in Stream.streams:
+                    stream.is_stopped = True
+                raise
             finally:
                 for stream in self.here.streams:
                     stream.end()

@@ -49,7 +49,7 @@ def test_little_is_not_divided_finely() -> None:
 def test_blocks_in_a_ring_are_even_or_smaller_in_the_end_with_attention_of_all_rows_or_of_halves() -> None:
     eighth = ONE.rows // 8
     whole, halves = (8 * eighth,), (4 * eighth, 4 * eighth)
-    assert in_a_ring(replace(ONE, causal=True)) == [
+    assert list(in_a_ring(replace(ONE, causal=True)).values()) == [
         ((eighth,) * 8, whole),
         ((2 * eighth,) * 4, whole),
         ((2 * eighth,) * 3 + (eighth,) * 2, whole),
@@ -68,7 +68,8 @@ def test_blocks_in_a_ring_are_large_enough_and_attention_has_whole_sequences(
     workload = replace(ONE, batch_size=batch_size, seqlen_q=seqlen, whole_sequences=whole_sequences)
     divisions = in_a_ring(workload)
     assert 1 <= len(divisions) <= len(IN_A_RING)
-    for rows, attended in divisions:
+    for place, (rows, attended) in divisions.items():
+        assert len(rows) == len(IN_A_RING[place][0])  # also where others are left out
         assert sum(rows) == sum(attended) == workload.rows
         assert min(rows) >= LEAST_ROWS
         assert all(end % ROWS_OF_A_CUT == 0 for end in [*accumulate(rows)][:-1])

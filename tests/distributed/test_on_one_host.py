@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from unittest import mock
@@ -81,6 +82,50 @@ def test_calls_are_right_after_one_that_failed_on_all_ranks(
     for results in Host(3, kind).run(task):
         for (call, after), found in zip(calls, results, strict=True):
             check(found, kind, 3, call, after, **like)
+
+
+def test_calls_on_different_streams_run_one_after_the_other(kind: type[OnOneHost]) -> None:
+    blocks, like = (8, 8, 8, 8), {"hidden": 16, "dtype": BRAIN}
+    host = Host(3, kind)
+
+    def task(transport: OnOneHost, rank: int, stream: Stream) -> list[Tensor]:
+        streams, results = host.here.streams, []
+        streams.insert(1, Stream())
+        for call in range(12):
+            streams[0], streams[1] = streams[1], streams[0]  # the first is the current one
+            results.append(sum_on(transport, rank, streams[0], call, blocks, **like))
+        return results
+
+    for results in host.run(task):
+        for call, found in enumerate(results):
+            check(found, kind, 3, call, blocks, **like)
+
+
+@pytest.mark.parametrize("watched", [CopyEngine, RingProduct], ids=lambda transport: transport.name)
+def test_a_watch_is_told_of_every_call_that_is_no_graph_s(watched: type[CopyEngine | RingProduct]) -> None:
+    """When it is over: a number written too early, or by a replay, would end a process that works."""
+    like = {"hidden": 16, "dtype": BRAIN}
+
+    def task(transport: CopyEngine | RingProduct, rank: int, stream: Stream) -> None:
+        watch = transport._watch
+        assert watch._seconds == 77.0
+        for call in range(1, 4):
+            sum_on(transport, rank, stream, call, (4, 4), **like)
+            stream.synchronize()
+            assert watch.is_idle
+            assert watch.finished == watch._enqueued == call
+        happened = threading.Event()
+        stream.enqueue(lambda: happened.wait(PATIENCE))
+        sum_on(transport, rank, stream, 4, (4, 4), **like)
+        assert not watch.is_idle
+        happened.set()
+        stream.synchronize()
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            sum_on(transport, rank, stream, 5, (4, 4), **like)
+        stream.synchronize()
+        assert watch.finished == watch._enqueued == 4
+
+    Host(1, watched, timeout=77.0).run(task)
 
 
 def test_memory_taken_in_inference_mode_serves_calls_out_of_it(kind: type[OnOneHost]) -> None:

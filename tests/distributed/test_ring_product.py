@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from torch import Tensor
 from distributed.pretended_calls import BRAIN, CALLS, HALF, check, share_of, sum_on
 from distributed.pretended_gpus import Host, Stream
 from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites
-from fastattention.distributed.ring_order import MOST_BLOCKS, shares_of, steps
+from fastattention.distributed.ring_order import MOST_BLOCKS, joined, shares_of, steps
 from fastattention.distributed.transports import ring_product
 from fastattention.distributed.transports.peer_memory import FLAG_BYTES, GRANULE, PeerMemory
 from fastattention.distributed.transports.ring_product import RingProduct
+from fastattention.distributed.trials import Candidate
 
 SIZES = [2, 3, 4, 8]
 
@@ -98,8 +100,7 @@ def test_a_call_that_fails_in_its_midst_leaves_no_flag_up() -> None:
                 sum_on(transport, rank, stream, call + 10, blocks, fails_at=call, **like)
             results.append(sum_on(transport, rank, stream, call, blocks, **like))
         stream.synchronize()
-        assert transport._peers is not None
-        return results, transport._peers._handle.memory[transport._peers.nbytes :]
+        return results, flags_of(transport)
 
     for results, flags in Host(3, RingProduct).run(task):
         for call, found in enumerate(results):
@@ -107,16 +108,97 @@ def test_a_call_that_fails_in_its_midst_leaves_no_flag_up() -> None:
         assert not flags.any()
 
 
+def flags_of(transport: RingProduct) -> Tensor:
+    assert transport._peers is not None
+    return transport._peers._handle.memory[transport._peers.nbytes :]
+
+
+def test_an_interrupt_between_a_flag_and_the_wait_for_one_leaves_none_up() -> None:
+    """All ranks are interrupted in one step. The flag that rank 0 has raised would let rank 1 fetch too early later."""
+    blocks, like = (6, 6, 6, 6), {"hidden": 5, "dtype": BRAIN}
+
+    def task(transport: RingProduct, rank: int, stream: Stream) -> tuple[list[Tensor], Tensor]:
+        pass_on = transport._pass_on
+
+        def interrupted(call: Any, block: int, step: int, on: Any) -> None:
+            if (block, step) != (2, 0):
+                pass_on(call, block, step, on)
+                return
+            if rank == 1:
+                assert transport._flags is not None
+                transport._flags.pass_on[block][step].enqueue(on.cuda_stream)
+            else:
+                pass_on(call, block, step, on)
+            raise KeyboardInterrupt
+
+        def late(block: int, out: Tensor) -> None:
+            time.sleep(0.05 if rank == 0 and block == 2 else 0.0)
+
+        sum_on(transport, rank, stream, 0, blocks, **like)
+        with mock.patch.object(transport, "_pass_on", interrupted), pytest.raises(KeyboardInterrupt):
+            sum_on(transport, rank, stream, 9, blocks, **like)
+        stream.synchronize()
+        flags = flags_of(transport).clone()
+        return [sum_on(transport, rank, stream, call, blocks, before=late, **like) for call in range(3)], flags
+
+    for results, flags in Host(3, RingProduct).run(task):
+        assert not flags.any()
+        for call, found in enumerate(results):
+            check(found, RingProduct, 3, call, blocks, **like)
+
+
+def test_a_call_that_has_failed_is_over_when_the_last_of_its_fetches_is() -> None:
+    """However late: what they read is written by the next call."""
+    blocks, like = (6, 6, 6, 6), {"hidden": 5, "dtype": BRAIN}
+
+    def task(transport: RingProduct, rank: int, stream: Stream) -> list[Tensor]:
+        pass_on, results = transport._pass_on, []
+
+        def late(*arguments: Any) -> None:
+            transport._stream.enqueue(lambda: time.sleep(0.03))
+            pass_on(*arguments)
+
+        for call in range(4):
+            with mock.patch.object(transport, "_pass_on", late if rank == 1 else pass_on), pytest.raises(MemoryError):
+                sum_on(transport, rank, stream, 10 + call, blocks, fails_at=call, **like)
+            results.append(sum_on(transport, rank, stream, call, blocks, **like))
+        return results
+
+    for results in Host(3, RingProduct).run(task):
+        for call, found in enumerate(results):
+            check(found, RingProduct, 3, call, blocks, **like)
+
+
+def test_what_failed_first_is_raised_where_the_end_of_the_call_fails_too() -> None:
+    def task(transport: RingProduct, rank: int, stream: Stream) -> None:
+        with (
+            mock.patch.object(transport, "_end", side_effect=RuntimeError("the context is lost")),
+            pytest.raises(MemoryError),
+        ):
+            sum_on(transport, rank, stream, 0, (4, 4), fails_at=1, hidden=5, dtype=BRAIN)
+
+    Host(1, RingProduct).run(task)
+
+
+def test_attention_of_blocks_that_are_joined_is_computed_at_once() -> None:
+    """So that where it fails it fails in one step on all ranks, though these ask for shares in different orders."""
+    rows = (3,) * 37
+    transport = mock.Mock(asks_for_shares=True)
+    with mock.patch("fastattention.distributed.trials.AttentionAhead") as ahead:
+        Candidate(rows, transport).run(mock.Mock(), torch.empty(111, 4))
+    assert ahead.call_args.args[1] == joined(rows) == (9,) * 12 + (3,)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_flag_has_one_that_raises_it_and_one_that_waits_in_its_own_memory(size: int) -> None:
     """Rank r's memory is at r << 32."""
     raised: Counter[int] = Counter()
     awaited: Counter[int] = Counter()
+    lowered: Counter[int] = Counter()
     needed = ring_product._Flags.needed(size)
 
     def writes(addresses: list[int], value: int) -> FlagWrites:
-        assert value == 1
-        raised.update(addresses)
+        (raised if value else lowered).update(addresses)
         return mock.Mock(FlagWrites)
 
     def waits(addresses: list[int]) -> FlagWaits:
@@ -148,6 +230,8 @@ def test_every_flag_has_one_that_raises_it_and_one_that_waits_in_its_own_memory(
     own = {complete + block * size + rank for block, rank in itertools.product(range(MOST_BLOCKS), range(size))}
     assert {(place - GRANULE) // FLAG_BYTES for place in never} <= own  # nobody tells itself, nor waits for that
     assert set(awaited.values()) == {1}
+    meetings = 2 * MOST_BLOCKS * size * FLAG_BYTES + GRANULE  # theirs are behind the others
+    assert lowered.keys() == {address for address in awaited if address & 0xFFFFFFFF < meetings}
     for address in raised:
         assert 0 <= (address & 0xFFFFFFFF) - GRANULE < needed * FLAG_BYTES
 

@@ -30,6 +30,7 @@ class OnOneHost(Transport):
         self._device = device
         self._reason = _why_not_group(group, device)
         self._peers: PeerMemory | None = None
+        self._last: torch.cuda.Stream | None = None  # of the call before
         self._in_graphs: set[object] = set()  # memory that graphs need, though larger may have taken its place
         if self._reason is None:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -42,7 +43,18 @@ class OnOneHost(Transport):
 
     def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
         """Rows that peers can read."""
+        self._follow_last_call()
         return self._memory_of(out.nbytes).like(out)
+
+    def _follow_last_call(self) -> None:
+        """The current stream goes on when the call before is over: all use one memory, whichever stream they are on."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # of replays the order is the user's
+        if self._last is None or self._last.cuda_stream != module.current_stream(self._device.index):
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None:
+                stream.wait_stream(self._last)
+            self._last = stream
 
     def reserve(self, nbytes: int, largest_block: int) -> None:
         """Memory that peers can read."""

@@ -19,6 +19,7 @@ Sums are rounded to their dtype after every rank, as in NCCL's rings. Every rank
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,11 +68,11 @@ class RingProduct(OnOneHost):
             for block, step in steps(len(call.shares), self._size):
                 self._step(call, block, step, stream)
         except BaseException:
-            assert self._flags is not None
-            self._flags.failed.enqueue(self._gathering.cuda_stream)
+            with contextlib.suppress(Exception):  # what failed first is what is raised
+                self._give_up(stream)
+                self._end(stream)
             raise
-        finally:
-            self._end(stream)
+        self._end(stream)
 
     def _step(self, call: _Call, block: int, step: int, stream: torch.cuda.Stream) -> None:
         share = call.shares[block][self._owner(step)]
@@ -114,6 +115,15 @@ class RingProduct(OnOneHost):
         begin, end = share.start * call.row_bytes, share.stop * call.row_bytes
         if begin < end:
             copy_async(target.data_ptr() + begin, self._peers.addresses[rank] + begin, end - begin, stream.cuda_stream)
+
+    def _give_up(self, stream: torch.cuda.Stream) -> None:
+        """After an error, in one step on all ranks: all lower their flags, once nobody raises one of this call."""
+        assert self._flags is not None
+        self._follow(stream, self._gathering)
+        self._follow(self._stream, self._gathering)
+        self._flags.failed.enqueue(self._gathering.cuda_stream)
+        for lower in self._flags.lower:
+            lower.enqueue(self._gathering.cuda_stream)
 
     def _end(self, stream: torch.cuda.Stream) -> None:
         """The stream of the compute goes on when all is here that has been begun, and nobody reads this call's rows."""
@@ -167,6 +177,11 @@ class _Flags:
         ]
         self.completed = [
             [FlagWaits([memory.flag(rank, complete + block * size + owner)]) for owner in ranks] for block in blocks
+        ]
+        # Most are lowered by waiting for them. After an interrupt one may be up that nobody has begun to wait for.
+        self.lower = [
+            FlagWrites([memory.flag(rank, kind + number) for number in range(MOST_BLOCKS * size)], 0)
+            for kind in (0, complete)
         ]
         # After a call; before that after one that failed, as between two meetings of a kind there must be another.
         self.read, self.failed = (

@@ -115,8 +115,9 @@ def test_a_watch_is_told_of_every_call_that_is_no_graph_s(watched: type[CopyEngi
             assert watch.is_idle
             assert watch.finished == watch._enqueued == call
         happened = threading.Event()
-        stream.enqueue(lambda: happened.wait(PATIENCE))
+        getattr(transport, "_gathering", transport._stream).enqueue(lambda: happened.wait(PATIENCE))
         sum_on(transport, rank, stream, 4, (4, 4), **like)
+        time.sleep(0.1)  # for what does not wait
         assert not watch.is_idle
         happened.set()
         stream.synchronize()

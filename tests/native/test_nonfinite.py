@@ -82,6 +82,56 @@ def test_a_bad_key_spoils_the_rows_that_see_it_only(
     assert out[0, ~sees].isfinite().all()
 
 
+MODIFIED = {
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25])},
+    "bias": {"attn_bias": torch.zeros(1)},
+    "all": {"softcap": 30.0, "alibi_slopes": torch.tensor([0.5, 0.25]), "attn_bias": torch.zeros(1)},
+}
+
+
+@ATTENTION
+@DTYPES
+@SHAPES
+@pytest.mark.parametrize("options", MODIFIED.values(), ids=MODIFIED)
+def test_a_nan_is_not_swallowed_where_scores_are_modified(
+    isa: str, attend: Callable[..., Any], dtype: torch.dtype, seqlen_q: int, seqlen_k: int, options: dict[str, Any]
+) -> None:
+    q, k, v = _qkv(seqlen_q, seqlen_k, dtype)
+    row, key = seqlen_q // 2, seqlen_k // 3
+    clean, _ = attend(q, k, v, return_lse=True, backend="cpu", **options)
+    bad_q, bad_k = q.clone(), k.clone()
+    bad_q[0, row, 0, 5] = float("nan")  # of one head
+    bad_k[0, key, 1] = float("nan")
+    out, lse = attend(bad_q, k, v, return_lse=True, backend="cpu", **options)
+    assert out[0, row, 0].isnan().all()
+    assert lse[0, 0, row].isnan()
+    out[0, row, 0] = clean[0, row, 0]
+    assert torch.equal(out, clean)
+    out, lse = attend(q, bad_k, v, return_lse=True, backend="cpu", **options)
+    assert out[:, :, 1].isnan().all()
+    assert lse[:, 1].isnan().all()
+    assert torch.equal(out[:, :, 0], clean[:, :, 0])
+
+
+@ATTENTION
+@SHAPES
+def test_a_nan_of_the_bias_or_of_slopes_is_not_swallowed(
+    isa: str, attend: Callable[..., Any], seqlen_q: int, seqlen_k: int
+) -> None:
+    bias = torch.zeros(1, 2, seqlen_q, seqlen_k)
+    bias[0, 1, 0, 33] = float("nan")
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = _qkv(seqlen_q, seqlen_k, dtype)
+        out = attend(q, k, v, attn_bias=bias.to(dtype), backend="cpu")
+        assert out[0, 0, 1].isnan().all()
+        assert out[0, 1:].isfinite().all()
+        assert out[0, :, 0].isfinite().all()
+    out = attend(q, k, v, alibi_slopes=torch.tensor([float("nan"), 1.0]), backend="cpu")
+    assert out[:, :, 0].isnan().all()
+    assert out[:, :, 1].isfinite().all()
+
+
 @ATTENTION
 def test_an_infinite_bias_or_sink_is_not_swallowed(isa: str, attend: Callable[..., Any]) -> None:
     q, k, v = _qkv(40, 80, torch.float32)

@@ -167,7 +167,7 @@ def attention_forward(
                 row_sum = row_sum * correction + tl.exp(sink - new_max)
                 acc_o = acc_o * correction[:, None]
                 row_max = new_max
-            has_keys = row_sum > 0.0
+            has_keys = row_sum != 0.0  # NaN is no empty row
             divisor = tl.where(has_keys, row_sum, 1.0)
             result = acc_o / divisor[:, None]
             result_lse = tl.where(has_keys, row_max + tl.log(divisor), float("-inf"))
@@ -387,7 +387,7 @@ def merge_splits(
             row_sum = row_sum * correction + weight
             acc_o = acc_o * correction[:, None] + split_out * weight[:, None]
             row_max = new_max
-        has_keys = row_sum > 0.0
+        has_keys = row_sum != 0.0  # NaN is no empty row
         divisor = tl.where(has_keys, row_sum, 1.0)
         base = out + row.to(tl.int64) * headdim_v
         _store_rows(base, acc_o / divisor[:, None], num_rows - row, headdim_v, headdim_v, TILE_M, TILE_DV)

@@ -128,7 +128,6 @@ class RingProduct(OnOneHost):
     def _end(self, stream: torch.cuda.Stream) -> None:
         """The stream of the compute goes on when all is here that has been begun, and nobody reads this call's rows."""
         assert self._flags is not None
-        self._follow(self._stream, self._gathering)
         self._flags.read.enqueue(self._gathering.cuda_stream)
         if not torch.cuda.is_current_stream_capturing():
             self._watch.finish(self._gathering.cuda_stream)

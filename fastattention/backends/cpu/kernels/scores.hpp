@@ -60,7 +60,7 @@ static void modify_scores(const ScoreRow& row, float* scores, int64_t first_key,
         }
         if (row.bias) s = s + bias_of(row, first_key + i, static_cast<int>(smaller(n - i, Vec::kWidth)));
         // A finite score stays finite, however low: a row whose keys all have the lowest bias is their mean, not empty.
-        const Vec scaled = maximum(s * broadcast(kLog2E), broadcast(-kLargest));
+        const Vec scaled = maximum(broadcast(-kLargest), s * broadcast(kLog2E));  // in this order a NaN stays
         store(scores + i, select_less(s, broadcast(-kLargest), s, scaled));
     }
 }

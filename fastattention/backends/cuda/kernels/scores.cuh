@@ -28,7 +28,7 @@ FA_DEVICE float modified_score(const AttentionParams& p, const ScoreRow& row, fl
         s += p.bias_is_float ? reinterpret_cast<const float*>(row.bias)[offset]
                              : Element::widen(reinterpret_cast<const uint16_t*>(row.bias)[offset]);
     }
-    return s < -kLargest ? s : larger(s * kLog2E, -kLargest);
+    return s < -kLargest ? s : larger(-kLargest, s * kLog2E);  // in this order a NaN stays
 }
 
 }  // namespace fastattention

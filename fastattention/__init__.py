@@ -3,7 +3,14 @@
 from importlib.metadata import version
 
 from fastattention.dispatch import Explanation
-from fastattention.errors import ArgumentError, FastAttentionError, LibraryError, UnsupportedError
+from fastattention.errors import (
+    ArgumentError,
+    CacheFullError,
+    CompileError,
+    FastAttentionError,
+    LibraryError,
+    UnsupportedError,
+)
 from fastattention.interface import (
     explain,
     fast_attn_func,
@@ -22,6 +29,8 @@ __version__ = version("fastattention")
 
 __all__ = [
     "ArgumentError",
+    "CacheFullError",
+    "CompileError",
     "DenseKVStore",
     "Explanation",
     "FastAttentionError",

@@ -53,7 +53,7 @@ def check_float16_range() -> bool:
 
     Every call then waits for the GPU. Unset or empty: such numbers become infinite.
     """
-    return os.environ.get("FASTATTENTION_CHECK_RANGE") == "1"
+    return _switch("FASTATTENTION_CHECK_RANGE", os.environ.get("FASTATTENTION_CHECK_RANGE"))
 
 
 def check_numbers() -> bool:
@@ -62,7 +62,13 @@ def check_numbers() -> bool:
     Every call then waits for its device, and none can be captured in a graph. Unset or empty: they are checked on the
     CPU only, and on a GPU a sequence whose cache has no room for an append gives NaN instead.
     """
-    return os.environ.get("FASTATTENTION_CHECK_NUMBERS") == "1"
+    return _switch("FASTATTENTION_CHECK_NUMBERS", os.environ.get("FASTATTENTION_CHECK_NUMBERS"))
+
+
+def _switch(name: str, chosen: str | None) -> bool:
+    if chosen not in (None, "", "0", "1"):
+        raise ArgumentError(f"{name}={chosen!r} must be 1 (on) or 0 (off)")
+    return chosen == "1"
 
 
 def kernel_cache() -> Path:

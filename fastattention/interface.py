@@ -1,8 +1,12 @@
 """The public functions: flash-attn 2.8's names, argument order and semantics, for any device a backend serves.
 
-All of them compute, in one pass and without storing the seqlen_q x seqlen_k matrix,
+All of them compute
 
     out = softmax(softcap(q @ k^T * softmax_scale) + alibi + attn_bias, masked) @ v
+
+in one pass and without storing the seqlen_q x seqlen_k matrix. But for backend sdpa, to which calls with gradients or
+dropout go: where torch has no kernel it stores that matrix in float32, for softcap, sinks, dropout and, but on newer
+GPUs of NVIDIA, lse.
 
 Arguments that all of them share:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +33,18 @@ def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | 
     float32. Everything else is operations of torch: other devices and dtypes, gradients, and calls under torch.compile,
     which fuses them.
     """
-    outs, lses = list(outs), list(lses)
+    outs, lses = _listed("outs", outs), _listed("lses", lses)
     first = _check_parts(outs, lses)
     if not runs_eagerly(outs[0]):
         return merge_parts(outs, lses)
     problem = MergeProblem(*first, needs_grad(*outs, *lses))
     return select_merging_backend(problem).merge(problem, [last_axis_contiguous(out) for out in outs], lses)
+
+
+def _listed(name: str, parts: Any) -> list[Tensor]:
+    if not isinstance(parts, (Sequence, Tensor)) or (isinstance(parts, Tensor) and parts.dim() == 0):
+        raise ArgumentError(f"{name} must be a sequence of tensors, or one with an axis of parts, got {parts!r}")
+    return list(parts)
 
 
 def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> Signature:
@@ -50,6 +57,8 @@ def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> Signature:
             "outs[0] must be (batch_size, seqlen_q, nheads, headdim_v) or (total_q, nheads, headdim_v), "
             f"got shape {tuple(first.shape)}"
         )
+    if not first.dtype.is_floating_point:
+        raise ArgumentError(f"outs[0] must be floating point, got {first.dtype}")
     *batch, tokens, nheads, _ = first.shape
     fitting = Signature(torch.Size((*batch, nheads, tokens)), torch.float32, first.device)
     if not (all(_is_like(out, first) for out in outs) and all(_is_like(lse, fitting) for lse in lses)):

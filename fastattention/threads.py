@@ -6,6 +6,8 @@ import torch
 
 from fastattention.errors import ArgumentError
 
+MOST_THREADS = 1024
+
 _override: int | None = None
 
 
@@ -17,9 +19,11 @@ def get_num_threads() -> int:
 def set_num_threads(num_threads: int | None) -> None:
     """Sets the number of threads of the cpu backend, the caller's included; None follows torch.get_num_threads().
 
-    Results do not depend on it. Raises ArgumentError unless num_threads is None or at least 1.
+    Results do not depend on it. Raises ArgumentError unless num_threads is None or 1 to MOST_THREADS.
     """
     global _override
-    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
-        raise ArgumentError(f"num_threads={num_threads!r} must be an integer of at least 1, or None to follow torch")
+    if num_threads is not None and (type(num_threads) is not int or not 1 <= num_threads <= MOST_THREADS):
+        raise ArgumentError(
+            f"num_threads={num_threads!r} must be an integer of 1 to {MOST_THREADS}, or None to follow torch"
+        )
     _override = num_threads

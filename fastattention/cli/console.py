@@ -36,7 +36,7 @@ def fail(message: str) -> typer.Exit:
 def require_extra(extra: str, module: str) -> None:
     """Exit with the command that installs `extra` unless its `module` is there."""
     if importlib.util.find_spec(module) is None:
-        raise fail(f"this command needs {module}: pip install 'fastattention[{extra}]'")
+        raise fail(f"this command needs {module}: pip install '.[{extra}]' in the source tree")
 
 
 def progress_bar() -> Progress:

@@ -21,10 +21,11 @@ All ranks of the group make the same calls in the same order, as with every coll
 graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile. Calls on different
 streams may run one after the other; graphs of one group must not be replayed beside each other or beside calls.
 
-Raises ArgumentError for a wrong argument, and on all ranks where their calls differ; UnsupportedError where no backend
-or no transport can serve the call; both before any sum has begun. A sum that fails, or is not done within the timeout
-of the group, raises what torch.distributed raises, or by peer_kernel an error of CUDA; `out` then holds nothing of use.
-By NCCL, copy_engine and ring_product it ends the process; only replays of CUDA graphs by the last two wait on.
+Raises ArgumentError for a wrong argument, and on all ranks where their calls differ and are new to all of them (other
+mistakes of one rank leave the others waiting); UnsupportedError where no backend or no transport can serve the call;
+both before any sum has begun. A sum that fails, or is not done within the timeout of the group, raises what
+torch.distributed raises, or by peer_kernel an error of CUDA; `out` then holds nothing of use. By NCCL, copy_engine and
+ring_product it ends the process; only replays of CUDA graphs by the last two wait on.
 """
 
 from __future__ import annotations

@@ -107,12 +107,34 @@ class DeferredAttention:
     def __getitem__(self, index: Any) -> Tensor:
         return self.compute()[index]
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, *arguments: Any, **options: Any) -> Any:
+        return self.compute().__array__(*arguments, **options)  # type: ignore[no-untyped-call]
+
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def of_tensor(self: DeferredAttention, *others: Any) -> Any:
+        return getattr(self.compute(), name)(*others)
+
+    of_tensor.__name__ = name
+    return of_tensor
+
+
+# Python looks these up in the class, and asks no __getattr__. Those in place have none here: they give a tensor.
+for _name in (
+    "add sub mul truediv floordiv mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul "
+    "neg pos abs invert lt le gt ge eq ne and or xor bool float int"
+).split():
+    setattr(DeferredAttention, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def deferred_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> DeferredAttention:

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from fastattention.distributed import npu
+from fastattention.distributed import npu, transports
 from fastattention.distributed.deferred import DeferredAttention
 from fastattention.distributed.divisions import worth_dividing
-from fastattention.errors import UnsupportedError
+from fastattention.errors import ArgumentError, UnsupportedError
 
 PlanOf = Callable[[int], Sequence[int]]
 
@@ -78,6 +78,14 @@ def local_parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
+def check_options(plan: object, transport: str) -> None:
+    """Raises ArgumentError for a plan or a transport that no projection could use."""
+    if plan != "auto" and not callable(plan):
+        raise ArgumentError(f'plan={plan!r} must be "auto" or a function from rows of a call to those of its blocks')
+    if transport != npu.NAME:
+        transports.check_name(transport)
+
+
 class TiledForward:
     """forward of a projection: in row blocks of deferred attention, what it was of tensors. Copied with its layer."""
 
@@ -115,6 +123,7 @@ class TilingAllReduce(RowwiseParallel):
 
     def __init__(self, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:
         super().__init__()
+        check_options(plan, transport)
         self._plan, self._transport = plan, transport
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from fastattention.errors import ArgumentError
@@ -23,12 +24,12 @@ class Policy(str, Enum):
         return self in (Policy.CLASSICAL, Policy.HYBRID)
 
 
-def read_policy(value: str) -> Policy | None:
-    """The policy of that name, None for "auto". Raises ArgumentError for others."""
+def read_policy(value: str, policies: Sequence[Policy] = tuple(Policy)) -> Policy | None:
+    """The one of `policies` that has this name, None for "auto". Raises ArgumentError for others."""
     if value == AUTO:
         return None
-    try:
-        return Policy(value)
-    except ValueError:
-        known = ", ".join([AUTO, *(one.value for one in Policy)])
-        raise ArgumentError(f"policy={value!r} is not known; choose from {known}") from None
+    for policy in policies:
+        if value == policy.value:
+            return policy
+    known = ", ".join([AUTO, *(one.value for one in policies)])
+    raise ArgumentError(f"policy={value!r} is not known; choose from {known}")

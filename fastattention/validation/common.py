@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from fastattention.errors import ArgumentError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEADDIM = 256
+_FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
 
 
 class Options(NamedTuple):
@@ -116,7 +116,10 @@ def read_flag(name: str, value: object) -> bool:
 def _number(name: str, value: object) -> float:
     if not isinstance(value, numbers.Real):
         raise ArgumentError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name} is an integer that no float holds") from None
 
 
 def _window_pair(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
@@ -135,13 +138,18 @@ def _window_pair(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
 def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) -> Scores:
     """Validates the values of the scalar arguments and fills in defaults."""
     scale = headdim**-0.5 if options.softmax_scale is None else options.softmax_scale
-    if not math.isfinite(scale):
-        raise ArgumentError(f"softmax_scale={scale} must be finite; None means headdim ** -0.5")
+    if not abs(scale) <= _FLOAT32.max:
+        raise ArgumentError(f"softmax_scale={scale} must be finite in float32; None means headdim ** -0.5")
+    if abs(scale) < _FLOAT32.tiny:
+        scale = 0.0  # what kernels make of it that know no subnormal numbers
     if options.window_left < -1 or options.window_right < -1:
         given = (options.window_left, options.window_right)
         raise ArgumentError(f"window_size={given}: each side must be -1 (unlimited) or at least 0")
-    if not (math.isfinite(options.softcap) and options.softcap >= 0.0):
-        raise ArgumentError(f"softcap={options.softcap} must be finite and at least 0 (0 turns it off)")
+    if not (options.softcap == 0.0 or _FLOAT32.tiny <= options.softcap <= _FLOAT32.max):
+        raise ArgumentError(
+            f"softcap={options.softcap} must be finite in float32 and at least 0 (0 turns it off); no positive one "
+            f"may be below {_FLOAT32.tiny:.2g}"
+        )
     if not 0.0 <= options.dropout_p < 1.0:
         raise ArgumentError(f"dropout_p={options.dropout_p} must be at least 0 and below 1")
     # A side this wide hides nothing; kernels hold it in 32 bits.

@@ -143,6 +143,10 @@ def _check_memory(a: KvCacheArguments) -> None:
     for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
         if (tensor := getattr(a, name)) is not None:
             check_not_expanded(name, tensor)
+    for k_name, v_name in (("k_cache", "v_cache"), ("k_scale", "v_scale")):
+        ours, theirs = getattr(a, k_name), getattr(a, v_name)
+        if ours is not None and theirs is not None and ours.numel() and ours.data_ptr() == theirs.data_ptr():
+            raise ArgumentError(f"{k_name} and {v_name} are the same memory; an append of k and v would write it twice")
 
 
 def _cache_seqlens(problem: Problem, a: KvCacheArguments) -> Tensor:
@@ -183,8 +187,8 @@ def _kvcache_problem(
     rotary_dim = _check_rotary(s, headdim)
     check_score_tensors(s.q, batch_size, nheads, s.alibi_slopes, s.sinks)
     check_bias(s.attn_bias, s.q, (batch_size, nheads, seqlen_q, capacity), "batch_size, nheads, seqlen_q, capacity")
-    if num_splits < 0:
-        raise ArgumentError(f"num_splits={num_splits} must be at least 0 (0 lets the backend choose)")
+    if not 0 <= num_splits < 2**31:
+        raise ArgumentError(f"num_splits={num_splits} must be at least 0 (0 lets the backend choose) and below 2^31")
     return Problem(
         layout=Layout.KVCACHE,
         device=s.q.device,

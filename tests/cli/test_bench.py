@@ -71,6 +71,14 @@ def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Fi
     assert [path.name for path in sorted((tmp_path / "results").iterdir())] == ["overhead.json", "overhead.png"]
 
 
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
+    run_command: Callable[..., Finished],
+) -> None:
+    exit_code, output = run_command("bench", "prefill", "--output", "/proc/results")
+    assert exit_code == 1
+    assert "error: output='/proc/results' is no folder to write to" in output
+
+
 def test_unknown_question_is_refused(run_command: Callable[..., Finished]) -> None:
     exit_code, output = run_command("bench", "prefil")
     assert exit_code == 1
@@ -83,7 +91,7 @@ def test_without_matplotlib_there_is_json_and_a_hint(
     monkeypatch.setattr(sessions.importlib.util, "find_spec", lambda name: None)
     exit_code, output = run_command("bench", "overhead", "--seqlen", 16, "--seconds", 0, "--output", "results")
     assert exit_code == 0
-    assert "pip install 'fastattention[plot]'" in output
+    assert "pip install '.[plot]' in the source tree" in output
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["overhead.json"]
 
 

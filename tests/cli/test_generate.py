@@ -142,4 +142,4 @@ def test_missing_transformers_says_what_to_install(
     for command in (("generate", "--model", byte_model, "--prompt", "x"), ("demo",)):
         exit_code, output = run_command(*command)
         assert exit_code == 1
-        assert "pip install 'fastattention[transformers]'" in output
+        assert "pip install '.[transformers]' in the source tree" in output

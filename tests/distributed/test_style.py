@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -214,11 +215,22 @@ def deferred() -> tuple[Any, Tensor]:
         lambda out: torch.cat([out, out]),
         lambda out: torch.stack(tensors=[out.flatten(2).contiguous()]),
         lambda out: out.mean(),
+        lambda out: out * 0.5 + 1,
+        lambda out: 1 - out / 2,
+        lambda out: abs(-out) ** 2,
+        lambda out: (out > 0) & (out != 1.0),
+        lambda out: torch.tensor(len(out)),
     ],
 )  # fmt: skip
 def test_whatever_else_wants_its_numbers_gets_the_tensor(use: Callable[[Any], Tensor]) -> None:
     waiting, out = deferred()
     assert torch.equal(use(waiting), use(out))
+
+
+@torch.no_grad()
+def test_numpy_gets_the_numbers_too() -> None:
+    waiting, out = deferred()
+    assert np.array_equal(np.asarray(waiting), out.numpy())
 
 
 @pytest.mark.parametrize(
@@ -246,6 +258,19 @@ def test_a_module_that_is_not_parallelised_computes_it() -> None:
         warnings.simplefilter("error")
         out = block(x)
     torch.testing.assert_close(out.double(), exact(block, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ({"plan": [600, 600]}, r"plan=\[600, 600\] must be .auto. or a function"),
+        ({"plan": "best"}, "plan='best' must be"),
+        ({"transport": "foo"}, "transport='foo' is not known; choose 'auto' or one of 'c10d'"),
+    ],
+)
+def test_options_that_no_call_could_have_are_refused_at_once(how: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        TilingAllReduce(**how)
 
 
 def test_options_that_row_blocks_do_not_have_are_refused() -> None:

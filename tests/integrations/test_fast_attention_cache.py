@@ -201,13 +201,32 @@ def test_reset_forgets_everything() -> None:
         ({"cpu_memory": -1}, "cpu_memory"),
         ({"policy": "fast"}, "policy"),
         ({"cpu_cache_dtype": torch.int4}, "cpu_cache_dtype"),
+        ({"policy": "resident"}, "policy='resident' is not known; choose from auto, classical, cooperative, hybrid"),
         ({"page_size": 0}, "page_size"),
+        ({"page_size": 1.5}, "page_size=1.5 must be an integer"),
+        ({"page_size": "4"}, "page_size='4' must be an integer"),
+        ({"hardware": "h200"}, "hardware must be a Hardware"),
+        ({"device": "cuda"}, "device='cuda' must be a Device"),
     ],
     ids=str,
 )
 def test_wrong_arguments_are_named(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(ArgumentError, match=named):
         make_cache("llama", **changed)
+
+
+def test_a_model_in_the_place_of_its_config_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="config must be that of a model of Transformers, got LlamaForCausalLM"):
+        FastAttentionCache(deep("llama", NUM_LAYERS), kv_budget=SMALL)  # type: ignore[arg-type]
+
+
+def test_torch_compile_is_refused() -> None:
+    model, cache = deep("llama", NUM_LAYERS), make_cache("llama")
+    ids = prompts(4)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(UnsupportedError, match=r"torch\.compile cannot trace a FastAttentionCache"):
+            torch.compile(model, backend="eager")(ids[:, :1], past_key_values=cache)
 
 
 def test_too_small_a_budget_is_told_before_any_token_is_kept() -> None:

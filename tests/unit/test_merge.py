@@ -123,6 +123,9 @@ OUT, LSE = torch.zeros(2, 5, 4, 8), torch.zeros(2, 4, 5)
 @refusals(
     Refusal("nothing", {"outs": [], "lses": []}, ("outs and lses", "at least 1", "0 and 0")),
     Refusal("counts", {"outs": [OUT, OUT]}, ("outs and lses must be of one length", "2 and 1")),
+    Refusal("outs_none", {"outs": None}, ("outs must be a sequence of tensors", "None")),
+    Refusal("lses_number", {"lses": torch.tensor(1.0)}, ("lses must be a sequence of tensors, or one with an axis",)),
+    Refusal("out_integers", {"outs": [OUT.int()]}, ("outs[0] must be floating point", "int32")),
     Refusal("out_list", {"outs": [[1.0]]}, ("outs[0] must be a torch.Tensor", "list")),
     Refusal("lse_none", {"lses": [None]}, ("lses[0] must be a torch.Tensor", "NoneType")),
     Refusal("out_rank", {"outs": [OUT[0, 0]]}, ("outs[0] must be (batch_size, seqlen_q, nheads", "(4, 8)")),

@@ -135,6 +135,8 @@ BIAS = (
 SCALARS = (
     Refusal("scale_nan", {"softmax_scale": float("nan")}, ("softmax_scale=nan", "finite")),
     Refusal("scale_inf", {"softmax_scale": float("inf")}, ("softmax_scale=inf", "finite")),
+    Refusal("scale_float32", {"softmax_scale": 1e39}, ("softmax_scale=1e+39", "finite in float32")),
+    Refusal("scale_huge", {"softmax_scale": 10**400}, ("softmax_scale is an integer that no float holds",)),
     Refusal("scale_text", {"softmax_scale": "0.5"}, ("softmax_scale must be a number", "'0.5'")),
     Refusal("scale_tensor", {"softmax_scale": torch.tensor(0.5)}, ("softmax_scale must be a number", "tensor(0.5000)")),
     Refusal("scale_list", {"softmax_scale": [0.5]}, ("softmax_scale must be a number", "[0.5]")),
@@ -145,6 +147,8 @@ SCALARS = (
     Refusal("softcap_negative", {"softcap": -1.0}, ("softcap=-1.0", "at least 0")),
     Refusal("softcap_nan", {"softcap": float("nan")}, ("softcap=nan", "finite")),
     Refusal("softcap_inf", {"softcap": float("inf")}, ("softcap=inf", "finite")),
+    Refusal("softcap_float32", {"softcap": 1e39}, ("softcap=1e+39", "finite in float32")),
+    Refusal("softcap_subnormal", {"softcap": 1e-39}, ("softcap=1e-39", "no positive one may be below 1.2e-38")),
     Refusal("softcap_none", {"softcap": None}, ("softcap must be a number", "None")),
     Refusal("dropout_1", {"dropout_p": 1.0}, ("dropout_p=1.0", "at least 0 and below 1")),
     Refusal("dropout_negative", {"dropout_p": -0.1}, ("dropout_p=-0.1", "at least 0 and below 1")),
@@ -171,6 +175,13 @@ def test_wrong_argument_is_refused(refusal: Refusal) -> None:
     # Checks are cached by shape, dtype, device and options: the entry of a good call must not let a wrong one through.
     fast_attn_func(**arguments())
     assert_refused(lambda: fast_attn_func(**(arguments() | refusal.changes)), refusal)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sdpa"])
+@pytest.mark.parametrize("softmax_scale", [1e-46, -1e-40])
+def test_a_scale_that_float32_rounds_to_nothing_is_zero(softmax_scale: float, backend: str) -> None:
+    expected = fast_attn_func(**arguments(), softmax_scale=0.0)
+    assert torch.equal(fast_attn_func(**arguments() | {"backend": backend}, softmax_scale=softmax_scale), expected)
 
 
 @pytest.mark.parametrize("softmax_scale", [1, numpy.float32(1.0), True], ids=["int", "float32", "bool"])

@@ -185,6 +185,7 @@ SCORES = (
     Refusal("softcap", {"softcap": -2.0}, ("softcap=-2.0", "at least 0")),
     Refusal("window", {"window_size": (0, -2)}, ("window_size=(0, -2)", "-1 (unlimited)")),
     Refusal("splits_negative", {"num_splits": -1}, ("num_splits=-1", "at least 0")),
+    Refusal("splits_huge", {"num_splits": 2**31}, ("num_splits=2147483648", "below 2^31")),
     Refusal("splits_float", {"num_splits": 2.0}, ("num_splits must be an integer", "2.0")),
     Refusal("backend", {"backend": "nobody"}, ("backend='nobody'", "'auto'", "'sdpa'")),
 )
@@ -351,3 +352,14 @@ def test_without_lengths_the_cache_is_full() -> None:
     q, k, v = torch.randn(2, 2, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
     out = fast_attn_with_kvcache(q, k, v, backend="sdpa")
     assert torch.equal(out, fast_attn_with_kvcache(q, k, v, cache_seqlens=8, backend="sdpa"))
+
+
+def test_keys_and_values_in_one_memory_are_refused_where_tokens_are_appended() -> None:
+    given = quantised_arguments()
+    given["v_cache"], given["v"] = torch.full((2, 8, 2, 16), 7, dtype=torch.int8), torch.ones(2, 2, 2, 16)
+    for ours, theirs in (("k_cache", "v_cache"), ("k_scale", "v_scale")):
+        assert_refused_and_unwritten(
+            given | {theirs: given[ours]}, Refusal("same", {}, (f"{ours} and {theirs} are the same memory", "twice"))
+        )
+    reading = {name: value for name, value in given.items() if name not in ("k", "v", "rotary_cos", "rotary_sin")}
+    fast_attn_with_kvcache(**reading | {"v_cache": given["k_cache"], "v_scale": given["k_scale"]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +35,10 @@ def test_a_set_number_stays_whatever_torch_uses() -> None:
     assert get_num_threads() == 2
 
 
-@pytest.mark.parametrize("num_threads", [0, -1])
-def test_fewer_than_one_thread_is_refused_and_changes_nothing(num_threads: int) -> None:
+@pytest.mark.parametrize("num_threads", [0, -1, 1025, True, 2.0])
+def test_other_numbers_of_threads_are_refused_and_change_nothing(num_threads: Any) -> None:
     set_num_threads(2)
-    with pytest.raises(ArgumentError, match=f"num_threads={num_threads} must be an integer of at least 1"):
+    with pytest.raises(ArgumentError, match=f"num_threads={num_threads} must be an integer of 1 to 1024"):
         set_num_threads(num_threads)
     assert get_num_threads() == 2
 
@@ -57,6 +58,23 @@ def test_a_variable_is_read_when_asked_for(
     assert read() == "one"
     monkeypatch.setenv(variable, "two")
     assert read() == "two"
+
+
+@pytest.mark.parametrize(
+    ("variable", "read"),
+    [("FASTATTENTION_CHECK_RANGE", config.check_float16_range), ("FASTATTENTION_CHECK_NUMBERS", config.check_numbers)],
+    ids=["range", "numbers"],
+)
+def test_a_switch_is_on_or_off_and_nothing_else(
+    variable: str, read: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, expected in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv(variable, value)
+        assert read() is expected
+    for value in ("true", "yes", " 1"):
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(ArgumentError, match=rf"{variable}='{value}' must be 1 \(on\) or 0 \(off\)"):
+            read()
 
 
 @VARIABLES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ def bench(
     for question in questions:
         if question not in (*suite, *DEVICES):
             raise ArgumentError(f"question {question!r} is not known; choose from {', '.join([*suite, *DEVICES])}")
+    _check_folder(output)
     has_gpu = torch.cuda.is_available()
     present = {"gpu": has_gpu, "gpu_decode": has_gpu, "npu": AscendBackend().why_unavailable() is None}
     for device, answer_on in DEVICES.items():
@@ -46,6 +48,16 @@ def bench(
         _bench_processor(
             of_processor, suite, seconds or (QUICK_SECONDS if short else FULL_SECONDS), num_threads, output
         )
+
+
+def _check_folder(output: Path) -> None:
+    """Makes it. Raises ArgumentError where nothing could be written after minutes of measuring."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise ArgumentError(f"output={str(output)!r} is no folder to write to: {error.strerror}") from error
 
 
 def _bench_processor(

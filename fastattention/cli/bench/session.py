@@ -81,7 +81,7 @@ def publish(report: Report, directory: Path) -> None:
     show(report, OUTPUT)
     written = [report.write_json(directory)]
     if importlib.util.find_spec("matplotlib") is None:
-        MESSAGES.print(escape("no picture: it needs matplotlib, pip install 'fastattention[plot]'"))
+        MESSAGES.print(escape("no picture: it needs matplotlib, pip install '.[plot]' in the source tree"))
     else:
         from fastattention.cli.bench.plot import write_png
 

@@ -81,17 +81,18 @@ class FastAttentionCache(Cache):
         page_size: int = PAGE_SIZE,
         device: Device | None = None,
     ) -> None:
+        _check_kinds(config, hardware, page_size, device)
         if (gpu_memory is None) == (kv_budget is None):
             raise ArgumentError(f"give one of gpu_memory and kv_budget, got {gpu_memory!r} and {kv_budget!r}")
         self._gpu_memory = None if gpu_memory is None else read_bytes("gpu_memory", gpu_memory)
         self._kv_budget = None if kv_budget is None else read_bytes("kv_budget", kv_budget)
         self._cpu_memory = _free_host_memory() if cpu_memory is None else read_bytes("cpu_memory", cpu_memory)
-        self._policy, self._hardware, self._device = read_policy(policy), hardware, device
+        # Not "resident": whatever fits on the device stays there by any of them.
+        self._policy = read_policy(policy, [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID])
+        self._hardware, self._device = hardware, device
         if cpu_cache_dtype is not None and cpu_cache_dtype not in LARGEST_STORED:
             allowed = ", ".join(str(one).removeprefix("torch.") for one in LARGEST_STORED)
             raise ArgumentError(f"cpu_cache_dtype={cpu_cache_dtype} must be None or one of {allowed}")
-        if page_size < 1:
-            raise ArgumentError(f"page_size={page_size} must be at least 1 token")
         self._cpu_cache_dtype, self._page_size = cpu_cache_dtype, page_size
         self.policy = Policy.RESIDENT  # what is done now
         self._store: CooperativeKVStore | None = None
@@ -277,6 +278,18 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
         window_layers=frozenset(windows),
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
     )
+
+
+def _check_kinds(config: object, hardware: object, page_size: object, device: object) -> None:
+    """Raises ArgumentError for what would be noticed at the first token."""
+    if not isinstance(config, PretrainedConfig):
+        raise ArgumentError(f"config must be that of a model of Transformers, got {type(config).__name__}")
+    if hardware is not None and not isinstance(hardware, Hardware):
+        raise ArgumentError(f"hardware must be a Hardware (offload/hardware.py) or None, got {hardware!r}")
+    if type(page_size) is not int or page_size < 1:
+        raise ArgumentError(f"page_size={page_size!r} must be an integer of at least 1 token")
+    if isinstance(device, (str, torch.device)):
+        raise ArgumentError(f"device={device!r} must be a Device (offload/device.py) or None, the GPU of the model")
 
 
 def _free_host_memory() -> int:

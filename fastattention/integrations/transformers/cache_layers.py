@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.stored import StoredTokens
 
+_COMPILED = "torch.compile cannot trace a FastAttentionCache, which moves keys and values; call the model as it is"
 _WHOLE = "a layer of a FastAttentionCache cannot be changed alone; call the method of the cache"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_to_be_traced() -> None:
+    """Not traced itself: what raises in a trace is run again without one."""
+    raise UnsupportedError(_COMPILED)
 
 
 class Owner(Protocol):
@@ -40,6 +48,8 @@ class StoredLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Tensors for the first tokens of all, then StoredTokens."""
+        if torch.compiler.is_compiling():
+            _refuse_to_be_traced()
         stored = self._cache.append(self._index, key_states.transpose(1, 2), value_states.transpose(1, 2))
         return (key_states, value_states) if stored is None else (stored, stored)
 

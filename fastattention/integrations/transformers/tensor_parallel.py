@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from fastattention.distributed.deferred import DeferredAttention, deferred_attn, deferred_attn_with_kvcache
-from fastattention.distributed.style import PlanOf, TiledForward, Tiling
+from fastattention.distributed.style import PlanOf, TiledForward, Tiling, check_options
 from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
@@ -42,8 +42,10 @@ def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", trans
     plan: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of each
         block
     transport: how blocks are summed, as in TilingAllReduce
-    Raises UnsupportedError for a model without o_proj in its attention, or with one that is not divided by rows.
+    Raises ArgumentError for a plan or a transport that is none, UnsupportedError for a model without o_proj in its
+    attention, or with one that is not divided by rows.
     """
+    check_options(plan, transport)
     found = [(name, linear) for name, linear in _projections(model) if not isinstance(linear.forward, TiledForward)]
     tiled = [(linear, Tiling(_group(name, linear), plan, transport)) for name, linear in found]
     model.set_attn_implementation(NAME)

@@ -62,7 +62,7 @@ def _nvrtc() -> Any:
         reason = " ".join(str(error).split())
         raise CompileError(
             f"kernels that were not built ahead need NVRTC, which cannot be loaded ({reason}); "
-            'install it with pip install "fastattention[cuda12]", or [cuda13] for Turing and newer'
+            "install it with pip install '.[cuda12]' in the source tree, or '.[cuda13]' beside a torch of CUDA 13"
         ) from error
     return nvrtc
 
@@ -105,7 +105,7 @@ def why_not_target(target: int) -> str | None:
     if target < targets[0]:
         advice = (
             "CUDA 12 is the last that builds for Pascal and Volta: put those of CUDA 12 in the place of torch and of "
-            'nvidia-cuda-nvrtc, with pip install "fastattention[cuda12]"'
+            "nvidia-cuda-nvrtc, with pip install '.[cuda12]' in the source tree"
         )
     return f"NVRTC {numbers} builds for compute capabilities {targets[0]} to {targets[-1]}, not {target}; {advice}"
 

@@ -25,7 +25,7 @@ def driver_bindings() -> Any:
     except ImportError as error:
         raise CompileError(
             f"kernels are launched through cuda-bindings, which cannot be loaded ({error}); "
-            'install it with pip install "fastattention[cuda12]", or [cuda13] for Turing and newer'
+            "install it with pip install '.[cuda12]' in the source tree, or '.[cuda13]' beside a torch of CUDA 13"
         ) from error
     return driver
 

@@ -344,6 +344,8 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
     function: any of the functions above. Caches are not written. Raises ArgumentError as the call would, and when it
     cannot be explained because it is being traced.
     """
+    if not callable(function):
+        raise ArgumentError(f"function={function!r} must be one of fastattention's")
     return explain_call(lambda: function(*args, **kwargs))
 
 

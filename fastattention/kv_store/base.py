@@ -25,7 +25,8 @@ class KVStore(abc.ABC):
 
     On the CPU a call that does not fit the capacity raises ArgumentError, and the store is as it was. Elsewhere reading
     the lengths would wait for the device: they are trusted, and advance by an operation on the device, so that a call
-    can be captured in a CUDA graph and replayed. Raises ArgumentError for sizes and dtypes that are not allowed.
+    can be captured in a CUDA graph and replayed. Raises ArgumentError for sizes, dtypes and devices that are not
+    allowed, MemoryError where there is not as much memory.
     """
 
     def __init__(
@@ -39,16 +40,16 @@ class KVStore(abc.ABC):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.batch_size = _size("batch_size", batch_size, 0)
-        self.capacity = _size("capacity", capacity, 0)
-        self.nheads_k = _size("nheads_k", nheads_k, 1)
+        self.batch_size = _size("batch_size", batch_size, 0, _LARGEST)
+        self.capacity = _size("capacity", capacity, 0, _LARGEST)
+        self.nheads_k = _size("nheads_k", nheads_k, 1, _LARGEST)
         self.headdim = _size("headdim", headdim, 1, MAX_HEADDIM)
         self.headdim_v = self.headdim if headdim_v is None else _size("headdim_v", headdim_v, 1, MAX_HEADDIM)
         if dtype not in DTYPES:
             allowed = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
             raise ArgumentError(f"dtype={dtype} is not supported; allowed are {allowed}")
         self.dtype = dtype
-        self._seqlens = torch.zeros(self.batch_size, dtype=torch.int32, device=device)
+        self._seqlens = _lengths(self.batch_size, device)
         self.device = self._seqlens.device
 
     @property
@@ -177,9 +178,20 @@ class KVStore(abc.ABC):
                 )
 
 
-def _size(name: str, value: object, low: int, high: int | None = None) -> int:
+_LARGEST = 2**31 - 1  # kernels count in 32 bits
+
+
+def _lengths(batch_size: int, device: torch.device | str) -> Tensor:
+    """Zeros; raises ArgumentError for a device that torch does not have."""
+    try:
+        return torch.zeros(batch_size, dtype=torch.int32, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ArgumentError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _size(name: str, value: object, low: int, high: int) -> int:
     """`value` as an int within its bounds; raises ArgumentError."""
     size = read_int(name, value)
-    if size < low or (high is not None and size > high):
-        raise ArgumentError(f"{name}={size} must be {f'at least {low}' if high is None else f'{low} to {high}'}")
+    if not low <= size <= high:
+        raise ArgumentError(f"{name}={size} must be {low} to {high}")
     return size

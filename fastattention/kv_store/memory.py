@@ -9,6 +9,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from fastattention.sizes import format_bytes
+
 HUGE_PAGE = 2 << 20
 # Keys and values that both begin with a page are up to 8% slower to read in turns.
 OFFSET = 64
@@ -28,8 +30,11 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 def map_huge_pages(nbytes: int) -> mmap.mmap:
-    """Memory of this process alone, in huge pages where the system gives them on request. Raises OSError."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Memory of this process alone, in huge pages where the system gives them on request. Raises MemoryError."""
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"there are no {format_bytes(nbytes)} of memory: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # advice: failing changes nothing but speed
             memory.madvise(mmap.MADV_HUGEPAGE)

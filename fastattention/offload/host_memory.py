@@ -39,7 +39,7 @@ class HostMemory:
         nbytes = max(count * dtype.itemsize, 1)
         try:
             memory = map_huge_pages(nbytes)
-        except OSError as error:
+        except MemoryError as error:
             raise CacheFullError(
                 f"the system gives no {nbytes} bytes of address space ({error}); lower cpu_memory"
             ) from error

@@ -259,6 +259,22 @@ def test_the_transport_is_chosen_with_the_plan(gpus: Team) -> None:
     check_planned(one, gpus.run(run_planned, one, "auto"))
 
 
+def run_beside_the_current_device(one: Sum, transport: str) -> Tensor:
+    own = torch.cuda.current_device()
+    torch.cuda.set_device((own + 1) % torch.cuda.device_count())
+    try:
+        return run_part(one, "world", f"cuda:{own}", transport=transport)
+    finally:
+        torch.cuda.set_device(own)
+
+
+def test_the_current_device_may_be_another(gpus: Team, transport: str) -> None:
+    """Streams and flags are those of the tensors' device."""
+    one = dense("elsewhere", (900, 300, 600), BRAIN, hidden=2048, **LONG)
+    for _ in range(2):
+        check(one, gpus.run(run_beside_the_current_device, one, transport))
+
+
 TIMEOUT = 20.0  # of a group in which a rank does not come: its first call compiles kernels, on all ranks at once
 
 

@@ -130,3 +130,8 @@ def test_calls_of_other_threads_compute_meanwhile(only_backends: RegisterBackend
     only_backends(CallsFromAThread)
     assert explain(q, k, v, causal=True).backend == "willing"
     assert [out.shape for out in computed] == [q.shape]
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="function=3 must be one of fastattention's"):
+        explain(function=3)  # type: ignore[arg-type]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -209,10 +212,12 @@ def test_a_packed_cache_has_the_layout_that_is_documented() -> None:
 
 
 SIZES = (
-    Refusal("batch_size", {"batch_size": -1}, ("batch_size=-1", "at least 0")),
-    Refusal("capacity", {"capacity": -1}, ("capacity=-1", "at least 0")),
+    Refusal("batch_size", {"batch_size": -1}, ("batch_size=-1", "0 to 2147483647")),
+    Refusal("capacity", {"capacity": -1}, ("capacity=-1", "0 to 2147483647")),
+    Refusal("capacity_huge", {"capacity": 2**31}, ("capacity=2147483648", "0 to 2147483647")),
+    Refusal("device", {"device": "rubbish"}, ("device='rubbish' cannot be used", "rubbish")),
     Refusal("capacity_float", {"capacity": 1.5}, ("capacity must be an integer", "1.5")),
-    Refusal("nheads_k", {"nheads_k": 0}, ("nheads_k=0", "at least 1")),
+    Refusal("nheads_k", {"nheads_k": 0}, ("nheads_k=0", "1 to 2147483647")),
     Refusal("headdim", {"headdim": 257}, ("headdim=257", "1 to 256")),
     Refusal("headdim_v", {"headdim_v": 0}, ("headdim_v=0", "1 to 256")),
     Refusal("dtype", {"dtype": torch.float64}, ("dtype=torch.float64", "float16, bfloat16, float32")),
@@ -224,6 +229,15 @@ SIZES = (
 def test_sizes_that_no_store_has_are_refused(kind: type[KVStore], refusal: Refusal) -> None:
     sizes: dict[str, Any] = {"batch_size": 1, "capacity": 8, "nheads_k": 1, "headdim": 16, "dtype": torch.float16}
     assert_refused(lambda: kind(**sizes | refusal.changes), refusal)
+
+
+def test_more_memory_than_there_is_is_told() -> None:
+    refused = OSError(errno.ENOMEM, "Cannot allocate memory")
+    with (
+        mock.patch.object(mmap, "mmap", side_effect=refused),
+        pytest.raises(MemoryError, match=r"there are no 8\.00 MiB of memory: .* Cannot allocate memory"),
+    ):
+        DenseKVStore(1, 4096, 4, 256, dtype=torch.float16)
 
 
 ATTEND = (

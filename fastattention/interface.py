@@ -4,9 +4,8 @@ All of them compute
 
     out = softmax(softcap(q @ k^T * softmax_scale) + alibi + attn_bias, masked) @ v
 
-in one pass and without storing the seqlen_q x seqlen_k matrix. But for backend sdpa, to which calls with gradients or
-dropout go: where torch has no kernel it stores that matrix in float32, for softcap, sinks, dropout and, but on newer
-GPUs of NVIDIA, lse.
+in one pass and without storing the seqlen_q x seqlen_k matrix. Where torch has no kernel for it, backend sdpa computes
+rows chunk by chunk, and with gradients each once more.
 
 Arguments that all of them share:
 

@@ -74,8 +74,8 @@ def _attend(problem: Problem, part: Part, generator: torch.Generator | None) -> 
 
 
 def _generator(problem: Problem, inputs: Inputs) -> torch.Generator | None:
-    """Seeded afresh for each call, so that backward draws the mask that forward drew."""
+    """Of seeds. Seeded afresh for each call, so that backward draws the mask that forward drew."""
     if not problem.dropout_p:
         return None
     assert inputs.dropout_seed is not None
-    return torch.Generator(problem.device).manual_seed(int(inputs.dropout_seed))
+    return torch.Generator().manual_seed(int(inputs.dropout_seed))

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattention.backends.sdpa import gpu_kernels
-from fastattention.backends.sdpa.masks import Mask, chunk_mask, chunks, hides_nothing, sees_everything
+from fastattention.backends.sdpa.masks import Chunk, Mask, chunk_mask, chunks, hides_nothing, sees_everything
+from fastattention.backends.sdpa.one_by_one import one_by_one
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
 from fastattention.problem import Inputs, Layout, Problem
 
@@ -131,15 +132,18 @@ def _attend_masked(problem: Problem, part: Part) -> Tensor:
     """Any other mask, built chunk by chunk so that it never takes seqlen_q x seqlen_k memory."""
     shared_by_heads = part.slopes is None and part.bias is None
     copies = problem.group_size if shared_by_heads else part.q.shape[0] * problem.nheads
-    outs = []
-    for chunk in chunks(problem, part, copies * part.k.shape[2]):
-        q, k, v = part.q[:, :, chunk.rows], part.k[:, :, chunk.keys], part.v[:, :, chunk.keys]
-        if k.shape[2] == 0:
-            outs.append(q.new_zeros((*q.shape[:3], problem.headdim_v)))
-            continue
-        attn_mask, dead = _attn_mask(chunk_mask(problem, part, chunk), q.dtype)
-        outs.append(_attend_folded(problem, q, k, v, attn_mask).masked_fill(dead, 0.0))
+    cut = list(chunks(problem, part, copies * part.k.shape[2]))
+    outs = one_by_one(lambda chunk: _attend_chunk(problem, part, chunk), cut, problem.needs_grad)
     return torch.cat(outs, dim=2)
+
+
+def _attend_chunk(problem: Problem, part: Part, chunk: Chunk) -> Tensor:
+    """(batch_size, nheads, rows, headdim_v)."""
+    q, k, v = part.q[:, :, chunk.rows], part.k[:, :, chunk.keys], part.v[:, :, chunk.keys]
+    if k.shape[2] == 0:
+        return q.new_zeros((*q.shape[:3], problem.headdim_v))
+    attn_mask, dead = _attn_mask(chunk_mask(problem, part, chunk), q.dtype)
+    return _attend_folded(problem, q, k, v, attn_mask).masked_fill(dead, 0.0)
 
 
 def _attn_mask(mask: Mask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattention.backends.sdpa.masks import Chunk, chunk_mask, chunks
+from fastattention.backends.sdpa.one_by_one import one_by_one
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
 from fastattention.problem import AttentionOutput, Problem
 
@@ -14,13 +15,14 @@ from fastattention.problem import AttentionOutput, Problem
 def attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
     """Attention of one part, computed in float32 and rounded once.
 
-    generator: where the dropout mask is drawn from, chunk after chunk.
+    generator: where seeds of the dropout mask are drawn from, one a chunk; on the CPU.
     Returns out (batch_size, nheads, seqlen_q, headdim_v), lse (batch_size, nheads, seqlen_q) and the dropout mask
     (batch_size, nheads, seqlen_q, seqlen_k); the latter two only when asked for.
     """
     part = part._replace(q=part.q.float(), k=part.k.float(), v=part.v.float())
     scores_per_row = part.q.shape[0] * problem.nheads * part.k.shape[2]
-    results = [_attend_chunk(problem, part, chunk, generator) for chunk in chunks(problem, part, scores_per_row)]
+    cut = [(chunk, _seed(generator)) for chunk in chunks(problem, part, scores_per_row)]
+    results = one_by_one(lambda given: _attend_chunk(problem, part, *given), cut, problem.needs_grad)
     masks = [mask for _, _, mask in results if mask is not None]
     return AttentionOutput(
         torch.cat([out for out, _, _ in results], dim=2).to(problem.dtype),
@@ -29,13 +31,16 @@ def attend(problem: Problem, part: Part, generator: torch.Generator | None) -> A
     )
 
 
-def _attend_chunk(
-    problem: Problem, part: Part, chunk: Chunk, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, lse, dropout mask) of a chunk's rows."""
+def _seed(generator: torch.Generator | None) -> int | None:
+    return None if generator is None else int(torch.randint(2**62, (), generator=generator))
+
+
+def _attend_chunk(problem: Problem, part: Part, chunk: Chunk, seed: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, dropout mask) of a chunk's rows. seed: of the mask; None without dropout."""
     weights, lse = _softmax(_scores(problem, part, chunk), part.sinks)
     mask = None
-    if generator is not None:
+    if seed is not None:
+        generator = torch.Generator(weights.device).manual_seed(seed)
         kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= problem.dropout_p
         if problem.return_lse:
             signed = torch.where(kept, weights, -weights).detach().to(problem.dtype)

@@ -25,7 +25,7 @@ class DeferredAttention:
     """A call of attention that has not been made: it stands for its out, in the place of the tensor.
 
     A projection under TilingAllReduce makes the call in row blocks. Everything else that wants its numbers, any
-    function of torch, method, or operator with a tensor, gets the tensor, computed then. It can be given the shape that
+    function of torch or numpy, method, or operator, gets the tensor, computed then. It can be given the shape that
     projections ask for, (batch_size, seqlen_q, nheads * headdim_v), by `flatten(2)`, `reshape` or `view`, and still
     waits. The tensors of the call must not change before it is made.
     """

@@ -184,7 +184,6 @@ def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:
     """Checks w_o, bias and out, and that the call is one we can make. Returns hidden."""
     hidden = _check_shapes(
         problem,
-        signature("q", q),
         signature("w_o", asked.w_o),
         None if asked.bias is None else signature("bias", asked.bias),
         None if asked.out is None else signature("out", asked.out),
@@ -205,7 +204,8 @@ def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_shapes(problem: Problem, q: Signature, w_o: Signature, bias: Signature | None, out: Signature | None) -> int:
+def _check_shapes(problem: Problem, w_o: Signature, bias: Signature | None, out: Signature | None) -> int:
+    q = Signature(torch.Size(problem.out_shape), problem.dtype, problem.device)
     columns = problem.nheads * problem.headdim_v
     if len(w_o.shape) != 2 or w_o.shape[1] != columns:
         raise ArgumentError(

@@ -196,7 +196,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _is_aligned(x: Tensor) -> bool:
     """Whether rows are without gaps and start at multiples of 16 bytes."""
-    first, second, third, last = x.stride()
-    elements = 16 // x.element_size()
-    misplaced = first % elements or second % elements or third % elements or x.storage_offset() % elements
-    return not misplaced and last == 1
+    return x.data_ptr() % 16 == 0 and _keep_aligned(x.stride(), x.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _keep_aligned(strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether all rows are so where the first one is."""
+    *outer, last = strides
+    return last == 1 and all(stride * itemsize % 16 == 0 for stride in outer)

@@ -41,6 +41,7 @@ def _could_serve(problem: Problem) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def _could_take(problem: Problem) -> bool:
     return (
         problem.device.type == "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from distributed.pretended_calls import BRAIN, CALLS, HALF, check, share_of, sum_on
 from distributed.pretended_gpus import Host, Stream
+from distributed.pretended_kernels import PATIENCE
 from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites
 from fastattention.distributed.ring_order import MOST_BLOCKS, joined, shares_of, steps
 from fastattention.distributed.transports import ring_product
@@ -116,6 +118,7 @@ def flags_of(transport: RingProduct) -> Tensor:
 def test_an_interrupt_between_a_flag_and_the_wait_for_one_leaves_none_up() -> None:
     """All ranks are interrupted in one step. The flag that rank 0 has raised would let rank 1 fetch too early later."""
     blocks, like = (6, 6, 6, 6), {"hidden": 5, "dtype": BRAIN}
+    ended = threading.Barrier(3)
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> tuple[list[Tensor], Tensor]:
         pass_on = transport._pass_on
@@ -138,7 +141,9 @@ def test_an_interrupt_between_a_flag_and_the_wait_for_one_leaves_none_up() -> No
         with mock.patch.object(transport, "_pass_on", interrupted), pytest.raises(KeyboardInterrupt):
             sum_on(transport, rank, stream, 9, blocks, **like)
         stream.synchronize()
+        ended.wait(PATIENCE)
         flags = flags_of(transport).clone()
+        ended.wait(PATIENCE)  # before anybody raises one in the next call
         return [sum_on(transport, rank, stream, call, blocks, before=late, **like) for call in range(3)], flags
 
     for results, flags in Host(3, RingProduct).run(task):

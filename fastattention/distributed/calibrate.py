@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import socket
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -30,7 +29,7 @@ from fastattention.distributed.blocks import AttentionLinear, Piece, may_cut_seq
 from fastattention.distributed.costs import ComputeCost, Table, TransportCost, Workload
 from fastattention.distributed.divisions import even
 from fastattention.distributed.exchange import from_rank_0, gather, largest
-from fastattention.distributed.timing import ROUNDS, called_seconds, module_of, queued_seconds, synchronize
+from fastattention.distributed.timing import ROUNDS, Laps, module_of, queued_seconds
 from fastattention.distributed.transports import BlockTransport, Transfer
 from fastattention.problem import Layout, Problem
 
@@ -205,9 +204,9 @@ class _Measurement:
             for _ in range(count):
                 multiply()
 
-        once = called_seconds(compute, self._device)
+        once = queued_seconds(compute, self._device)
         count = max(round(self._all_reduce_seconds(nbytes) / once), 1)
-        alone = called_seconds(compute, self._device)
+        alone = queued_seconds(compute, self._device)
         summed_alone = median(self._beside(lambda: None, out)[1] for _ in range(ROUNDS))
         found = []
         for _ in range(ROUNDS):
@@ -219,15 +218,17 @@ class _Measurement:
         """Seconds of `compute` beside two all-reduces, and from where these begin until all is done."""
         halves = out.chunk(2)
         self._agreed(0.0)  # ranks begin together
-        synchronize(self._device)
-        start = time.perf_counter()
+        laps = Laps(self._device)
         partials = self._transport.begin(out, [len(half) for half in halves]).chunk(2)
         pending = [self._transport.all_reduce(*half) for half in zip(partials, halves, strict=True)]
-        under = called_seconds(compute, self._device, warm_up=False, rounds=1)
+        laps.mark()
+        compute()
+        laps.mark()
         for each in pending:
             each.wait()
-        synchronize(self._device)
-        return under, time.perf_counter() - start
+        laps.mark()
+        begun, under, rest = laps.seconds()
+        return under, begun + under + rest
 
     def _product(self) -> Callable[[], object]:
         side = SIDE_ON_CPU if self._device.type == "cpu" else SIDE

@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -79,6 +80,37 @@ def queued_seconds(
     if warm_up:
         work()
     return _median(once, rounds, at_most)
+
+
+class Laps:
+    """Times between marks on the current stream, with all launches enqueued before on a GPU, as in `queued_seconds`.
+
+    In between nothing waits for the device: what other streams do goes on as it would.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+        if device.type == "cuda":
+            torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        self.mark()
+
+    def mark(self) -> None:
+        """Ends a lap, and begins the next."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            synchronize(self._device)
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of each lap. Waits for the last mark."""
+        if self._device.type != "cuda":
+            return [end - start for start, end in pairwise(self._marks)]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._marks)]
 
 
 def _median(once: Callable[[], float], rounds: int, at_most: float) -> float:

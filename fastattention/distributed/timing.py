@@ -57,35 +57,11 @@ def called_seconds(
 busy_seconds = functools.partial(called_seconds, busy=BUSY)
 
 
-def queued_seconds(
-    work: Callable[[], object],
-    device: torch.device,
-    warm_up: bool = True,
-    rounds: int = ROUNDS,
-    at_most: float = math.inf,
-) -> float:
-    """Likewise with all launches enqueued before, as in a CUDA graph; where there are none, `called_seconds`."""
-    if device.type != "cuda":
-        return called_seconds(work, device, warm_up, rounds, at_most)
-
-    def once() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-    if warm_up:
-        work()
-    return _median(once, rounds, at_most)
-
-
 class Laps:
-    """Times between marks on the current stream, with all launches enqueued before on a GPU, as in `queued_seconds`.
+    """Times between marks on the current stream, as a CUDA graph would replay what is enqueued between them.
 
-    In between nothing waits for the device: what other streams do goes on as it would.
+    On a GPU all launches are enqueued before the first lap begins, and the host waits for none: what other streams do
+    goes on as it would. Elsewhere the host waits for the current stream at every mark.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,6 +87,27 @@ class Laps:
             return [end - start for start, end in pairwise(self._marks)]
         self._marks[-1].synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._marks)]
+
+
+def queued_seconds(
+    work: Callable[[], object],
+    device: torch.device,
+    warm_up: bool = True,
+    rounds: int = ROUNDS,
+    at_most: float = math.inf,
+) -> float:
+    """Likewise with all launches enqueued before, as in a CUDA graph; off a GPU as `called_seconds`."""
+
+    def once() -> float:
+        laps = Laps(device)
+        work()
+        laps.mark()
+        [seconds] = laps.seconds()
+        return seconds
+
+    if warm_up:
+        work()
+    return _median(once, rounds, at_most)
 
 
 def _median(once: Callable[[], float], rounds: int, at_most: float) -> float:

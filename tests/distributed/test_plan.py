@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from fastattention.distributed import divisions, plan
 from fastattention.distributed.costs import ComputeCost, TransportCost, Workload
 from fastattention.distributed.divisions import Blocks
-from fastattention.distributed.machines import find_machine
 from fastattention.distributed.plan import Costs, Plan, choose
 from fastattention.distributed.timeline import simulate
 
@@ -380,23 +379,3 @@ def test_blocks_take_the_transport_that_is_fastest_with_them() -> None:
         assert found.transport == "gentle"
         assert found.serial_seconds == pytest.approx(COMPUTE.seconds + 1e-3)
         assert found.seconds == choose(FULL, COMPUTE, [gentle]).seconds
-
-
-# Loops over sequences with NCCL on four H200; milliseconds one after the other and overlapped.
-@pytest.mark.parametrize(
-    ("nheads", "hidden", "batch_size", "seqlen", "gain"),
-    [
-        (8, 4096, 8, 2048, 1.018 / 0.940),
-        (8, 4096, 4, 4096, 1.16),
-        (16, 8192, 8, 2048, 2.250 / 1.968),
-        (16, 8192, 4, 4096, 1.22),
-        (16, 8192, 16, 2048, 1.21),
-    ],
-)
-def test_the_h200_preset_predicts_the_gains_that_were_measured(
-    nheads: int, hidden: int, batch_size: int, seqlen: int, gain: float
-) -> None:
-    machine = find_machine("h200", 4)
-    workload = Workload(batch_size, seqlen, seqlen, nheads, nheads, 128, 128, hidden, 2, 4, True)
-    found = choose(workload, machine.compute(workload), machine.transports[:1])
-    assert found.serial_seconds / found.seconds == pytest.approx(gain, rel=0.05)

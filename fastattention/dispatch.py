@@ -62,11 +62,16 @@ def explain_call(call: Callable[[], object]) -> Explanation:
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
     """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
+    stop_if_explaining(problem, backend)
+    return select_backend(problem, backend).forward(problem, inputs)
+
+
+def stop_if_explaining(problem: Problem, backend: str) -> None:
+    """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():
         if backend != "auto":
             get_backend(backend)  # an unknown name is an error here as it is in the call
         raise _Explained(Explanation(problem, tuple(verdicts(problem))))
-    return select_backend(problem, backend).forward(problem, inputs)
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

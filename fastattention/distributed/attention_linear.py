@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention.backends.registry import select_backend
-from fastattention.dispatch import runs_eagerly
+from fastattention.dispatch import runs_eagerly, stop_if_explaining
 from fastattention.distributed import transports
 from fastattention.distributed.agreement import Key, agreement_of
 from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
@@ -150,22 +150,20 @@ class _Sum(NamedTuple):
 
 
 def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
-    hidden = _check_tensors(problem, inputs.q, asked)
-    rows = _read_plan(asked.plan, problem)
-    transports.check_name(asked.transport)
-    select_backend(problem, asked.backend)
+    stop_if_explaining(problem, asked.backend)
+    key = _key_of(problem, asked)
+    _check_tensors(problem, inputs.q, asked)
     group = check_group(asked.group, problem.device)
     out = asked.out
     if out is None:
-        out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, hidden)
+        out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
         call = AttentionLinear(problem, inputs, asked.w_o, asked.backend)
-        flat = out.view(problem.total_q, hidden)
+        flat = out.view(problem.total_q, key.hidden)
         agreement = agreement_of(group)
         if agreement.group_size == 1:
             call.compute(0, problem.total_q, flat)
         else:
-            key = Key(problem, hidden, asked.bias is not None, asked.backend, asked.transport, rows)
             with _as_current(problem.device):
                 agreement.of(key, call, group).run(call, flat)
     if asked.bias is not None:
@@ -176,18 +174,30 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
 def _as_current(device: torch.device) -> AbstractContextManager[None]:
     """Streams and flags of transports are those of the current device."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return nullcontext()
+        return _AS_ALWAYS
     return torch.cuda.device(device)
 
 
-def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:
-    """Checks w_o, bias and out, and that the call is one we can make. Returns hidden."""
-    hidden = _check_shapes(
+_AS_ALWAYS = nullcontext()
+
+
+def _key_of(problem: Problem, asked: _Sum) -> Key:
+    """Checks all that shapes, dtypes and names tell. One look-up for a call that is like another."""
+    plan = asked.plan if isinstance(asked.plan, str) else _read_rows(asked.plan)
+    transports.check_name(asked.transport)
+    return _checked_key(
         problem,
         signature("w_o", asked.w_o),
         None if asked.bias is None else signature("bias", asked.bias),
         None if asked.out is None else signature("out", asked.out),
+        plan,
+        asked.backend,
+        asked.transport,
     )
+
+
+def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> None:
+    """Checks what calls that are alike may still differ in."""
     if asked.out is not None and not asked.out.is_contiguous():
         raise ArgumentError(f"out must be contiguous, got strides {asked.out.stride()}")
     if not runs_eagerly(q):
@@ -200,10 +210,24 @@ def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> int:
             "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "
             "torch.inference_mode()"
         )
-    return hidden
 
 
 @functools.lru_cache(maxsize=4096)
+def _checked_key(
+    problem: Problem,
+    w_o: Signature,
+    bias: Signature | None,
+    out: Signature | None,
+    plan: str | tuple[int, ...],
+    backend: str,
+    transport: str,
+) -> Key:
+    hidden = _check_shapes(problem, w_o, bias, out)
+    rows = _check_plan(plan, problem)
+    select_backend(problem, backend)
+    return Key(problem, hidden, bias is not None, backend, transport, rows)
+
+
 def _check_shapes(problem: Problem, w_o: Signature, bias: Signature | None, out: Signature | None) -> int:
     q = Signature(torch.Size(problem.out_shape), problem.dtype, problem.device)
     columns = problem.nheads * problem.headdim_v
@@ -223,24 +247,27 @@ def _check_shapes(problem: Problem, w_o: Signature, bias: Signature | None, out:
     return hidden
 
 
-def _read_plan(plan: Any, problem: Problem) -> tuple[int, ...] | None:
+def _read_rows(plan: Any) -> tuple[int, ...]:
+    if not isinstance(plan, Sequence):
+        raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')
+    return tuple(read_int("plan", count, 'the rows of each block, positive integers, or "auto"') for count in plan)
+
+
+def _check_plan(plan: str | tuple[int, ...], problem: Problem) -> tuple[int, ...] | None:
     """The rows of each block; None for "auto"."""
     if isinstance(plan, str):
         if plan != "auto":
             raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block')
         return None
-    if not isinstance(plan, Sequence):
-        raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')
-    rows = tuple(read_int("plan", count, 'the rows of each block, positive integers, or "auto"') for count in plan)
     total = problem.total_q
-    if any(count < 1 for count in rows) or sum(rows) != total:
+    if any(count < 1 for count in plan) or sum(plan) != total:
         raise ArgumentError(
-            f"plan={list(rows)} must be positive and sum to batch_size * seqlen_q = {total}; the sum is {sum(rows)}"
+            f"plan={list(plan)} must be positive and sum to batch_size * seqlen_q = {total}; the sum is {sum(plan)}"
         )
-    if not may_cut_sequences(problem) and cuts_sequences(rows, problem.seqlen_q):
-        begins = [start for start in accumulate(rows) if start % problem.seqlen_q]
+    if not may_cut_sequences(problem) and cuts_sequences(plan, problem.seqlen_q):
+        begins = [start for start in accumulate(plan) if start % problem.seqlen_q]
         raise ArgumentError(
-            f"plan={list(rows)} has a block begin at row {begins[0]}, within a sequence: with alibi_slopes and without "
+            f"plan={list(plan)} has a block begin at row {begins[0]}, within a sequence: with alibi_slopes and without "
             f"causal every block must begin at a multiple of seqlen_q={problem.seqlen_q}"
         )
-    return rows
+    return plan

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastattention.backends.base import Backend
 from fastattention.backends.registry import select_backend
 from fastattention.dispatch import run
 from fastattention.merge import merge_attn_states
@@ -32,9 +33,9 @@ class Division(NamedTuple):
 
 def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
     """The result of a validated call, at once or in two, whichever its backend prefers."""
-    division = divide(problem)
-    if division is None or not select_backend(problem, backend).prefers_corner(division.corner):
-        return run(problem, inputs, backend).out
+    server, division = _how(problem, backend)
+    if division is None or not server.prefers_corner(division.corner):
+        return server.forward(problem, inputs).out
     k, v, at = inputs.k, inputs.v, division.num_keys
     first = run(division.rectangle, inputs._replace(k=k[:, :at], v=v[:, :at]), backend)
     last = run(division.corner, inputs._replace(k=k[:, at:], v=v[:, at:]), backend)
@@ -44,6 +45,10 @@ def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
+def _how(problem: Problem, backend: str) -> tuple[Backend, Division | None]:
+    return select_backend(problem, backend), divide(problem)
+
+
 def divide(problem: Problem) -> Division | None:
     """None where there is no such corner, or scores depend on where keys are."""
     divisible = (

@@ -21,10 +21,18 @@ def check_group(group: object, device: torch.device) -> ProcessGroup:
 
     Raises ArgumentError unless this process is in it and it has a backend for tensors on `device`.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    default = dist.group.WORLD if dist.is_available() else None
+    if default is None:
         raise ArgumentError(f"group={group}: torch.distributed is not initialised; call init_process_group first")
-    if group is None:
-        group = dist.group.WORLD
+    group = default if group is None else _checked(group)  # the default is there as long as it is known
+    devices = _devices.setdefault(group, set())
+    if device not in devices:
+        _check_backend(group, device)
+        devices.add(device)
+    return group
+
+
+def _checked(group: object) -> ProcessGroup:
     if not isinstance(group, ProcessGroup):
         raise ArgumentError(
             f"group must be a torch.distributed.ProcessGroup that this rank is in, or None, got {type(group).__name__}"
@@ -33,10 +41,6 @@ def check_group(group: object, device: torch.device) -> ProcessGroup:
         dist.get_process_group_ranks(group)
     except KeyError as error:
         raise ArgumentError("group has been destroyed; give one of the groups there are, or None") from error
-    devices = _devices.setdefault(group, set())
-    if device not in devices:
-        _check_backend(group, device)
-        devices.add(device)
     return group
 
 

@@ -32,8 +32,11 @@ class Options(NamedTuple):
     return_lse: bool = False
 
 
+SignatureFields = tuple[torch.Size, torch.dtype, torch.device]
+
+
 class Signature(NamedTuple):
-    """What the cached checks need of a tensor."""
+    """What the cached checks need of a tensor: SignatureFields by name, as which they are equal."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -59,6 +62,12 @@ def require_tensor(name: str, value: object) -> None:
     """Raises ArgumentError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
         raise _not_a_tensor(name, value)
+
+
+def require_tensors(**values: object) -> None:
+    """Raises ArgumentError, with its name, for the first of `values` that is not a tensor."""
+    for name, value in values.items():
+        require_tensor(name, value)
 
 
 def signature(name: str, value: object) -> Signature:

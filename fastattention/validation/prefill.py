@@ -13,6 +13,7 @@ from fastattention.validation import lengths
 from fastattention.validation.common import (
     Options,
     Signature,
+    SignatureFields,
     as_float32,
     check_bias,
     check_index,
@@ -23,6 +24,7 @@ from fastattention.validation.common import (
     last_axis_contiguous,
     needs_grad,
     read_int,
+    require_tensors,
     signature,
 )
 
@@ -41,22 +43,27 @@ def prepare_dense(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_func."""
+    # Short calls take less time than this does, and functions called here would take most of it: hence few are.
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        require_tensors(q=q, k=k, v=v)  # type: ignore[unreachable]
     problem = _dense_problem(
-        signature("q", q),
-        signature("k", k),
-        signature("v", v),
+        ((q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)),
         None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
         None if attn_bias is None else signature("attn_bias", attn_bias),
         None if sinks is None else signature("sinks", sinks),
         options,
         needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
     )
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
+    if alibi_slopes is attn_bias is sinks is dropout_seed is None:
+        return problem, Inputs(q, k, v)
     if attn_bias is not None:
         attn_bias = attn_bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
     return problem, Inputs(
-        last_axis_contiguous(q),
-        last_axis_contiguous(k),
-        last_axis_contiguous(v),
+        q,
+        k,
+        v,
         alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
         attn_bias=attn_bias,
         sinks=None if sinks is None else as_float32(sinks),
@@ -66,15 +73,14 @@ def prepare_dense(
 
 @functools.lru_cache(maxsize=4096)
 def _dense_problem(
-    q: Signature,
-    k: Signature,
-    v: Signature,
+    qkv: tuple[SignatureFields, SignatureFields, SignatureFields],
     alibi_slopes: Signature | None,
     attn_bias: Signature | None,
     sinks: Signature | None,
     options: Options,
     needs_grad: bool,
 ) -> Problem:
+    q, k, v = (Signature(*fields) for fields in qkv)
     check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
     check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")
     check_rank("v", v, "batch_size, seqlen_k, nheads_k, headdim_v")

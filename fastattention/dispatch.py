@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.backends.registry import Verdict, get_backend, select_backend, verdicts
+from fastattention.backends.registry import Verdict, check_name, select_backend, verdicts
 from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
@@ -63,14 +63,15 @@ def explain_call(call: Callable[[], object]) -> Explanation:
 def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
     """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
     stop_if_explaining(problem, backend)
+    if not isinstance(backend, str):  # the look-up wants what can be hashed
+        check_name(backend)  # type: ignore[unreachable]
     return select_backend(problem, backend).forward(problem, inputs)
 
 
 def stop_if_explaining(problem: Problem, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():
-        if backend != "auto":
-            get_backend(backend)  # an unknown name is an error here as it is in the call
+        check_name(backend)  # an unknown one is an error here as it is in the call
         raise _Explained(Explanation(problem, tuple(verdicts(problem))))
 
 

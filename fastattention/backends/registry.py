@@ -27,15 +27,25 @@ class Verdict(NamedTuple):
     how: str = ""  # by which of several means it would
 
 
+def check_name(name: object) -> None:
+    """Raises ArgumentError unless `name` is "auto" or that of a backend."""
+    if not isinstance(name, str) or (name != "auto" and name not in ORDER):
+        raise _unknown(name)
+
+
 @functools.cache
 def get_backend(name: str) -> Backend:
     """The backend called `name`. Raises ArgumentError for a name that is not registered."""
     if name not in ORDER:
-        raise ArgumentError(f"backend={name!r} is not known; choose 'auto' or one of {', '.join(map(repr, ORDER))}")
+        raise _unknown(name)
     module, _, attribute = ORDER[name].partition(":")
     backend = getattr(importlib.import_module(module), attribute)()
     assert isinstance(backend, Backend)
     return backend
+
+
+def _unknown(name: object) -> ArgumentError:
+    return ArgumentError(f"backend={name!r} is not known; choose 'auto' or one of {', '.join(map(repr, ORDER))}")
 
 
 def verdict(problem: Problem, name: str) -> Verdict:

@@ -22,7 +22,7 @@ from fastattention.distributed import calibrate, transports
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.costs import TransportCost
 from fastattention.distributed.divisions import Blocks, even, fine, in_a_ring, worth_dividing
-from fastattention.distributed.exchange import from_rank_0, gather
+from fastattention.distributed.exchange import check_serves, from_rank_0, gather
 from fastattention.distributed.plan import choose
 from fastattention.distributed.transports import BlockTransport, Transfer, Transport
 from fastattention.distributed.trials import Candidate, Trial
@@ -99,10 +99,12 @@ class Agreement:
     def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Candidate:
         """The blocks of a call and their transport. Collective the first time, one look-up from then on.
 
-        Raises ArgumentError on all ranks where their calls differ, UnsupportedError where no transport can serve it.
+        Raises ArgumentError where the group has no backend for the device, and on all ranks where their calls differ;
+        UnsupportedError where no transport can serve it.
         """
         known = self.agreed.get(key)
         if known is None:
+            check_serves(group, key.problem.device)
             _check_not_capturing(key.problem.device)
             _check_same(key, group)
             measured = len(self._costs), len(self._verdicts)

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -40,12 +39,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.registry import select_backend
+from fastattention.backends.cuda.jit import module
+from fastattention.backends.registry import check_name, select_backend
 from fastattention.dispatch import runs_eagerly, stop_if_explaining
 from fastattention.distributed import transports
 from fastattention.distributed.agreement import Key, agreement_of
 from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
-from fastattention.distributed.exchange import check_group
+from fastattention.distributed.exchange import named_group
 from fastattention.errors import ArgumentError
 from fastattention.interface import WindowSize
 from fastattention.problem import Inputs, Problem
@@ -150,56 +150,33 @@ class _Sum(NamedTuple):
 
 
 def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
+    if problem.device.type == "cuda" and module.current_device() != problem.device.index:
+        with torch.cuda.device(problem.device):  # streams and flags of transports are those of the current one
+            return _run(problem, inputs, asked)
     stop_if_explaining(problem, asked.backend)
-    key = _key_of(problem, asked)
-    _check_tensors(problem, inputs.q, asked)
-    group = check_group(asked.group, problem.device)
+    key = _key_of(problem, inputs.q, asked)
+    group = named_group(asked.group)
+    agreement = agreement_of(group)
     out = asked.out
     if out is None:
         out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
         call = AttentionLinear(problem, inputs, asked.w_o, asked.backend)
         flat = out.view(problem.total_q, key.hidden)
-        agreement = agreement_of(group)
         if agreement.group_size == 1:
             call.compute(0, problem.total_q, flat)
         else:
-            with _as_current(problem.device):
-                agreement.of(key, call, group).run(call, flat)
+            agreement.of(key, call, group).run(call, flat)
     if asked.bias is not None:
         out += asked.bias
     return out
 
 
-def _as_current(device: torch.device) -> AbstractContextManager[None]:
-    """Streams and flags of transports are those of the current device."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return _AS_ALWAYS
-    return torch.cuda.device(device)
-
-
-_AS_ALWAYS = nullcontext()
-
-
-def _key_of(problem: Problem, asked: _Sum) -> Key:
-    """Checks all that shapes, dtypes and names tell. One look-up for a call that is like another."""
-    plan = asked.plan if isinstance(asked.plan, str) else _read_rows(asked.plan)
-    transports.check_name(asked.transport)
-    return _checked_key(
-        problem,
-        signature("w_o", asked.w_o),
-        None if asked.bias is None else signature("bias", asked.bias),
-        None if asked.out is None else signature("out", asked.out),
-        plan,
-        asked.backend,
-        asked.transport,
-    )
-
-
-def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> None:
-    """Checks what calls that are alike may still differ in."""
-    if asked.out is not None and not asked.out.is_contiguous():
-        raise ArgumentError(f"out must be contiguous, got strides {asked.out.stride()}")
+def _key_of(problem: Problem, q: Tensor, asked: _Sum) -> Key:
+    """Checks all but the group. One look-up for all that shapes, dtypes and names tell of a call like another."""
+    w_o = signature("w_o", asked.w_o)
+    bias = None if asked.bias is None else signature("bias", asked.bias)
+    out = None if asked.out is None else signature("out", asked.out)
     if not runs_eagerly(q):
         raise ArgumentError(
             f"q is {type(q).__name__} on {q.device}, or the call is being traced; it must be a plain tensor that holds "
@@ -210,6 +187,13 @@ def _check_tensors(problem: Problem, q: Tensor, asked: _Sum) -> None:
             "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "
             "torch.inference_mode()"
         )
+    if asked.out is not None and not asked.out.is_contiguous():
+        raise ArgumentError(f"out must be contiguous, got strides {asked.out.stride()}")
+    if not (isinstance(asked.backend, str) and isinstance(asked.transport, str)):
+        check_name(asked.backend)  # type: ignore[unreachable]
+        transports.check_name(asked.transport)
+    plan = asked.plan if isinstance(asked.plan, str) else _read_rows(asked.plan)
+    return _checked_key(problem, w_o, bias, out, plan, asked.backend, asked.transport)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -224,6 +208,7 @@ def _checked_key(
 ) -> Key:
     hidden = _check_shapes(problem, w_o, bias, out)
     rows = _check_plan(plan, problem)
+    transports.check_name(transport)
     select_backend(problem, backend)
     return Key(problem, hidden, bias is not None, backend, transport, rows)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -16,23 +15,13 @@ from fastattention.errors import ArgumentError
 Answer = TypeVar("Answer")
 
 
-def check_group(group: object, device: torch.device) -> ProcessGroup:
-    """The group that `group` names, None being the default one.
-
-    Raises ArgumentError unless this process is in it and it has a backend for tensors on `device`.
-    """
-    default = dist.group.WORLD if dist.is_available() else None
-    if default is None:
-        raise ArgumentError(f"group={group}: torch.distributed is not initialised; call init_process_group first")
-    group = default if group is None else _checked(group)  # the default is there as long as it is known
-    devices = _devices.setdefault(group, set())
-    if device not in devices:
-        _check_backend(group, device)
-        devices.add(device)
-    return group
-
-
-def _checked(group: object) -> ProcessGroup:
+def named_group(group: object) -> ProcessGroup:
+    """The group that `group` names, None being the default one. Raises ArgumentError unless this process is in it."""
+    if group is None:
+        default = dist.group.WORLD
+        if default is None:
+            raise ArgumentError("group=None: torch.distributed is not initialised; call init_process_group first")
+        return default
     if not isinstance(group, ProcessGroup):
         raise ArgumentError(
             f"group must be a torch.distributed.ProcessGroup that this rank is in, or None, got {type(group).__name__}"
@@ -44,11 +33,8 @@ def _checked(group: object) -> ProcessGroup:
     return group
 
 
-# For which a group is known to have a backend: asking is slow beside a decoding step.
-_devices: weakref.WeakKeyDictionary[ProcessGroup, set[torch.device]] = weakref.WeakKeyDictionary()
-
-
-def _check_backend(group: ProcessGroup, device: torch.device) -> None:
+def check_serves(group: ProcessGroup, device: torch.device) -> None:
+    """Raises ArgumentError unless the group has a backend for tensors on `device`."""
     try:
         group._get_backend(device)
     except RuntimeError as error:

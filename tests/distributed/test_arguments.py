@@ -39,7 +39,7 @@ def not_alone(alone: None) -> Iterator[None]:
     silent = mock.Mock(side_effect=AssertionError("communicated"))
     with (
         mock.patch.object(dist, "get_world_size", return_value=2),
-        mock.patch.object(agreement, "agreement_of", silent),
+        mock.patch.object(agreement.Agreement, "of", silent),
         mock.patch.object(exchange.dist, "all_gather_object", silent),
     ):
         yield
@@ -90,6 +90,7 @@ WRONG = refusals(
     Refusal("transport", {"transport": "pigeon"}, ("transport='pigeon'", "'auto'", "'c10d'")),
     Refusal("transport-no-name", {"transport": ["c10d"]}, ("transport=['c10d']", "'auto'")),
     Refusal("backend", {"backend": "abacus"}, ("backend='abacus'", "'auto'")),
+    Refusal("backend-no-name", {"backend": ["cpu"]}, ("backend=['cpu']", "'auto'")),
     Refusal("group", {"group": "tp"}, ("group", "ProcessGroup", "str")),
     Refusal("group-of-others", {"group": dist.GroupMember.NON_GROUP_MEMBER}, ("group", "this rank is in", "int")),
     Refusal("softcap", {"softcap": -1.0}, ("softcap=-1.0",)),
@@ -149,7 +150,7 @@ def test_a_group_that_has_been_destroyed_is_refused(alone: None) -> None:
 
 def test_a_group_without_a_backend_for_the_device_is_refused(alone: None) -> None:
     with pytest.raises(ArgumentError, match="group has no backend for tensors on xpu; its backends are cpu:gloo"):
-        exchange.check_group(None, torch.device("xpu"))
+        exchange.check_serves(exchange.named_group(None), torch.device("xpu"))
 
 
 def test_torch_compile_is_refused(alone: None) -> None:

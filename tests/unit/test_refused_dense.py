@@ -156,6 +156,7 @@ SCALARS = (
     Refusal("dropout_none", {"dropout_p": None}, ("dropout_p must be a number", "None")),
     Refusal("deterministic_text", {"deterministic": "yes"}, ("deterministic must be True or False", "'yes'")),
     Refusal("backend", {"backend": "cuda13"}, ("backend='cuda13'", "'auto'", "'cpu'", "'sdpa'")),
+    Refusal("backend-no-name", {"backend": ["cpu"]}, ("backend=['cpu']", "'auto'", "'cpu'", "'sdpa'")),
 )
 
 WINDOWS = (

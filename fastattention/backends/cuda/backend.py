@@ -207,7 +207,7 @@ class CudaBackend(Backend):
         index = _device_index(problem)
         function = step.function(index)
         stream = module.current_stream(index)
-        if index == torch.cuda.current_device():
+        if index == module.current_device():
             function.launch(params, step.num_blocks, stream)
         else:
             with torch.cuda.device(index):

@@ -140,6 +140,11 @@ class Kernel:
         self.functions = tuple(functions)
 
 
+def current_device() -> int:
+    """Index of torch's current device, once there is a tensor on one; torch.cuda asks for that first."""
+    return int(torch._C._cuda_getDevice())
+
+
 def current_stream(device_index: int) -> int:
     """The handle of torch's current stream of a device; the object around it would cost as much as a launch."""
     return int(torch._C._cuda_getCurrentRawStream(device_index))

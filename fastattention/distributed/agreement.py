@@ -115,7 +115,9 @@ class Agreement:
             if (len(self._costs), len(self._verdicts)) != measured:  # which takes memory of all transports
                 self._release_unused()
             self._reserve(key, known.captured)
-        return known.captured if _is_capturing(key.problem.device) else known.called
+        if known.called is known.captured or not _is_capturing(key.problem.device):
+            return known.called
+        return known.captured
 
     def _release_unused(self) -> None:
         """The memory of transports that have been measured and tried, and serve no call."""

@@ -174,26 +174,27 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
 
 def _key_of(problem: Problem, q: Tensor, asked: _Sum) -> Key:
     """Checks all but the group. One look-up for all that shapes, dtypes and names tell of a call like another."""
-    w_o = signature("w_o", asked.w_o)
-    bias = None if asked.bias is None else signature("bias", asked.bias)
-    out = None if asked.out is None else signature("out", asked.out)
+    w_o, bias, out, _, plan, backend, transport = asked
+    w_o_signature = signature("w_o", w_o)
+    bias_signature = None if bias is None else signature("bias", bias)
+    out_signature = None if out is None else signature("out", out)
     if not runs_eagerly(q):
         raise ArgumentError(
             f"q is {type(q).__name__} on {q.device}, or the call is being traced; it must be a plain tensor that holds "
             "data, outside torch.compile and dispatch modes (of a DTensor give to_local())"
         )
-    if problem.needs_grad or needs_grad(asked.w_o, asked.bias, asked.out):
+    if problem.needs_grad or needs_grad(w_o, bias, out):
         raise ArgumentError(
             "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "
             "torch.inference_mode()"
         )
-    if asked.out is not None and not asked.out.is_contiguous():
-        raise ArgumentError(f"out must be contiguous, got strides {asked.out.stride()}")
-    if not (isinstance(asked.backend, str) and isinstance(asked.transport, str)):
-        check_name(asked.backend)  # type: ignore[unreachable]
-        transports.check_name(asked.transport)
-    plan = asked.plan if isinstance(asked.plan, str) else _read_rows(asked.plan)
-    return _checked_key(problem, w_o, bias, out, plan, asked.backend, asked.transport)
+    if out is not None and not out.is_contiguous():
+        raise ArgumentError(f"out must be contiguous, got strides {out.stride()}")
+    if not (isinstance(backend, str) and isinstance(transport, str)):
+        check_name(backend)  # type: ignore[unreachable]
+        transports.check_name(transport)
+    rows = plan if isinstance(plan, str) else _read_rows(plan)
+    return _checked_key(problem, w_o_signature, bias_signature, out_signature, rows, backend, transport)
 
 
 @functools.lru_cache(maxsize=4096)

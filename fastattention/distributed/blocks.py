@@ -144,11 +144,11 @@ class AttentionLinear:
 
     def attend(self, piece: Piece) -> Tensor:
         """Attention of a piece: (rows, nheads * headdim_v)."""
-        problem, inputs = self.problem, self.inputs
-        if piece.num_rows != problem.total_q:
+        problem, inputs, num_rows = self.problem, self.inputs, piece.num_rows
+        if num_rows != problem.total_q:
             call = piece_problem(problem, piece)
             problem, inputs = call.problem, piece_inputs(inputs, piece, call)
-        return corner.attend(problem, inputs, self.backend).view(piece.num_rows, -1)
+        return corner.attend(problem, inputs, self.backend).view(num_rows, -1)
 
     def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
         """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""

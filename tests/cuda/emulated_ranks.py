@@ -151,7 +151,13 @@ class Host:
         peers = Peers(rank, parts, tuple(other.flags.data_ptr() for other in self.ranks))
         out = mine.out.data_ptr() + GUARD + item * call.out_offset
         params = all_reduce_params(
-            peers, out, call.ends, call.num_ctas, patience, awaits_blocks=call.raised is not None, whole=call.whole
+            peers,
+            out,
+            tuple(call.ends),
+            call.num_ctas,
+            patience,
+            awaits_blocks=call.raised is not None,
+            whole=call.whole,
         )
         packets = -(-item * call.count // PACKET_BYTES)
         ranges = [Range(part, PACKET_BYTES * packets) for part in parts]

@@ -125,7 +125,7 @@ def test_flags_do_not_overlap() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_parameters_are_those_of_the_call(awaits_blocks: bool, whole: bool) -> None:
     peers = Peers(1, (1600, 3200, 4800), (100, 10_000, 20_000))
-    params = all_reduce_params(peers, 77, [5, 9], 6, 1234, awaits_blocks=awaits_blocks, whole=whole)
+    params = all_reduce_params(peers, 77, (5, 9), 6, 1234, awaits_blocks=awaits_blocks, whole=whole)
     nothing = [None] * (MOST_PARTS - 3)
     assert list(params.parts) == [1600, 3200, 4800, *nothing]
     assert list(params.arrivals) == [100, 10_000, 20_000, *nothing]
@@ -138,6 +138,6 @@ def test_parameters_are_those_of_the_call(awaits_blocks: bool, whole: bool) -> N
 
 def test_as_many_blocks_as_there_is_room_for() -> None:
     ends = list(range(1, MOST_BLOCKS + 1))
-    params = all_reduce_params(Peers(0, (16, 32), (4, 8)), 1, ends, 1, 1)
+    params = all_reduce_params(Peers(0, (16, 32), (4, 8)), 1, tuple(ends), 1, 1)
     assert list(params.ends) == ends
     assert params.num_blocks == MOST_BLOCKS

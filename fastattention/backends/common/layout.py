@@ -27,9 +27,9 @@ def strides_of(inputs: Inputs) -> Strides:
     )
 
 
-def pointer(tensor: Tensor | None) -> int:
-    """Address of the first element; 0 for a tensor that a call does not have."""
-    return 0 if tensor is None else tensor.data_ptr()
+def pointers(*tensors: Tensor | None) -> list[int]:
+    """Addresses of the first elements; 0 for a tensor that a call does not have."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastattention.backends.common.layout import (
     bias_strides,
-    pointer,
+    pointers,
     scale_strides,
     strides_of,
     token_strides,
@@ -59,12 +59,13 @@ def attention_params(
         template = _templates[key] = _template(problem, inputs, num_threads)
     # fmt: off
     return AttentionParams.make(
-        template, inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), out.data_ptr(), pointer(lse),
-        pointer(k_new), pointer(v_new), pointer(inputs.rotary_cos), pointer(inputs.rotary_sin),
-        pointer(inputs.cu_seqlens_q), pointer(inputs.cu_seqlens_k), pointer(inputs.cache_seqlens),
-        pointer(inputs.cache_batch_idx), pointer(inputs.cache_leftpad), pointer(inputs.block_table),
-        pointer(inputs.alibi_slopes), pointer(inputs.sinks), pointer(inputs.attn_bias), pointer(inputs.k_scale),
-        pointer(inputs.v_scale),
+        template,
+        *pointers(
+            inputs.q, inputs.k, inputs.v, out, lse, k_new, v_new, inputs.rotary_cos, inputs.rotary_sin,
+            inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cache_seqlens, inputs.cache_batch_idx,
+            inputs.cache_leftpad, inputs.block_table, inputs.alibi_slopes, inputs.sinks, inputs.attn_bias,
+            inputs.k_scale, inputs.v_scale,
+        ),
     )
     # fmt: on
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,7 @@ class Peers:
     parts: tuple[int, ...]  # by rank: of what it has computed, multiples of PACKET_BYTES
     flags: tuple[int, ...]  # by rank
 
-    @functools.cached_property
+    @property
     def pointers(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """Of AllReduceParams: those before `out`, and `ready` with those behind it."""
         unused = (0,) * (MOST_PARTS - len(self.parts))
@@ -53,7 +52,7 @@ def all_reduce_step(dtype: torch.dtype, num_ranks: int, num_ctas: int, bulk_copi
 def all_reduce_params(
     peers: Peers,
     out: int,
-    ends: Sequence[int],
+    ends: tuple[int, ...],
     num_ctas: int,
     patience: int,
     *,
@@ -68,17 +67,12 @@ def all_reduce_params(
     awaits_blocks: each block for its flag; otherwise all have been computed.
     whole: every rank adds up everything, in the place of its share.
     """
-    template = _template(tuple(ends), patience, num_ctas, peers.rank, whole)
+    unused = (0,) * (MOST_BLOCKS - len(ends))
+    template = AllReduceParams.template(*ends, *unused, patience, num_ctas, len(ends), peers.rank, int(whole))
     before, (ready, *behind) = peers.pointers
     params = AllReduceParams.make(template, *before, out, ready if awaits_blocks else 0, *behind)
     assert isinstance(params, AllReduceParams)
     return params
-
-
-@functools.lru_cache(maxsize=256)
-def _template(ends: tuple[int, ...], patience: int, num_ctas: int, rank: int, whole: bool) -> bytes:
-    unused = (0,) * (MOST_BLOCKS - len(ends))
-    return AllReduceParams.template(*ends, *unused, patience, num_ctas, len(ends), rank, int(whole))
 
 
 def ctas_for(nbytes: int, num_ranks: int, at_most: int, whole: bool) -> int:

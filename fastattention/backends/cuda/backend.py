@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattention import config
 from fastattention.backends.base import Backend
-from fastattention.backends.common.layout import pointer, strides_of
+from fastattention.backends.common.layout import pointers, strides_of
 from fastattention.backends.common.packed_cache import REFUSAL
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.chips import ARCHS, Limits
@@ -152,11 +152,14 @@ class CudaBackend(Backend):
                 counters = self._counters(split.num_counters * problem.batch_size, problem)
         # fmt: off
         params = AttentionParams.make(
-            template, inputs.q.data_ptr(), inputs.k.data_ptr(), inputs.v.data_ptr(), out.data_ptr(), pointer(lse),
-            pointer(inputs.cu_seqlens_q), pointer(inputs.cu_seqlens_k), pointer(inputs.cache_seqlens),
-            pointer(inputs.cache_batch_idx), pointer(inputs.cache_leftpad), pointer(inputs.block_table),
-            pointer(inputs.alibi_slopes), pointer(inputs.sinks), pointer(inputs.attn_bias), pointer(inputs.k_scale),
-            pointer(inputs.v_scale), pointer(partials), stats_at, pointer(counters),
+            template,
+            *pointers(
+                inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cache_seqlens,
+                inputs.cache_batch_idx, inputs.cache_leftpad, inputs.block_table, inputs.alibi_slopes, inputs.sinks,
+                inputs.attn_bias, inputs.k_scale, inputs.v_scale, partials,
+            ),
+            stats_at,
+            0 if counters is None else counters.data_ptr(),
         )
         # fmt: on
         for step in plan.attention:

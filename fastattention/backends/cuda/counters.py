@@ -32,7 +32,7 @@ class Counters:
             with self._lock:
                 return self._cut(count)
         known = self._of_stream.get(stream)
-        return self._take_new(count, stream) if known is None or len(known) < count else known
+        return self._take_new(count, stream) if known is None or known.numel() < count else known
 
     def _take_new(self, count: int, stream: int) -> Tensor:
         with self._lock:

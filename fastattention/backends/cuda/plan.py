@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import Strides, bias_strides, pointer, scale_strides, token_strides
+from fastattention.backends.common.layout import Strides, bias_strides, pointers, scale_strides, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.chips import Limits
@@ -151,9 +151,11 @@ def append_params(problem: Problem, inputs: Inputs, q_rotated: Tensor | None) ->
         problem.rotary_dim, problem.rotary_interleaved, problem.has_window,
     )
     return AppendParams.make(
-        template, pointer(inputs.k_new), pointer(inputs.v_new), pointer(inputs.k), pointer(inputs.v),
-        pointer(inputs.k_scale), pointer(inputs.v_scale), pointer(q), pointer(q_rotated), pointer(inputs.rotary_cos),
-        pointer(inputs.rotary_sin), pointer(inputs.cache_seqlens), pointer(inputs.cache_batch_idx),
-        pointer(inputs.cache_leftpad), pointer(table),
+        template,
+        *pointers(
+            inputs.k_new, inputs.v_new, inputs.k, inputs.v, inputs.k_scale, inputs.v_scale, q, q_rotated,
+            inputs.rotary_cos, inputs.rotary_sin, inputs.cache_seqlens, inputs.cache_batch_idx, inputs.cache_leftpad,
+            table,
+        ),
     )
     # fmt: on

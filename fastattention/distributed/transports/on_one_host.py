@@ -31,6 +31,7 @@ class OnOneHost(Transport):
         self._reason = _why_not_group(group, device)
         self._peers: PeerMemory | None = None
         self._last: torch.cuda.Stream | None = None  # of the call before
+        self._is_captured = False  # the call that has begun
         self._in_graphs: set[object] = set()  # memory that graphs need, though larger may have taken its place
         if self._reason is None:
             self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -48,7 +49,8 @@ class OnOneHost(Transport):
 
     def _follow_last_call(self) -> None:
         """The current stream goes on when the call before is over: all use one memory, whichever stream they are on."""
-        if torch.cuda.is_current_stream_capturing():
+        self._is_captured = torch.cuda.is_current_stream_capturing()
+        if self._is_captured:
             return  # of replays the order is the user's
         if self._last is None or self._last.cuda_stream != module.current_stream(self._device.index):
             stream = torch.cuda.current_stream(self._device)
@@ -74,8 +76,8 @@ class OnOneHost(Transport):
         """Memory for a call, and the flags that sums in it need. Collective."""
 
     def _keep_for_graphs(self, *memory: object) -> None:
-        """While a graph is captured: memory that it will use."""
-        if torch.cuda.is_current_stream_capturing():
+        """Of a call that has begun while a graph is captured: memory that it will use."""
+        if self._is_captured:
             self._in_graphs.update(memory)
 
     def release(self) -> None:

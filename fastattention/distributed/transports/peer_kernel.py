@@ -8,6 +8,7 @@ Nor does it wait for anything that the host has yet to do. NVLink's multicast is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -26,7 +27,8 @@ from fastattention.backends.cuda.all_reduce import (
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.streams import FlagWrites
 from fastattention.backends.cuda.kernel_config import all_reduce_config
-from fastattention.backends.cuda.params import MOST_BLOCKS
+from fastattention.backends.cuda.params import MOST_BLOCKS, AllReduceParams
+from fastattention.backends.cuda.plan import Step
 from fastattention.distributed.exchange import gather, timeout_of
 from fastattention.distributed.transports.base import BlockTransport, Pending, Room
 from fastattention.distributed.transports.on_one_host import OnOneHost
@@ -39,6 +41,7 @@ ROOMS, CTAS_ALONE = (Room(16, 16),), 64
 BULK_ROOMS, BULK_CTAS_ALONE = (Room(8, 8), Room(12, 0)), 16
 LONGEST_PATIENCE = 1e9  # seconds: their nanoseconds fit 64 bits
 WHOLE_BYTES = 256 << 10  # up to which every rank adds up everything
+MOST_PREPARED = 256
 
 
 class PeerKernel(OnOneHost, BlockTransport):
@@ -55,6 +58,7 @@ class PeerKernel(OnOneHost, BlockTransport):
         self._addresses: Peers | None = None
         self._raise: list[FlagWrites] = []  # by block: it is computed
         self._call: _Call | None = None
+        self._prepared: dict[tuple[object, ...], tuple[Step, AllReduceParams]] = {}  # by all but the result
         if self._reason is None:
             seconds = timeout_of(group._get_backend(device)).total_seconds()
             self._patience = round(min(seconds, LONGEST_PATIENCE) * 1e9)
@@ -90,7 +94,7 @@ class PeerKernel(OnOneHost, BlockTransport):
         if group is not None:
             self._raise[group].enqueue(module.current_stream(self._device.index))
         if call.is_complete:
-            self._launch(call, call.ctas, self._stream.cuda_stream, awaits_blocks=True)
+            self._launch(call, self._stream.cuda_stream, alone=False)
             call.end = self._stream.record_event()
             self._call = None
         return _Sum(self, call)
@@ -107,39 +111,48 @@ class PeerKernel(OnOneHost, BlockTransport):
         """On the current stream, by more CTAs."""
         call, self._call = self._call, None
         assert call is not None
-        stream = module.current_stream(self._device.index)
-        ctas = BULK_CTAS_ALONE if self._bulk_copies else CTAS_ALONE
-        self._launch(call, ctas, stream, whole=out.nbytes <= WHOLE_BYTES)
+        self._launch(call, module.current_stream(self._device.index), alone=True)
 
     def release(self) -> None:
         """Gives back what peers read, and knows its addresses no more."""
         super().release()
         self._addresses = None
+        self._prepared.clear()
         self._raise.clear()
 
     def _take(self, nbytes: int) -> PeerMemory:
         memory = PeerMemory(nbytes, Flags.COUNT, self._device, self._group_name)
         flags = tuple(memory.flag(rank, 0) for rank in range(self._size))
+        self._prepared.clear()
         self._addresses = Peers(self._rank, tuple(memory.addresses), flags)
         self._raise = [FlagWrites([memory.flag(self._rank, Flags.READY + block)], 1) for block in range(MOST_BLOCKS)]
         return memory
 
-    def _launch(self, call: _Call, ctas: int, stream: int, awaits_blocks: bool = False, whole: bool = False) -> None:
-        assert self._addresses is not None
+    def _launch(self, call: _Call, stream: int, alone: bool) -> None:
+        """alone: with all blocks computed, and the GPU to itself."""
         self._keep_for_graphs(self._peers)
         out = call.out
+        kind = (call.ends, out.dtype, call.ctas, alone)
+        step, params = self._prepared.get(kind) or self._prepare(kind, call, alone)
+        params.out = out.data_ptr()
+        all_reduce.all_reduce(step, params, self._device.index, stream)
+
+    def _prepare(self, kind: tuple[object, ...], call: _Call, alone: bool) -> tuple[Step, AllReduceParams]:
+        """What is launched for calls of a kind, and kept: to make it takes longer than the launch."""
+        assert self._addresses is not None
+        out, ctas = call.out, call.ctas
+        if alone:
+            ctas = BULK_CTAS_ALONE if self._bulk_copies else CTAS_ALONE
+        whole = alone and out.nbytes <= WHOLE_BYTES
         ctas = ctas_for(out.nbytes, self._size, ctas, whole)
         params = all_reduce_params(
-            self._addresses,
-            out.data_ptr(),
-            call.ends,
-            ctas,
-            self._patience,
-            awaits_blocks=awaits_blocks,
-            whole=whole,
+            self._addresses, 0, call.ends, ctas, self._patience, awaits_blocks=not alone, whole=whole
         )
-        step = all_reduce_step(out.dtype, self._size, ctas, self._bulk_copies)
-        all_reduce.all_reduce(step, params, self._device.index, stream)
+        if len(self._prepared) >= MOST_PREPARED:
+            self._prepared.clear()
+        made = all_reduce_step(out.dtype, self._size, ctas, self._bulk_copies), params
+        self._prepared[kind] = made
+        return made
 
 
 class _Call:
@@ -147,10 +160,7 @@ class _Call:
 
     def __init__(self, out: Tensor, rows: Sequence[int], ctas: int) -> None:
         self.out, self.ctas = out, ctas
-        together = -(-len(rows) // MOST_BLOCKS)
-        ends = [count * out.shape[1] for count in accumulate(rows)]
-        self._lasts: list[int] = [*range(together - 1, len(rows) - 1, together), len(rows) - 1]
-        self.ends = [ends[block] for block in self._lasts]
+        self._lasts, self.ends = _summed_together(tuple(rows), out.shape[1])
         self._enqueued = 0
         self.end: torch.cuda.Event | None = None
         self.is_awaited = False  # all its blocks have one end
@@ -170,6 +180,15 @@ class _Call:
     def is_complete(self) -> bool:
         """All blocks are enqueued."""
         return self._enqueued > self._lasts[-1]
+
+
+@functools.lru_cache(maxsize=256)
+def _summed_together(rows: tuple[int, ...], columns: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each group of blocks that are summed together: the last one, and where that ends, in numbers."""
+    together = -(-len(rows) // MOST_BLOCKS)
+    ends = [count * columns for count in accumulate(rows)]
+    lasts = (*range(together - 1, len(rows) - 1, together), len(rows) - 1)
+    return lasts, tuple(ends[last] for last in lasts)
 
 
 class _Sum(Pending):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from fastattention.validation.common import (
     needs_grad,
     read_flag,
     read_int,
-    signature,
+    require_tensor,
 )
 from fastattention.validation.prefill import PAGED_AXES
 from fastattention.validation.quantised import check_cache_dtype, check_not_expanded, check_scale
@@ -75,6 +75,9 @@ class _Signatures(NamedTuple):
     v_scale: Signature | None
 
 
+_Fields = tuple[Any, ...]  # in their order: (shape, dtype, device), or None
+
+
 class PackedCache(NamedTuple):
     """Of packed caches (backends/common/packed_cache.py): what k_cache and v_cache would be if they were not packed."""
 
@@ -92,61 +95,72 @@ def prepare_kvcache(
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_with_kvcache. Reads the caches' shapes only; writes nothing."""
     a = arguments
-    signatures = _signatures(a)
-    if packed is not None:
-        signatures = signatures._replace(k_cache=packed.k, v_cache=packed.v)
+    fields = _fields(a)
     if a.cache_seqlens is None and a.k is not None:
         raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
     problem = _kvcache_problem(
-        signatures,
+        fields if packed is None else (fields[0], packed.k, packed.v, *fields[3:]),
         options,
         rotary_interleaved if type(rotary_interleaved) is bool else read_flag("rotary_interleaved", rotary_interleaved),
         num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
         needs_grad(*a),
         0 if packed is None else packed.panel_size,
     )
-    _check_memory(a)
+    _check_memory(a, fields[1][0], fields[2][0])
     cache_seqlens = _cache_seqlens(problem, a)
     if lengths.are_checked(a.q):
         _check_numbers(problem, a, cache_seqlens.tolist())
     return problem, _inputs(problem, a, cache_seqlens)
 
 
-def _signatures(a: KvCacheArguments) -> _Signatures:
-    return _Signatures(
-        signature("q", a.q),
-        signature("k_cache", a.k_cache),
-        signature("v_cache", a.v_cache),
-        None if a.k is None else signature("k", a.k),
-        None if a.v is None else signature("v", a.v),
-        None if a.rotary_cos is None else signature("rotary_cos", a.rotary_cos),
-        None if a.rotary_sin is None else signature("rotary_sin", a.rotary_sin),
-        signature("cache_seqlens", a.cache_seqlens) if isinstance(a.cache_seqlens, Tensor) else None,
-        None if a.cache_batch_idx is None else signature("cache_batch_idx", a.cache_batch_idx),
-        None if a.cache_leftpad is None else signature("cache_leftpad", a.cache_leftpad),
-        None if a.block_table is None else signature("block_table", a.block_table),
-        None if a.alibi_slopes is None else signature("alibi_slopes", a.alibi_slopes),
-        None if a.attn_bias is None else signature("attn_bias", a.attn_bias),
-        None if a.sinks is None else signature("sinks", a.sinks),
-        None if a.k_scale is None else signature("k_scale", a.k_scale),
-        None if a.v_scale is None else signature("v_scale", a.v_scale),
+def _fields(a: KvCacheArguments) -> _Fields:
+    """What _Signatures are made from, of all tensors at once: a call for each would take as long as a short decode."""
+    if a.q is None or a.k_cache is None or a.v_cache is None:
+        _refuse(a)
+    if not (a.cache_seqlens is None or isinstance(a.cache_seqlens, Tensor)):
+        a = a._replace(cache_seqlens=None)
+    return tuple(
+        [
+            None if one is None else (one.shape, one.dtype, one.device) if isinstance(one, Tensor) else _refuse(a)
+            for one in a
+        ]
     )
 
 
-def _check_memory(a: KvCacheArguments) -> None:
-    """Checks the strides of caches and scales, which are used and written in place and hence never copied."""
-    for name, cache in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
-        if cache.stride(-1) != 1 and cache.shape[-1] != 1:
-            raise ArgumentError(f"{name} must have a contiguous last axis, got strides {cache.stride()}")
-    if a.k is None:
+def _refuse(a: KvCacheArguments) -> NoReturn:
+    """Names the first argument that should be a tensor and is not."""
+    for name, value in a._asdict().items():
+        if value is not None or name in ("q", "k_cache", "v_cache"):
+            require_tensor(name, value)
+    raise AssertionError("all are tensors")
+
+
+def _check_memory(a: KvCacheArguments, k_shape: torch.Size, v_shape: torch.Size) -> None:
+    """Checks strides and addresses of caches and scales, which are used and written in place and hence never copied."""
+    appends = a.k is not None
+    _check_cache_strides("k_cache", k_shape, a.k_cache.stride(), appends)
+    _check_cache_strides("v_cache", v_shape, a.v_cache.stride(), appends)
+    if not appends:
         return
-    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
-        if (tensor := getattr(a, name)) is not None:
-            check_not_expanded(name, tensor)
-    for k_name, v_name in (("k_cache", "v_cache"), ("k_scale", "v_scale")):
-        ours, theirs = getattr(a, k_name), getattr(a, v_name)
-        if ours is not None and theirs is not None and ours.numel() and ours.data_ptr() == theirs.data_ptr():
-            raise ArgumentError(f"{k_name} and {v_name} are the same memory; an append of k and v would write it twice")
+    if a.k_cache.data_ptr() == a.v_cache.data_ptr() and a.k_cache.numel():
+        raise _same_memory("k_cache", "v_cache")
+    if a.k_scale is not None and a.v_scale is not None:
+        for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
+            check_not_expanded(name, scale.shape, scale.stride())
+        if a.k_scale.data_ptr() == a.v_scale.data_ptr() and a.k_scale.numel():
+            raise _same_memory("k_scale", "v_scale")
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_cache_strides(name: str, shape: torch.Size, strides: tuple[int, ...], appends: bool) -> None:
+    if strides[-1] != 1 and shape[-1] != 1:
+        raise ArgumentError(f"{name} must have a contiguous last axis, got strides {strides}")
+    if appends:
+        check_not_expanded(name, shape, strides)
+
+
+def _same_memory(k_name: str, v_name: str) -> ArgumentError:
+    return ArgumentError(f"{k_name} and {v_name} are the same memory; an append of k and v would write it twice")
 
 
 def _cache_seqlens(problem: Problem, a: KvCacheArguments) -> Tensor:
@@ -170,8 +184,9 @@ def _check_room(problem: Problem, before: list[int]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _kvcache_problem(
-    s: _Signatures, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool, panel_size: int
+    fields: _Fields, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool, panel_size: int
 ) -> Problem:
+    s = _Signatures(*(None if one is None else Signature(*one) for one in fields))  # type: ignore[arg-type]
     check_rank("q", s.q, "batch_size, seqlen_q, nheads, headdim")
     cache_axes = "batch_size_cache, seqlen_cache, nheads_k, headdim" if s.block_table is None else PAGED_AXES
     check_rank("k_cache", s.k_cache, cache_axes)
@@ -317,15 +332,15 @@ def _inputs(problem: Problem, a: KvCacheArguments, cache_seqlens: Tensor) -> Inp
     if bias is not None:
         bias = bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
     return Inputs(
-        q=last_axis_contiguous(a.q),
+        q=a.q if a.q.stride()[-1] == 1 else last_axis_contiguous(a.q),
         k=a.k_cache,
         v=a.v_cache,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=None if a.cache_batch_idx is None else a.cache_batch_idx.contiguous(),
         cache_leftpad=None if a.cache_leftpad is None else a.cache_leftpad.contiguous(),
         block_table=None if a.block_table is None else last_axis_contiguous(a.block_table),
-        k_new=None if a.k is None else last_axis_contiguous(a.k),
-        v_new=None if a.v is None else last_axis_contiguous(a.v),
+        k_new=a.k if a.k is None or a.k.stride()[-1] == 1 else last_axis_contiguous(a.k),
+        v_new=a.v if a.v is None or a.v.stride()[-1] == 1 else last_axis_contiguous(a.v),
         rotary_cos=None if a.rotary_cos is None else a.rotary_cos.contiguous(),
         rotary_sin=None if a.rotary_sin is None else a.rotary_sin.contiguous(),
         alibi_slopes=None if a.alibi_slopes is None else as_float32(a.alibi_slopes),

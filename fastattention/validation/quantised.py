@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fastattention.errors import ArgumentError
 from fastattention.quantised import LARGEST_STORED
@@ -46,10 +45,9 @@ def check_scale(name: str, scale: Signature, cache: Signature, axes: str) -> Non
     check_shape(name, scale, tuple(cache.shape[:-1]), axes.rpartition(", ")[0])
 
 
-def check_not_expanded(name: str, tensor: Tensor) -> None:
+def check_not_expanded(name: str, shape: torch.Size, strides: tuple[int, ...]) -> None:
     """Raises when several places of a tensor that is written share memory."""
-    strides = tensor.stride()
-    if any(step == 0 and size > 1 for step, size in zip(strides, tensor.shape, strict=True)):
+    if any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True)):
         raise ArgumentError(f"{name} is expanded, got strides {strides}; appended tokens need memory of their own")
 
 

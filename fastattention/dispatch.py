@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def explain_call(call: Callable[[], object]) -> Explanation:
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
     """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
-    stop_if_explaining(problem, backend)
+    if _explaining.get():
+        _stop(problem, backend)
     if not isinstance(backend, str):  # the look-up wants what can be hashed
         check_name(backend)  # type: ignore[unreachable]
     return select_backend(problem, backend).forward(problem, inputs)
@@ -71,8 +72,12 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
 def stop_if_explaining(problem: Problem, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():
-        check_name(backend)  # an unknown one is an error here as it is in the call
-        raise _Explained(Explanation(problem, tuple(verdicts(problem))))
+        _stop(problem, backend)
+
+
+def _stop(problem: Problem, backend: str) -> NoReturn:
+    check_name(backend)  # an unknown one is an error here as it is in the call
+    raise _Explained(Explanation(problem, tuple(verdicts(problem))))
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -56,6 +56,7 @@ import torch
 from torch import Tensor
 
 from fastattention import ops
+from fastattention.backends.registry import check_name
 from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput
@@ -102,7 +103,7 @@ def fast_attn_func(
         )
         result = run(problem, inputs, backend)
     else:
-        _check_traceable(q, options.dropout_p, return_attn_probs)
+        _check_traceable(q, backend, options.dropout_p, return_attn_probs)
         result = ops.call_attention(
             q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, None, None, options, backend
         )
@@ -202,7 +203,7 @@ def fast_attn_varlen_func(
         )  # fmt: skip
         result = run(problem, inputs, backend)
     else:
-        _check_traceable(q, options.dropout_p, return_attn_probs)
+        _check_traceable(q, backend, options.dropout_p, return_attn_probs)
         result = ops.call_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed,
             max_seqlen_q, max_seqlen_k, options, backend,
@@ -332,7 +333,7 @@ def fast_attn_with_kvcache(
         problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
         result = run(problem, inputs, backend)
     else:
-        _check_traceable(q)
+        _check_traceable(q, backend)
         result = ops.call_attention_kvcache(arguments, options, rotary_interleaved, num_splits, backend)
     return _returned(result, with_lse, False)
 
@@ -356,9 +357,10 @@ def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:
     return torch.randint(2**62, (), device=q.device)
 
 
-def _check_traceable(q: Tensor, dropout_p: float = 0.0, return_attn_probs: bool = False) -> None:
+def _check_traceable(q: Tensor, backend: str, dropout_p: float = 0.0, return_attn_probs: bool = False) -> None:
     """Raises for what the operators cannot take or give. They make all other checks when they run."""
     require_tensor("q", q)
+    check_name(backend)
     if dropout_p and return_attn_probs:
         raise UnsupportedError(
             f"return_attn_probs with dropout_p={dropout_p} gives the dropout mask, which a traced call cannot return; "

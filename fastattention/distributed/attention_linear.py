@@ -93,7 +93,7 @@ def attention_linear_allreduce(
     """
     options = read_options(softmax_scale, causal, window_size, softcap)
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
-    return _run(problem, inputs, _Sum(w_o, bias, out, group, plan, backend, transport))
+    return _run(problem, inputs, _Asked(w_o, bias, out, group, plan, backend, transport))
 
 
 def attention_linear_allreduce_with_kvcache(
@@ -134,10 +134,10 @@ def attention_linear_allreduce_with_kvcache(
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
     problem, inputs = prepare_kvcache(arguments, read_options(softmax_scale, causal, window_size, softcap))
-    return _run(problem, inputs, _Sum(w_o, bias, out, group, plan, backend, transport))
+    return _run(problem, inputs, _Asked(w_o, bias, out, group, plan, backend, transport))
 
 
-class _Sum(NamedTuple):
+class _Asked(NamedTuple):
     """The arguments beyond those of attention, as given."""
 
     w_o: Tensor
@@ -149,13 +149,19 @@ class _Sum(NamedTuple):
     transport: str
 
 
-def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
-    if problem.device.type == "cuda" and module.current_device() != problem.device.index:
-        with torch.cuda.device(problem.device):  # streams and flags of transports are those of the current one
-            return _run(problem, inputs, asked)
-    stop_if_explaining(problem, asked.backend)
+def _run(problem: Problem, inputs: Inputs, asked: _Asked) -> Tensor:
     key = _key_of(problem, inputs.q, asked)
     group = named_group(asked.group)
+    stop_if_explaining(problem, asked.backend)
+    select_backend(problem, asked.backend)
+    if problem.device.type == "cuda" and module.current_device() != problem.device.index:
+        with torch.cuda.device(problem.device):  # streams and flags of transports are those of the current one
+            return _sum(problem, inputs, asked, key, group)
+    return _sum(problem, inputs, asked, key, group)
+
+
+def _sum(problem: Problem, inputs: Inputs, asked: _Asked, key: Key, group: ProcessGroup) -> Tensor:
+    """The result of a call whose arguments are all checked."""
     agreement = agreement_of(group)
     out = asked.out
     if out is None:
@@ -172,8 +178,11 @@ def _run(problem: Problem, inputs: Inputs, asked: _Sum) -> Tensor:
     return out
 
 
-def _key_of(problem: Problem, q: Tensor, asked: _Sum) -> Key:
-    """Checks all but the group. One look-up for all that shapes, dtypes and names tell of a call like another."""
+def _key_of(problem: Problem, q: Tensor, asked: _Asked) -> Key:
+    """Checks all but the group, and whether a backend serves the call.
+
+    One look-up for all that shapes, dtypes and names tell of a call like another.
+    """
     w_o, bias, out, _, plan, backend, transport = asked
     w_o_signature = signature("w_o", w_o)
     bias_signature = None if bias is None else signature("bias", bias)
@@ -190,7 +199,7 @@ def _key_of(problem: Problem, q: Tensor, asked: _Sum) -> Key:
         )
     if out is not None and not out.is_contiguous():
         raise ArgumentError(f"out must be contiguous, got strides {out.stride()}")
-    if not (isinstance(backend, str) and isinstance(transport, str)):
+    if not (isinstance(backend, str) and isinstance(transport, str)):  # the look-up wants what can be hashed
         check_name(backend)  # type: ignore[unreachable]
         transports.check_name(transport)
     rows = plan if isinstance(plan, str) else _read_rows(plan)
@@ -210,7 +219,6 @@ def _checked_key(
     hidden = _check_shapes(problem, w_o, bias, out)
     rows = _check_plan(plan, problem)
     transports.check_name(transport)
-    select_backend(problem, backend)
     return Key(problem, hidden, bias is not None, backend, transport, rows)
 
 

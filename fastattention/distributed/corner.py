@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastattention.backends.base import Backend
 from fastattention.backends.registry import select_backend
 from fastattention.dispatch import run
 from fastattention.merge import merge_attn_states
@@ -32,8 +31,11 @@ class Division(NamedTuple):
 
 
 def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
-    """The result of a validated call, at once or in two, whichever its backend prefers."""
-    server, division = _how(problem, backend)
+    """The result of a validated call, at once or in two, whichever its backend prefers.
+
+    Callers have passed `stop_if_explaining`: nothing is asked twice before a short call.
+    """
+    server, division = select_backend(problem, backend), divide(problem)
     if division is None or not server.prefers_corner(division.corner):
         return server.forward(problem, inputs).out
     k, v, at = inputs.k, inputs.v, division.num_keys
@@ -45,10 +47,6 @@ def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _how(problem: Problem, backend: str) -> tuple[Backend, Division | None]:
-    return select_backend(problem, backend), divide(problem)
-
-
 def divide(problem: Problem) -> Division | None:
     """None where there is no such corner, or scores depend on where keys are."""
     divisible = (

@@ -29,12 +29,14 @@ def named_group(group: object) -> ProcessGroup:
     try:
         dist.get_process_group_ranks(group)
     except KeyError as error:
-        raise ArgumentError("group has been destroyed; give one of the groups there are, or None") from error
+        raise ArgumentError(
+            "group has been destroyed; give one of the groups there are, or None after init_process_group"
+        ) from error
     return group
 
 
 def check_serves(group: ProcessGroup, device: torch.device) -> None:
-    """Raises ArgumentError unless the group has a backend for tensors on `device`."""
+    """Raises ArgumentError unless the group has a backend for tensors on `device`, as sums over several ranks need."""
     try:
         group._get_backend(device)
     except RuntimeError as error:

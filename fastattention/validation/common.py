@@ -61,7 +61,7 @@ class Scores(NamedTuple):
 def require_tensor(name: str, value: object) -> None:
     """Raises ArgumentError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise _not_a_tensor(name, value)
+        raise not_a_tensor(name, value)
 
 
 def require_tensors(**values: object) -> None:
@@ -73,12 +73,13 @@ def require_tensors(**values: object) -> None:
 def signature(name: str, value: object) -> Signature:
     """The Signature of a tensor; raises ArgumentError naming anything else."""
     if not isinstance(value, Tensor):
-        raise _not_a_tensor(name, value)
+        raise not_a_tensor(name, value)
     # Every call makes three or more of these: tuple.__new__ takes a third of the time of Signature(...).
     return tuple.__new__(Signature, (value.shape, value.dtype, value.device))
 
 
-def _not_a_tensor(name: str, value: object) -> ArgumentError:
+def not_a_tensor(name: str, value: object) -> ArgumentError:
+    """The error for a `value` that should be a tensor."""
     return ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
@@ -270,7 +271,8 @@ def check_index(name: str, tensor: Signature, q: Signature, shape: tuple[int, ..
 
 def last_axis_contiguous(tensor: Tensor) -> Tensor:
     """`tensor`, copied only when its last axis is strided; kernels take any other strides."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    # stride(-1) takes twice as long
+    return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def needs_grad(*arguments: object) -> bool:

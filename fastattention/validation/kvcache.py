@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fastattention.validation import lengths
 from fastattention.validation.common import (
     Options,
     Signature,
+    SignatureFields,
     as_float32,
     check_bias,
     check_index,
@@ -25,9 +26,9 @@ from fastattention.validation.common import (
     check_shape,
     last_axis_contiguous,
     needs_grad,
+    not_a_tensor,
     read_flag,
     read_int,
-    require_tensor,
 )
 from fastattention.validation.prefill import PAGED_AXES
 from fastattention.validation.quantised import check_cache_dtype, check_not_expanded, check_scale
@@ -75,7 +76,8 @@ class _Signatures(NamedTuple):
     v_scale: Signature | None
 
 
-_Fields = tuple[Any, ...]  # in their order: (shape, dtype, device), or None
+_REQUIRED = ("q", "k_cache", "v_cache")
+_Fields = tuple[SignatureFields | None, ...]  # of KvCacheArguments, in their order
 
 
 class PackedCache(NamedTuple):
@@ -114,25 +116,18 @@ def prepare_kvcache(
 
 
 def _fields(a: KvCacheArguments) -> _Fields:
-    """What _Signatures are made from, of all tensors at once: a call for each would take as long as a short decode."""
-    if a.q is None or a.k_cache is None or a.v_cache is None:
-        _refuse(a)
+    """What _Signatures are made from, by one loop: a call for each tensor would take as long as a short decode."""
     if not (a.cache_seqlens is None or isinstance(a.cache_seqlens, Tensor)):
         a = a._replace(cache_seqlens=None)
-    return tuple(
-        [
-            None if one is None else (one.shape, one.dtype, one.device) if isinstance(one, Tensor) else _refuse(a)
-            for one in a
-        ]
-    )
-
-
-def _refuse(a: KvCacheArguments) -> NoReturn:
-    """Names the first argument that should be a tensor and is not."""
-    for name, value in a._asdict().items():
-        if value is not None or name in ("q", "k_cache", "v_cache"):
-            require_tensor(name, value)
-    raise AssertionError("all are tensors")
+    fields: list[SignatureFields | None] = []
+    for name, value in zip(_Signatures._fields, a, strict=True):
+        if value is None and name not in _REQUIRED:
+            fields.append(None)
+        elif isinstance(value, Tensor):
+            fields.append((value.shape, value.dtype, value.device))
+        else:
+            raise not_a_tensor(name, value)
+    return tuple(fields)
 
 
 def _check_memory(a: KvCacheArguments, k_shape: torch.Size, v_shape: torch.Size) -> None:
@@ -332,15 +327,15 @@ def _inputs(problem: Problem, a: KvCacheArguments, cache_seqlens: Tensor) -> Inp
     if bias is not None:
         bias = bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
     return Inputs(
-        q=a.q if a.q.stride()[-1] == 1 else last_axis_contiguous(a.q),
+        q=last_axis_contiguous(a.q),
         k=a.k_cache,
         v=a.v_cache,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=None if a.cache_batch_idx is None else a.cache_batch_idx.contiguous(),
         cache_leftpad=None if a.cache_leftpad is None else a.cache_leftpad.contiguous(),
         block_table=None if a.block_table is None else last_axis_contiguous(a.block_table),
-        k_new=a.k if a.k is None or a.k.stride()[-1] == 1 else last_axis_contiguous(a.k),
-        v_new=a.v if a.v is None or a.v.stride()[-1] == 1 else last_axis_contiguous(a.v),
+        k_new=None if a.k is None else last_axis_contiguous(a.k),
+        v_new=None if a.v is None else last_axis_contiguous(a.v),
         rotary_cos=None if a.rotary_cos is None else a.rotary_cos.contiguous(),
         rotary_sin=None if a.rotary_sin is None else a.rotary_sin.contiguous(),
         alibi_slopes=None if a.alibi_slopes is None else as_float32(a.alibi_slopes),

@@ -54,7 +54,7 @@ def prepare_dense(
         options,
         needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
     )
-    if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:  # stride(-1) takes twice as long
+    if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
         q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
     if alibi_slopes is attn_bias is sinks is dropout_seed is None:
         return problem, Inputs(q, k, v)

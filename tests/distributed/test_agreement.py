@@ -230,6 +230,16 @@ def test_what_graphs_of_a_call_need_is_there_when_it_has_been_made(team: Team) -
     assert team.run(run_with_another_transport_in_graphs, AUTO) == [[(24 * row, 20 * row)]] * team.size
 
 
+def test_a_call_is_made_in_one_way_where_it_is_called_and_in_another_where_it_is_captured() -> None:
+    known, key, group = agreement.Agreement(2), mock.Mock(), mock.Mock()
+    key.problem.device = torch.device("cuda", 0)
+    called, captured = Candidate((1,), mock.Mock(spec=C10d)), Candidate((1,), mock.Mock(spec=C10d))
+    known.agreed[key] = Agreed(called, captured)
+    for capturing, way in ((False, called), (True, captured)):
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing):
+            assert known.of(key, mock.Mock(), group) is way
+
+
 def test_transports_that_serve_no_call_give_their_memory_back() -> None:
     known = agreement.Agreement(4)
     called, captured, loser = (mock.Mock(spec=C10d) for _ in range(3))

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from conformance.case import DenseCase
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from unit.refusals import Refusal, assert_refused, refusals
 
 from distributed.sums import Sum, check, run_part
-from fastattention import ArgumentError, UnsupportedError
+from fastattention import ArgumentError, UnsupportedError, explain
 from fastattention.distributed import (
     agreement,
     attention_linear_allreduce,
@@ -96,6 +97,7 @@ WRONG = refusals(
     Refusal("softcap", {"softcap": -1.0}, ("softcap=-1.0",)),
     Refusal("gradient", {"q": torch.zeros(2, 6, 4, 8, requires_grad=True)}, ("gradient", "torch.no_grad()")),
     Refusal("gradient-w_o", {"w_o": torch.zeros(HIDDEN, 20, requires_grad=True)}, ("gradient", "torch.no_grad()")),
+    Refusal("gradient-out", {"out": torch.zeros(2, 6, HIDDEN, requires_grad=True)}, ("gradient", "torch.no_grad()")),
     Refusal("gradient-bias", {"bias": torch.zeros(HIDDEN, requires_grad=True)}, ("gradient", "torch.no_grad()")),
 )
 
@@ -105,6 +107,15 @@ def test_dense_refuses(not_alone: None, refusal: Refusal) -> None:
     out = torch.full((2, 6, HIDDEN), 7.0)
     assert_refused(lambda: attention_linear_allreduce(**(dense(out=out) | refusal.changes)), refusal)
     assert (out == 7.0).all()
+
+
+@WRONG
+def test_explaining_refuses(not_alone: None, refusal: Refusal) -> None:
+    assert_refused(lambda: explain(**dense(**refusal.changes), function=attention_linear_allreduce), refusal)
+
+
+def test_explaining_communicates_nothing(not_alone: None) -> None:
+    assert explain(**dense(), function=attention_linear_allreduce).backend == "cpu"
 
 
 @WRONG
@@ -144,13 +155,26 @@ def test_without_torch_distributed_the_error_says_what_to_do() -> None:
 def test_a_group_that_has_been_destroyed_is_refused(alone: None) -> None:
     group = dist.new_group([0])
     dist.destroy_process_group(group)
-    with pytest.raises(ArgumentError, match="group has been destroyed"):
+    with pytest.raises(ArgumentError, match=r"group has been destroyed; .*, or None after init_process_group"):
         attention_linear_allreduce(**dense(group=group))
 
 
-def test_a_group_without_a_backend_for_the_device_is_refused(alone: None) -> None:
-    with pytest.raises(ArgumentError, match="group has no backend for tensors on xpu; its backends are cpu:gloo"):
-        exchange.check_serves(exchange.named_group(None), torch.device("xpu"))
+def test_a_group_without_a_backend_for_the_device_is_refused_before_it_communicates(alone: None) -> None:
+    silent = mock.Mock(side_effect=AssertionError("communicated"))
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=2),
+        mock.patch.object(dist.ProcessGroup, "_get_backend", side_effect=RuntimeError("none")),
+        mock.patch.object(exchange.dist, "all_gather_object", silent),
+        pytest.raises(ArgumentError, match="group has no backend for tensors on cpu; its backends are cpu:gloo"),
+    ):
+        attention_linear_allreduce(**dense())
+
+
+def test_fake_tensors_of_a_gpu_are_refused_where_there_is_none(not_alone: None) -> None:
+    with FakeTensorMode():
+        fakes = {name: torch.empty(value.shape, device="cuda") for name, value in dense().items()}
+    with pytest.raises(ArgumentError, match="q is FakeTensor on cuda:0"):
+        attention_linear_allreduce(**fakes)
 
 
 def test_torch_compile_is_refused(alone: None) -> None:

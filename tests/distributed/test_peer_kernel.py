@@ -14,7 +14,7 @@ from distributed.pretended_kernels import flag_at
 from fastattention.backends.cuda import all_reduce
 from fastattention.backends.cuda.all_reduce import MOST_CTAS, Flags
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
-from fastattention.distributed.transports import Transfer
+from fastattention.distributed.transports import Transfer, peer_kernel
 from fastattention.distributed.transports.peer_kernel import (
     BULK_CTAS_ALONE,
     BULK_ROOMS,
@@ -263,5 +263,56 @@ def test_closing_leaves_no_addresses_behind() -> None:
         transport.close()
         assert transport._addresses is None
         assert not transport._raise
+        assert not transport._prepared
 
     Host(1, PeerKernel).run(task)
+
+
+def test_what_is_prepared_for_one_dtype_serves_no_other() -> None:
+    calls = list(enumerate([HALF, BRAIN, SINGLE, HALF]))
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[Tensor]:
+        return [sum_on(transport, rank, stream, call, (5, 7), hidden=24, dtype=dtype) for call, dtype in calls]
+
+    for results in Host(2, PeerKernel).run(task):
+        for (call, dtype), found in zip(calls, results, strict=True):
+            check(found, PeerKernel, 2, call, (5, 7), hidden=24, dtype=dtype)
+
+
+def test_a_block_that_is_summed_beside_compute_awaits_it_and_one_alone_does_not() -> None:
+    host = Host(2, PeerKernel)
+
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[bool]:
+        out = torch.empty(12, 24, dtype=HALF)
+        for _ in range(2):
+            partial = transport.begin(out, (12,))
+            transport.all_reduce(partial, out).wait()
+            transport.run(lambda *_: None, out, (12,))
+        return [bool(params.ready) for params, _ in host.here.launches]
+
+    assert host.run(task) == [[True, False] * 2] * 2
+
+
+def test_after_its_memory_is_given_back_it_sums_in_other() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[Tensor]:
+        before = sum_on(transport, rank, stream, 0, (5, 7), **SMALL)
+        stream.synchronize()
+        transport.release()
+        assert not transport._prepared
+        return [before, sum_on(transport, rank, stream, 1, (5, 7), **SMALL)]
+
+    for results in Host(2, PeerKernel).run(task):
+        for call, found in enumerate(results):
+            check(found, PeerKernel, 2, call, (5, 7), **SMALL)
+
+
+def test_what_is_prepared_stays_within_bounds() -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> int:
+        most = 0
+        for rows in range(2, 12):
+            sum_on(transport, rank, stream, 0, (rows, 1), **SMALL)
+            most = max(most, len(transport._prepared))
+        return most
+
+    with mock.patch.object(peer_kernel, "MOST_PREPARED", 3):
+        assert Host(1, PeerKernel).run(task) == [3]

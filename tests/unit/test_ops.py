@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -195,6 +196,18 @@ def test_a_wrong_argument_is_refused_when_the_operator_runs() -> None:
     q, k = torch.randn(1, 3, 2, 8).as_subclass(OtherTensor), torch.randn(1, 3, 2, 4)
     with pytest.raises(ArgumentError, match="k has headdim 4 and q has 8"):
         fast_attn_func(q, k, k, backend="sdpa")
+
+
+@pytest.mark.parametrize("backend", [["sdpa"], None, "abacus"], ids=str)
+def test_a_backend_that_is_none_is_refused_before_the_operator_runs(backend: Any) -> None:
+    with FakeTensorMode():
+        q, cache = torch.empty(1, 3, 2, 8), torch.empty(1, 8, 2, 8)
+        for call in (
+            lambda: fast_attn_func(q, q, q, backend=backend),
+            lambda: fast_attn_with_kvcache(q, cache, cache.clone(), backend=backend),
+        ):
+            with pytest.raises(ArgumentError, match=re.escape(f"backend={backend!r} is not known; choose 'auto'")):
+                call()
 
 
 def test_gradients_through_a_cache_are_refused() -> None:

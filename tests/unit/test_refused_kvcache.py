@@ -107,6 +107,11 @@ CACHES = (
         {"k_cache": torch.ones(1, 8, 2, 16).expand(2, -1, -1, -1)},
         ("k_cache is expanded", "strides (0, 32, 16, 1)", "memory of their own"),
     ),
+    Refusal(
+        "v_cache_expanded",
+        {"v_cache": torch.ones(1, 8, 2, 24).expand(2, -1, -1, -1)},
+        ("v_cache is expanded", "strides (0, 48, 24, 1)", "memory of their own"),
+    ),
 )
 
 LENGTHS = (
@@ -363,3 +368,9 @@ def test_keys_and_values_in_one_memory_are_refused_where_tokens_are_appended() -
         )
     reading = {name: value for name, value in given.items() if name not in ("k", "v", "rotary_cos", "rotary_sin")}
     fast_attn_with_kvcache(**reading | {"v_cache": given["k_cache"], "v_scale": given["k_scale"]})
+
+
+def test_caches_without_room_may_be_one_memory_to_which_nothing_is_appended() -> None:
+    cache, new = torch.empty(2, 0, 2, 16), torch.empty(2, 0, 2, 16)
+    out = fast_attn_with_kvcache(torch.ones(2, 2, 4, 16), cache, cache, new, new.clone(), cache_seqlens=0)
+    assert torch.equal(out, torch.zeros(2, 2, 4, 16))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class PeerKernel(OnOneHost, BlockTransport):
         self._addresses: Peers | None = None
         self._raise: list[FlagWrites] = []  # by block: it is computed
         self._call: _Call | None = None
-        self._prepared: dict[tuple[object, ...], tuple[Step, AllReduceParams]] = {}  # by all but the result
+        self._prepared: dict[_Kind, tuple[Step, AllReduceParams]] = {}
         if self._reason is None:
             seconds = timeout_of(group._get_backend(device)).total_seconds()
             self._patience = round(min(seconds, LONGEST_PATIENCE) * 1e9)
@@ -132,27 +133,36 @@ class PeerKernel(OnOneHost, BlockTransport):
         """alone: with all blocks computed, and the GPU to itself."""
         self._keep_for_graphs(self._peers)
         out = call.out
-        kind = (call.ends, out.dtype, call.ctas, alone)
-        step, params = self._prepared.get(kind) or self._prepare(kind, call, alone)
+        kind = _Kind(call.ends, out.dtype, call.ctas, alone)
+        step, params = self._prepared.get(kind) or self._prepare(kind, out.nbytes)
         params.out = out.data_ptr()
         all_reduce.all_reduce(step, params, self._device.index, stream)
 
-    def _prepare(self, kind: tuple[object, ...], call: _Call, alone: bool) -> tuple[Step, AllReduceParams]:
+    def _prepare(self, kind: _Kind, nbytes: int) -> tuple[Step, AllReduceParams]:
         """What is launched for calls of a kind, and kept: to make it takes longer than the launch."""
         assert self._addresses is not None
-        out, ctas = call.out, call.ctas
-        if alone:
+        ctas = kind.ctas
+        if kind.alone:
             ctas = BULK_CTAS_ALONE if self._bulk_copies else CTAS_ALONE
-        whole = alone and out.nbytes <= WHOLE_BYTES
-        ctas = ctas_for(out.nbytes, self._size, ctas, whole)
+        whole = kind.alone and nbytes <= WHOLE_BYTES
+        ctas = ctas_for(nbytes, self._size, ctas, whole)
         params = all_reduce_params(
-            self._addresses, 0, call.ends, ctas, self._patience, awaits_blocks=not alone, whole=whole
+            self._addresses, 0, kind.ends, ctas, self._patience, awaits_blocks=not kind.alone, whole=whole
         )
         if len(self._prepared) >= MOST_PREPARED:
             self._prepared.clear()
-        made = all_reduce_step(out.dtype, self._size, ctas, self._bulk_copies), params
+        made = all_reduce_step(kind.dtype, self._size, ctas, self._bulk_copies), params
         self._prepared[kind] = made
         return made
+
+
+class _Kind(NamedTuple):
+    """All that a launch depends on but the result."""
+
+    ends: tuple[int, ...]
+    dtype: torch.dtype
+    ctas: int
+    alone: bool
 
 
 class _Call:

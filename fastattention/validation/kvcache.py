@@ -108,7 +108,7 @@ def prepare_kvcache(
         needs_grad(*a),
         0 if packed is None else packed.panel_size,
     )
-    _check_memory(a, fields[1][0], fields[2][0])
+    _check_memory(a)
     cache_seqlens = _cache_seqlens(problem, a)
     if lengths.are_checked(a.q):
         _check_numbers(problem, a, cache_seqlens.tolist())
@@ -130,11 +130,11 @@ def _fields(a: KvCacheArguments) -> _Fields:
     return tuple(fields)
 
 
-def _check_memory(a: KvCacheArguments, k_shape: torch.Size, v_shape: torch.Size) -> None:
+def _check_memory(a: KvCacheArguments) -> None:
     """Checks strides and addresses of caches and scales, which are used and written in place and hence never copied."""
     appends = a.k is not None
-    _check_cache_strides("k_cache", k_shape, a.k_cache.stride(), appends)
-    _check_cache_strides("v_cache", v_shape, a.v_cache.stride(), appends)
+    _check_cache_strides("k_cache", a.k_cache.shape, a.k_cache.stride(), appends)
+    _check_cache_strides("v_cache", a.v_cache.shape, a.v_cache.stride(), appends)
     if not appends:
         return
     if a.k_cache.data_ptr() == a.v_cache.data_ptr() and a.k_cache.numel():

@@ -61,7 +61,7 @@ class Scores(NamedTuple):
 def require_tensor(name: str, value: object) -> None:
     """Raises ArgumentError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise not_a_tensor(name, value)
+        raise _not_a_tensor(name, value)
 
 
 def require_tensors(**values: object) -> None:
@@ -73,13 +73,12 @@ def require_tensors(**values: object) -> None:
 def signature(name: str, value: object) -> Signature:
     """The Signature of a tensor; raises ArgumentError naming anything else."""
     if not isinstance(value, Tensor):
-        raise not_a_tensor(name, value)
+        raise _not_a_tensor(name, value)
     # Every call makes three or more of these: tuple.__new__ takes a third of the time of Signature(...).
     return tuple.__new__(Signature, (value.shape, value.dtype, value.device))
 
 
-def not_a_tensor(name: str, value: object) -> ArgumentError:
-    """The error for a `value` that should be a tensor."""
+def _not_a_tensor(name: str, value: object) -> ArgumentError:
     return ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 

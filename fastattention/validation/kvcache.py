@@ -188,14 +188,7 @@ def _kvcache_problem(
 ) -> Problem:
     s = _Signatures(*(None if one is None else Signature(*one) for one in fields))  # type: ignore[arg-type]
     check_rank("q", s.q, "batch_size, seqlen_q, nheads, headdim")
-    cache_axes = "batch_size_cache, seqlen_cache, nheads_k, headdim" if s.block_table is None else PAGED_AXES
-    check_rank("k_cache", s.k_cache, cache_axes)
-    check_rank("v_cache", s.v_cache, cache_axes + "_v")
-    cache_dtype = _check_dtypes(s, cache_axes)
-    if s.v_cache.shape[:2] != s.k_cache.shape[:2]:
-        raise ArgumentError(
-            f"k_cache and v_cache must hold the same tokens, got {tuple(s.k_cache.shape)}, {tuple(s.v_cache.shape)}"
-        )
+    cache_dtype = _check_caches(s)
     batch_size, seqlen_q, nheads, headdim = s.q.shape
     capacity = _check_cache_indices(s, batch_size)
     seqlen_new = _check_new_tokens(s, batch_size)
@@ -229,6 +222,19 @@ def _kvcache_problem(
         cache_dtype=cache_dtype,
         **check_options(options, headdim, seqlen_q, capacity)._asdict(),
     )
+
+
+def _check_caches(s: _Signatures) -> torch.dtype | None:
+    """Checks the caches by themselves and beside q; their dtype where they come with scales."""
+    axes = "batch_size_cache, seqlen_cache, nheads_k, headdim" if s.block_table is None else PAGED_AXES
+    check_rank("k_cache", s.k_cache, axes)
+    check_rank("v_cache", s.v_cache, axes + "_v")
+    cache_dtype = _check_dtypes(s, axes)
+    if s.v_cache.shape[:2] != s.k_cache.shape[:2]:
+        raise ArgumentError(
+            f"k_cache and v_cache must hold the same tokens, got {tuple(s.k_cache.shape)}, {tuple(s.v_cache.shape)}"
+        )
+    return cache_dtype
 
 
 def _check_dtypes(s: _Signatures, cache_axes: str) -> torch.dtype | None:

@@ -67,7 +67,9 @@ def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> Signature:
 
 
 def _is_like(value: object, wanted: Signature) -> bool:
-    return isinstance(value, Tensor) and (value.shape, value.dtype, value.device) == wanted
+    if not isinstance(value, Tensor):
+        return False
+    return value.shape == wanted.shape and value.dtype is wanted.dtype and value.device == wanted.device
 
 
 def _misfit(outs: list[Tensor], lses: list[Tensor], first: Signature, fitting: Signature) -> ArgumentError:

@@ -24,8 +24,8 @@ class Codec(Protocol):
     def encode(self, text: str) -> Tensor:
         """Tokens of a prompt, int64 (1, seqlen)."""
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text of tokens."""
+    def decode(self, tokens: int | list[int]) -> str:
+        """Text of one token or of several: streamers of Transformers ask for either."""
 
 
 class ByteCodec:
@@ -39,8 +39,10 @@ class ByteCodec:
         start = [] if self._bos is None else [self._bos]
         return torch.tensor([[*start, *text.encode()]])
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: int | list[int]) -> str:
         """UTF-8; bytes that are none become U+FFFD."""
+        if isinstance(tokens, int):
+            tokens = [tokens]
         return bytes(token for token in tokens if token != self._bos).decode(errors="replace")
 
 
@@ -56,7 +58,7 @@ class TokenizerCodec:
         assert isinstance(tokens, Tensor)
         return tokens
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: int | list[int]) -> str:
         """Without special tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 

@@ -81,6 +81,7 @@ def test_a_folder_with_a_tokenizer_uses_it(byte_model: Path, tmp_path: Path) -> 
     codec = load(folder).codec
     assert codec.encode("hello world").tolist() == [[7, 9]]
     assert codec.decode([9, 7]) == "world hello"
+    assert codec.decode(7) == "hello"
 
 
 def test_bytes_need_no_tokenizer(byte_model: Path) -> None:
@@ -88,6 +89,7 @@ def test_bytes_need_no_tokenizer(byte_model: Path) -> None:
     assert codec.encode("né").tolist() == [[0, ord("n"), 0xC3, 0xA9]]
     assert codec.decode([0, ord("n"), 0xC3, 0xA9]) == "né"
     assert codec.decode([0xFF, ord("x")]) == "\N{REPLACEMENT CHARACTER}x"
+    assert codec.decode(ord("n")) == "n"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from fastattention.cli.bench.report import SCHEMA, in_words, title
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers import NAME
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from fastattention.offload.model_shape import ModelShape
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,7 +55,7 @@ def turn(model: Any, cache: Any, tokens: int) -> float:
     token, before = torch.zeros(1, 1, dtype=torch.int64), [(layer.keys, layer.values) for layer in cache.layers]
     start = time.perf_counter()
     for _ in range(tokens):
-        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = model(token, **{CACHE_ARGUMENT: cache}, use_cache=True).logits[:, -1:].argmax(-1)
     seconds = (time.perf_counter() - start) / tokens
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         layer.keys, layer.values = keys, values

@@ -32,6 +32,7 @@ from fastattention.backends.cpu.library import load_library
 from fastattention.cli.bench.report import SCHEMA, title
 from fastattention.cli.console import MESSAGES, OUTPUT
 from fastattention.cli.machine import describe_machine
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from fastattention.offload.device import CudaDevice, Device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
@@ -195,7 +196,7 @@ def transformers_offloaded(
     with torch.inference_mode():
         for _ in range(steps + 1):
             start = time.perf_counter()
-            token = model(token, past_key_values=cache).logits.argmax(dim=-1)
+            token = model(token, **{CACHE_ARGUMENT: cache}).logits.argmax(dim=-1)
             token.tolist()
             times.append(time.perf_counter() - start)
     return median(times[1:])

@@ -25,6 +25,7 @@ from fastattention.cli.bench.report import SCHEMA, title
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers import NAME, FastAttentionCache
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from fastattention.offload.memory import PREFILL_CHUNK
 from fastattention.offload.model_shape import PRESETS
 from fastattention.sizes import format_bytes
@@ -52,7 +53,7 @@ def measure(model: Any, cache: FastAttentionCache, prompt: int, new_tokens: int)
     clock = Clock()
     torch.cuda.reset_peak_memory_stats()
     model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, streamer=clock, do_sample=False,
+        tokens, attention_mask=torch.ones_like(tokens), **{CACHE_ARGUMENT: cache}, streamer=clock, do_sample=False,
         max_new_tokens=new_tokens, min_new_tokens=new_tokens, prefill_chunk_size=PREFILL_CHUNK,
     )  # fmt: skip
     start, *times = clock.times

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, TextStreamer
 
 from fastattention.cli.model_folder import LoadedModel
 from fastattention.errors import ArgumentError
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from fastattention.offload.memory import PREFILL_CHUNK
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def generate_tokens(
     clock = _Clock(loaded, events)
     prompt = prompt.to(loaded.model.device)
     if cache is not None:
-        sampling |= {"past_key_values": cache, "prefill_chunk_size": PREFILL_CHUNK}
+        sampling |= {CACHE_ARGUMENT: cache, "prefill_chunk_size": PREFILL_CHUNK}
     num_chunks = 1 if cache is None else -(-prompt.shape[1] // PREFILL_CHUNK)
     with torch.inference_mode(), _watched_layers(loaded.model, num_chunks, events.prefill):
         loaded.model.generate(  # type: ignore[operator]

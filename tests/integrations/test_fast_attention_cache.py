@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from fastattention.errors import ArgumentError, CacheFullError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 from .budgets import LARGE, LENGTH, NUM_LAYERS, POLICIES, SLOW, cache_arguments, generate_arguments
 from .models import deep, padding_mask, prompts
@@ -26,7 +27,7 @@ def make_cache(name: str, device: PretendDevice | None = None, **changed: Any) -
 
 def generate(name: str, cache: FastAttentionCache | None, **changed: Any) -> Tensor:
     given = generate_arguments(20, changed)
-    tokens = deep(name, NUM_LAYERS).generate(past_key_values=cache, **given)
+    tokens = deep(name, NUM_LAYERS).generate(**{CACHE_ARGUMENT: cache}, **given)
     assert isinstance(tokens, Tensor)
     return tokens
 
@@ -98,7 +99,7 @@ def test_a_conversation_goes_on_with_the_same_cache(name: str) -> None:
 
 def logits(name: str, cache: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
-        result: Tensor = deep(name, NUM_LAYERS)(tokens, past_key_values=cache).logits
+        result: Tensor = deep(name, NUM_LAYERS)(tokens, **{CACHE_ARGUMENT: cache}).logits
     return result
 
 
@@ -224,9 +225,9 @@ def test_torch_compile_is_refused() -> None:
     model, cache = deep("llama", NUM_LAYERS), make_cache("llama")
     ids = prompts(4)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE_ARGUMENT: cache})
         with pytest.raises(UnsupportedError, match=r"torch\.compile cannot trace a FastAttentionCache"):
-            torch.compile(model, backend="eager")(ids[:, :1], past_key_values=cache)
+            torch.compile(model, backend="eager")(ids[:, :1], **{CACHE_ARGUMENT: cache})
 
 
 def test_too_small_a_budget_is_told_before_any_token_is_kept() -> None:
@@ -252,7 +253,9 @@ def test_other_implementations_of_attention_are_told_off() -> None:
     model.set_attn_implementation("sdpa")
     cache = FastAttentionCache(model.config, kv_budget=SMALL, page_size=4, hardware=SLOW, device=PretendDevice())
     with pytest.raises(UnsupportedError, match="attn_implementation='fast_attention'"):
-        model.generate(prompts(), attention_mask=torch.ones_like(prompts()), past_key_values=cache, max_new_tokens=3)
+        model.generate(
+            prompts(), attention_mask=torch.ones_like(prompts()), **{CACHE_ARGUMENT: cache}, max_new_tokens=3
+        )
 
 
 def test_padding_on_the_right_is_refused() -> None:
@@ -260,4 +263,4 @@ def test_padding_on_the_right_is_refused() -> None:
     logits("llama", cache, tokens)
     mask = torch.cat([padding_mask("right", length=LENGTH), torch.ones(3, 4)], dim=1)
     with pytest.raises(UnsupportedError, match="pad on the left"):
-        deep("llama", NUM_LAYERS)(tokens[:, :4], attention_mask=mask, past_key_values=cache)
+        deep("llama", NUM_LAYERS)(tokens[:, :4], attention_mask=mask, **{CACHE_ARGUMENT: cache})

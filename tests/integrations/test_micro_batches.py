@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache
 
 from fastattention.errors import ArgumentError, CacheFullError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache, MicroBatchedCache, overlapped
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 from .budgets import LARGE, LENGTH, NUM_LAYERS, PAGE_SIZE, POLICIES, SLOW, cache_arguments, generate_arguments
 from .models import VOCABULARY, deep, prompts
@@ -31,9 +32,9 @@ def generate(name: str, cache: Cache | None, **changed: Any) -> Tensor:
     model = deep(name, NUM_LAYERS)
     if isinstance(cache, MicroBatchedCache):
         with overlapped(model, cache):
-            tokens = model.generate(past_key_values=cache, **given)
+            tokens = model.generate(**{CACHE_ARGUMENT: cache}, **given)
     else:
-        tokens = model.generate(past_key_values=cache, **given)
+        tokens = model.generate(**{CACHE_ARGUMENT: cache}, **given)
     assert isinstance(tokens, Tensor)
     return tokens
 
@@ -42,9 +43,9 @@ def call(name: str, cache: Cache | None, tokens: Tensor, **given: Any) -> Any:
     model = deep(name, NUM_LAYERS)
     with torch.no_grad():
         if not isinstance(cache, MicroBatchedCache):
-            return model(tokens, past_key_values=cache, **given)
+            return model(tokens, **{CACHE_ARGUMENT: cache}, **given)
         with overlapped(model, cache):
-            return model(tokens, past_key_values=cache, **given)
+            return model(tokens, **{CACHE_ARGUMENT: cache}, **given)
 
 
 def logits(name: str, cache: Cache | None, tokens: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def test_embeddings_and_positions_are_divided_too() -> None:
     embeddings = model.get_input_embeddings()(more).detach()
     positions = torch.arange(LENGTH, LENGTH + 2)
     with torch.no_grad(), overlapped(model, cache):
-        given = {"inputs_embeds": embeddings, "past_key_values": cache}
+        given = {"inputs_embeds": embeddings, CACHE_ARGUMENT: cache}
         assert_close(model(**given, position_ids=positions.expand(3, 2)).logits, expected)
         cache.crop(-2)
         assert_close(model(**given, position_ids=positions[None]).logits, expected)
@@ -154,7 +155,7 @@ def test_hidden_states_and_tuples_are_joined() -> None:
         assert len(result.hidden_states) == NUM_LAYERS + 1
         for state, wanted in zip(result.hidden_states, expected.hidden_states, strict=True):
             assert_close(state, wanted)
-        assert result.past_key_values is cache
+        assert result[CACHE_ARGUMENT] is cache
     first, second = call("llama", cache, more, return_dict=False)
     assert first.shape == (3, 1, VOCABULARY)
     assert second is cache
@@ -238,7 +239,7 @@ def test_a_model_is_as_it_was_afterwards_and_serves_other_caches_meanwhile() -> 
     model, cache, tokens = deep("llama", NUM_LAYERS), make_cache("llama"), prompts(length=LENGTH)
     expected = logits("llama", None, tokens)
     with torch.no_grad(), overlapped(model, cache), overlapped(model, make_cache("llama")):
-        assert_close(model(tokens, past_key_values=DynamicCache(config=model.config)).logits, expected)
+        assert_close(model(tokens, **{CACHE_ARGUMENT: DynamicCache(config=model.config)}).logits, expected)
         assert_close(model(tokens, None, None, cache).logits, expected)
     assert "forward" not in vars(model)
     assert cache.get_seq_length() == LENGTH
@@ -255,7 +256,7 @@ def test_beam_search_is_refused() -> None:
 
 def test_a_cache_that_is_used_as_it_is_says_what_it_needs() -> None:
     with pytest.raises(UnsupportedError, match="with overlapped"):
-        deep("llama", NUM_LAYERS)(prompts(), past_key_values=make_cache("llama"))
+        deep("llama", NUM_LAYERS)(prompts(), **{CACHE_ARGUMENT: make_cache("llama")})
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from fastattention.distributed import DeferredAttention, NotTiledWarning, Tiling
 from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache
 from fastattention.integrations.transformers.tensor_parallel import NAME, tile_allreduce
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 from .budgets import LARGE, cache_arguments
 from .models import assert_same, make_cache, padding_mask, pair, prompts
@@ -100,10 +101,10 @@ def passes(name: str, side: str, cache: str) -> None:
     for model in (pair(name).eager, tiled(name)):
         past, seen = make_cache(cache, model), mask
         with projected() as calls:
-            logits = [model(ids, attention_mask=mask, past_key_values=past, use_cache=past is not None).logits]
+            logits = [model(ids, attention_mask=mask, **{CACHE_ARGUMENT: past}, use_cache=past is not None).logits]
             for count in (3, 1, 1) if past is not None else ():
                 seen = torch.cat([seen, seen.new_ones(3, count)], dim=1)
-                logits.append(model(ids[:, :count], attention_mask=seen, past_key_values=past).logits)
+                logits.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
         results.append(torch.cat(logits, dim=1))
     expected, out = results
     if side == "right":
@@ -148,9 +149,9 @@ def not_tiled(kind: str) -> None:
     autocast = torch.autocast("cpu", dtype=torch.bfloat16) if kind == "autocast" else contextlib.nullcontext()
     with torch.set_grad_enabled(kind == "gradients"), autocast:
         with projected():
-            tiled("llama")(ids[:, :6], past_key_values=cache)
+            tiled("llama")(ids[:, :6], **{CACHE_ARGUMENT: cache})
         with projected() as calls:
-            out = tiled("llama")(ids[:, 6:], past_key_values=cache).logits
+            out = tiled("llama")(ids[:, 6:], **{CACHE_ARGUMENT: cache}).logits
     assert calls.count == 0
     (reason,) = calls.reasons
     named = {"gradients": "gradients are wanted", "cache": "a FastAttentionCache", "autocast": "torch.bfloat16"}[kind]

@@ -13,6 +13,7 @@ from distributed.team import GPU_PATIENCE, NEEDS_TWO_GPUS, Team
 from torch import Tensor
 
 from fastattention.integrations.transformers.tensor_parallel import tile_allreduce
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 from .models import make_cache, padding_mask, pair, prompts
 from .test_tensor_parallel import LAYERS, TILED, divided, halves, projected
@@ -46,10 +47,10 @@ def logits_of(model: Any, ids: Tensor, mask: Tensor, cache: str) -> Tensor:
     """Of a prompt, then of a chunk of three tokens and of two single ones: float64, on the CPU."""
     device = next(model.parameters()).device
     past, seen, ids = make_cache(cache, model), mask.to(device), ids.to(device)
-    found = [model(ids, attention_mask=seen, past_key_values=past).logits]
+    found = [model(ids, attention_mask=seen, **{CACHE_ARGUMENT: past}).logits]
     for count in (3, 1, 1):
         seen = torch.cat([seen, seen.new_ones(len(seen), count)], dim=1)
-        found.append(model(ids[:, :count], attention_mask=seen, past_key_values=past).logits)
+        found.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
     return torch.cat(found, dim=1).double().cpu()
 
 

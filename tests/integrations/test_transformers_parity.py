@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from integrations.models import (
     DECODERS,
     ENCODERS,
@@ -36,11 +37,11 @@ def test_logits_are_those_of_eager(name: str, side: str, cache: str, grad: bool)
     for model in pair(name):
         past = make_cache(cache, model)
         with torch.set_grad_enabled(grad):
-            logits = [model(ids, attention_mask=mask, past_key_values=past, use_cache=past is not None).logits]
+            logits = [model(ids, attention_mask=mask, **{CACHE_ARGUMENT: past}, use_cache=past is not None).logits]
             seen = mask
             for count in (3, 1, 1) if past is not None else ():
                 seen = _with_ones(seen, count)
-                logits.append(model(ids[:, :count], attention_mask=seen, past_key_values=past).logits)
+                logits.append(model(ids[:, :count], attention_mask=seen, **{CACHE_ARGUMENT: past}).logits)
         results.append(torch.cat(logits, dim=1))
     eager, fast = results
     assert_same(fast, eager, _with_ones(mask, eager.shape[1] - mask.shape[1]))

@@ -25,6 +25,7 @@ from transformers import (
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.integrations import transformers as integration
 from fastattention.integrations.transformers import mask_function, masks
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from integrations.models import DECODERS, VOCABULARY, assert_same, make_cache, padding_mask, pair, prompts
 
 
@@ -81,9 +82,9 @@ def test_decoding_copies_no_cache(name: str, kind: str, side: str, calls: Calls)
     past, mask = make_cache(kind, fast), padding_mask(side)
     assert isinstance(past, DynamicCache | StaticCache)
     with torch.inference_mode():
-        fast(prompts(), attention_mask=mask, past_key_values=past)
+        fast(prompts(), attention_mask=mask, **{CACHE_ARGUMENT: past})
         calls.take()
-        fast(prompts()[:, :1], attention_mask=torch.cat([mask, mask[:, :1] * 0 + 1], dim=1), past_key_values=past)
+        fast(prompts()[:, :1], attention_mask=torch.cat([mask, mask[:, :1] * 0 + 1], dim=1), **{CACHE_ARGUMENT: past})
     made = calls.take()
     assert len(made) == len(past.layers)
     for (function, args, kwargs), layer in zip(made, past.layers, strict=True):
@@ -101,7 +102,7 @@ def test_decoding_copies_no_cache(name: str, kind: str, side: str, calls: Calls)
 def test_prefill_without_padding_copies_nothing(calls: Calls) -> None:
     fast, past = pair("llama").fast, DynamicCache()
     with torch.inference_mode():
-        fast(prompts(), attention_mask=padding_mask("none"), past_key_values=past)
+        fast(prompts(), attention_mask=padding_mask("none"), **{CACHE_ARGUMENT: past})
     for (function, args, _), layer in zip(calls.take(), past.layers, strict=True):
         assert function == "fast_attn_func"
         assert _same_memory(args[1], layer.keys)
@@ -160,10 +161,10 @@ def test_dropout_is_not_lost_while_decoding(calls: Calls) -> None:
         layer.self_attn.attention_dropout = 0.25
     mask = padding_mask("left")
     with torch.no_grad():
-        fast(prompts(), attention_mask=mask, past_key_values=past)
+        fast(prompts(), attention_mask=mask, **{CACHE_ARGUMENT: past})
         calls.take()
         fast.train()(
-            prompts()[:, :1], attention_mask=torch.cat([mask, mask[:, :1] * 0 + 1], dim=1), past_key_values=past
+            prompts()[:, :1], attention_mask=torch.cat([mask, mask[:, :1] * 0 + 1], dim=1), **{CACHE_ARGUMENT: past}
         )
     assert [(function, args[3]) for function, args, _ in calls.take()] == [("fast_attn_func", 0.25)] * 2
 
@@ -288,12 +289,12 @@ def test_one_compiled_step_decodes_a_static_cache(side: str) -> None:
         past, ids, mask = StaticCache(config=model.config, max_cache_len=24), prompts(), padding_mask(side)
         step = model if run is None else torch.compile(model, backend=run, fullgraph=True)
         with torch.no_grad():
-            logits = [model(ids, attention_mask=mask, past_key_values=past).logits[:, -1]]
+            logits = [model(ids, attention_mask=mask, **{CACHE_ARGUMENT: past}).logits[:, -1]]
             for token in range(4):
                 mask = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
                 ids = torch.cat([ids, ids[:, token : token + 1]], dim=1)
                 inputs = model.prepare_inputs_for_generation(
-                    ids, next_sequence_length=1, past_key_values=past, attention_mask=mask, use_cache=True
+                    ids, next_sequence_length=1, **{CACHE_ARGUMENT: past}, attention_mask=mask, use_cache=True
                 )
                 logits.append(step(**inputs).logits[:, -1])
         results.append(torch.stack(logits, dim=1))

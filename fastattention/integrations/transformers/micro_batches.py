@@ -91,7 +91,9 @@ class MicroBatchedCache(Cache):
     reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse_selection
 
     def run(self, forward: Callable[..., ModelOutput], given: dict[str, Any]) -> ModelOutput:
-        """A forward pass of the whole batch, by one for each half. given: arguments by name, but past_key_values.
+        """A forward pass of the whole batch, by one for each half.
+
+        forward: takes the cache of a half, and arguments by name. given: these, of the whole batch.
 
         Raises ArgumentError for another number of sequences than before, UnsupportedError for arguments that cannot
         be divided, and whatever either pass raises; the cache is then as it was.
@@ -105,10 +107,7 @@ class MicroBatchedCache(Cache):
         if not self._rows:
             self._divide(rows, tokens.device)
         self._before = self.length
-        passes = [
-            functools.partial(forward, past_key_values=half, **part)
-            for half, part in zip(self._used(), parts, strict=True)
-        ]
+        passes = [functools.partial(forward, half, **part) for half, part in zip(self._used(), parts, strict=True)]
         if len(passes) > 1 and self._before and tokens.shape[1] <= MOST_QUERIES_ON_CPU:
             outputs = run_together(self._device or cuda_device(tokens.device), passes)
         else:
@@ -142,7 +141,7 @@ class MicroBatchedCache(Cache):
 
 @contextlib.contextmanager
 def overlapped(model: PreTrainedModel, cache: MicroBatchedCache) -> Iterator[None]:
-    """Meanwhile `model.generate` and `model(...)` with past_key_values=cache compute the halves of a batch at once.
+    """Meanwhile `model.generate` and `model(...)` with this cache compute the halves of a batch at once.
 
     Calls with other caches are as ever. Raises UnsupportedError for models that change while they compute.
     """
@@ -153,11 +152,12 @@ def overlapped(model: PreTrainedModel, cache: MicroBatchedCache) -> Iterator[Non
     @functools.wraps(forward)
     def in_halves(*args: Any, **kwargs: Any) -> Any:
         given = _by_name(signature, args, kwargs)
-        if given.get("past_key_values") is not cache:
+        name = next((name for name in ("past_key_values", "cache") if given.get(name) is cache), None)
+        if name is None:
             return forward(*args, **kwargs)
-        del given["past_key_values"]
+        del given[name]
         return_dict = given.pop("return_dict", None)
-        outputs = cache.run(functools.partial(forward, return_dict=True), given)
+        outputs = cache.run(lambda half, **part: forward(**{name: half}, **part, return_dict=True), given)
         as_dict = getattr(model.config, "return_dict", True) if return_dict is None else return_dict
         return outputs if as_dict else outputs.to_tuple()
 

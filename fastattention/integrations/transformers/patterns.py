@@ -47,7 +47,9 @@ def recognise(mask_function: Callable[..., Any]) -> Pattern | None:
     if torch.compiler.is_compiling() or not _made_by(mask_function, masking_utils.and_masks):
         return None
     parts = _captured(mask_function).get("mask_functions", ())
-    return _recognise_intersection(*parts) if len(parts) == 2 else None
+    if len(parts) != 2:
+        return None
+    return _recognise_intersection(*parts) or _recognise_intersection(*reversed(parts))
 
 
 def _recognise_intersection(overlay: Callable[..., Any], base: Callable[..., Any]) -> Pattern | None:

@@ -7,7 +7,8 @@ Two functions are registered under that name. The mask function (mask_function.p
 kind of layer: it knows offsets, cache sizes and padding, and returns a mask of masks.py, or a bool tensor for patterns
 that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
 cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
-of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once.
+of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. versions.py has what
+Transformers has renamed.
 docs/transformers.md tells users what is covered and what costs what.
 """
 

@@ -48,7 +48,7 @@ class FastAttentionCache(Cache):
     """Keys and values of a model within a budget of GPU memory; layers that do not fit are kept by the CPU.
 
         cache = FastAttentionCache(model.config, gpu_memory="16GiB")
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)  # past_key_values=cache before Transformers 5.24
 
     config: of the model, which must be loaded with attn_implementation="fast_attention"
     gpu_memory: all that this process may take of the GPU, weights and all: a number of bytes, or "16GiB". What

@@ -26,7 +26,7 @@ class MicroBatchedCache(Cache):
 
         cache = MicroBatchedCache(model.config, gpu_memory="16GiB")
         with overlapped(model, cache):
-            model.generate(**inputs, past_key_values=cache)
+            model.generate(**inputs, cache=cache)  # past_key_values=cache before Transformers 5.24
 
     While the CPU attends for one half, the GPU computes layers of the other; it reads the weights twice for that, which
     pays when the CPU's attention takes longer (`fastattention plan offload --batch` predicts it).

@@ -7,8 +7,8 @@ Two functions are registered under that name. The mask function (mask_function.p
 kind of layer: it knows offsets, cache sizes and padding, and returns a mask of masks.py, or a bool tensor for patterns
 that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
 cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
-of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. versions.py has what
-Transformers has renamed.
+of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. versions.py knows what
+Transformers has renamed, and warns of one that is too old.
 docs/transformers.md tells users what is covered and what costs what.
 """
 
@@ -18,13 +18,14 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
-        "fastattention.integrations.transformers needs Transformers 5: pip install 'transformers>=5'"
+        "fastattention.integrations.transformers needs Transformers 5.23 or newer: pip install 'transformers>=5.23'"
     ) from error
 
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.cache import FastAttentionCache
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
+from fastattention.integrations.transformers.versions import warn_of_old_version
 
 __all__ = [
     "NAME",
@@ -46,3 +47,4 @@ def register() -> None:
 
 
 register()
+warn_of_old_version()

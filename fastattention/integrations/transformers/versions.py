@@ -1,12 +1,28 @@
-"""What Transformers calls by other names from one version to the next."""
+"""Which Transformers this is: one that is supported, and what it calls by another name than others."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
 
+import transformers
+from packaging.version import Version
 from transformers import masking_utils
+
+OLDEST = "5.23"  # with which the tests pass
 
 _NAMES = inspect.signature(masking_utils.create_causal_mask).parameters
 
 # The argument of models and of `generate` that is their cache: renamed in Transformers 5.24, where the old name warns.
 CACHE_ARGUMENT = "cache" if "cache" in _NAMES else "past_key_values"
+
+
+def warn_of_old_version() -> None:
+    """Warns of a Transformers older than OLDEST."""
+    if Version(transformers.__version__) < Version(OLDEST):
+        warnings.warn(
+            f"Transformers {transformers.__version__} is older than {OLDEST}, the oldest that fast_attention supports: "
+            "packed sequences and assisted generation fail with it; upgrade by "
+            f"pip install --upgrade 'transformers>={OLDEST}'",
+            stacklevel=3,
+        )

@@ -90,7 +90,7 @@ def test_encoder_decoder_with_position_bias_is_that_of_eager(side: str, cache: s
     ids, mask = prompts(), padding_mask(side)
     with torch.no_grad():
         eager, fast = (model(ids, attention_mask=mask, decoder_input_ids=ids[:, :5]).logits for model in pair("t5"))
-    assert_same(fast, eager)
+    assert_same(fast, eager, tolerance=2e-5)  # T5 does not scale its scores
     eager, fast = (
         model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, cache_implementation=cache)
         for model in pair("t5")

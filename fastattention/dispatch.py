@@ -43,6 +43,8 @@ class _Explained(BaseException):
 
 
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_active_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def explain_call(call: Callable[[], object]) -> Explanation:
@@ -69,6 +71,11 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
     return select_backend(problem, backend).forward(problem, inputs)
 
 
+def is_observed() -> bool:
+    """True under torch.compile, any active dispatch mode and `explain_call`, which want more than a call's result."""
+    return torch.compiler.is_compiling() or _active_dispatch_modes() > 0 or _explaining.get()
+
+
 def stop_if_explaining(problem: Problem, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():
@@ -78,10 +85,6 @@ def stop_if_explaining(problem: Problem, backend: str) -> None:
 def _stop(problem: Problem, backend: str) -> NoReturn:
     check_name(backend)  # an unknown one is an error here as it is in the call
     raise _Explained(Explanation(problem, tuple(verdicts(problem))))
-
-
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-_active_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def runs_eagerly(q: Tensor) -> bool:

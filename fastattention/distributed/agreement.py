@@ -43,6 +43,9 @@ class Key(NamedTuple):
     rows: tuple[int, ...] | None  # of each block; None for "auto"
 
 
+Looks = tuple[Hashable, ...]  # all that the checks of a call read of its arguments
+
+
 class Agreed(NamedTuple):
     """How a call is made: as it is called, and where a CUDA graph is captured, whose launches cost nothing."""
 
@@ -53,6 +56,17 @@ class Agreed(NamedTuple):
     def always(cls, candidate: Candidate) -> Agreed:
         """One way for both."""
         return cls(candidate, candidate)
+
+    def now(self, device: torch.device) -> Candidate:
+        """The way that is due."""
+        return self.called if self.called is self.captured or not _is_capturing(device) else self.captured
+
+
+class Repeat(NamedTuple):
+    """What calls have come to whose arguments look the same."""
+
+    key: Key
+    agreed: Agreed
 
 
 class Division(enum.Enum):
@@ -91,6 +105,7 @@ class Agreement:
         self.group_size = group_size
         self.transports: dict[tuple[str, torch.device], Transport] = {}
         self.agreed: dict[Key, Agreed] = {}
+        self.repeats: dict[Looks, Repeat] = {}  # only of keys in `agreed`, which are new to all ranks or to none
         self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
         self._compute_costs = calibrate.ComputeCosts()
         # By what calls have in common, and the transports that were tried.
@@ -111,13 +126,20 @@ class Agreement:
             known = self._agree(key, call, group)
             if len(self.agreed) == MOST_KEPT:
                 del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
+                self.repeats.clear()
             self.agreed[key] = known
             if (len(self._costs), len(self._verdicts)) != measured:  # which takes memory of all transports
                 self._release_unused()
             self._reserve(key, known.captured)
-        if known.called is known.captured or not _is_capturing(key.problem.device):
-            return known.called
-        return known.captured
+        return known.now(key.problem.device)
+
+    def remember(self, looks: Looks, key: Key) -> None:
+        """That calls of these looks have this key, if that has been agreed on."""
+        agreed = self.agreed.get(key)
+        if agreed is not None:
+            if len(self.repeats) == MOST_KEPT:
+                self.repeats.clear()
+            self.repeats[looks] = Repeat(key, agreed)
 
     def _release_unused(self) -> None:
         """The memory of transports that have been measured and tried, and serve no call."""

@@ -152,12 +152,12 @@ class AttentionLinear:
 
     def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
         """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""
-        parts = pieces(start, stop, self.problem.seqlen_q)
-        if len(parts) == 1:  # views of all of `partial` would be a tenth of what a decoding step takes here
-            self.multiply(self.attend(parts[0]), partial, adds)
+        if stop - start == self.problem.total_q:  # what can be left out here is a tenth of a decoding step
+            attended = corner.attend(self.problem, self.inputs, self.backend)
+            self.multiply(attended.view(stop, -1), partial, adds)
             return
         first = 0
-        for piece in parts:
+        for piece in pieces(start, stop, self.problem.seqlen_q):
             end = first + piece.num_rows
             self.multiply(self.attend(piece), partial[first:end], adds)
             first = end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,30 +30,39 @@ def can_express(problem: Problem) -> bool:
     return scores_only and scale_fits and repeatable
 
 
+class _Whole(NamedTuple):
+    """A call that is one of torch's."""
+
+    arguments: dict[str, Any]
+    by_gpu_kernels: bool  # only by these, which know of heads that share keys
+    off_cpu: bool
+
+
 def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
     """The result of a call that is one of torch's with the tensors as they lie; None for all others.
 
     What `attend` does with such a call, in fewer steps: they take longer than attention of a short one.
     """
-    arguments = _whole_arguments(problem)
-    if arguments is None or not (arguments["is_causal"] or _shares_keys_unmasked(problem)):
+    whole = _whole(problem)
+    if whole is None or (whole.by_gpu_kernels and not gpu_kernels.share_keys(problem)):
         return None
     q, k, v = inputs.q, inputs.k, inputs.v
-    if problem.device.type != "cpu" and not (_is_aligned(q) and _is_aligned(k) and _is_aligned(v)):
+    if whole.off_cpu and not _are_aligned(q, k, v):
         return None
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **arguments)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **whole.arguments)
     return out.transpose(1, 2).contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole_arguments(problem: Problem) -> dict[str, Any] | None:
-    """Of torch's function where `problem` is one call of it, wherever tensors lie, whatever torch has switched on."""
+def _whole(problem: Problem) -> _Whole | None:
+    """None unless `problem` is one call of torch's, wherever tensors lie, whatever torch has switched on."""
     if not _is_one_call(problem):
         return None
-    causal = not _sees_everything(problem)
-    if causal and not _shares_keys(problem):
+    causal, shared = not _sees_everything(problem), problem.group_size > 1
+    if shared and not (_shares_keys(problem) if causal else _HAS_ENABLE_GQA):
         return None
-    return {"is_causal": causal, "scale": problem.softmax_scale, **_gqa(problem)}
+    arguments = {"is_causal": causal, "scale": problem.softmax_scale, **_gqa(problem)}
+    return _Whole(arguments, shared and not causal, problem.device.type != "cpu")
 
 
 def _is_one_call(problem: Problem) -> bool:
@@ -197,6 +206,17 @@ def _aligned(x: Tensor) -> Tensor:
 def _is_aligned(x: Tensor) -> bool:
     """Whether rows are without gaps and start at multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and _keep_aligned(x.stride(), x.element_size())
+
+
+def _are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """`_is_aligned` of all three, by one look-up."""
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    return addresses % 16 == 0 and _all_keep_aligned(q.stride(), k.stride(), v.stride(), q.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _all_keep_aligned(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], itemsize: int) -> bool:
+    return all(_keep_aligned(strides, itemsize) for strides in (q, k, v))
 
 
 @functools.lru_cache(maxsize=4096)

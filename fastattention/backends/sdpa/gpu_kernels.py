@@ -24,7 +24,13 @@ def can_serve(problem: Problem) -> bool:
 
 def share_keys(problem: Problem) -> bool:
     """Whether they serve heads that share keys, within scaled_dot_product_attention too."""
-    return torch.version.hip is None and _could_take(problem) and kernel_of(problem) is not None
+    return _share_keys(problem, *_switched_on())
+
+
+@functools.lru_cache(maxsize=4096)
+def _share_keys(problem: Problem, cudnn: bool, flash: bool) -> bool:
+    """By one look-up: before a short call each takes its time."""
+    return torch.version.hip is None and _could_take(problem) and _kernel(problem, cudnn, flash) is not None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,11 +74,18 @@ def attend(problem: Problem, part: Part) -> AttentionOutput:
 
 def kernel_of(problem: Problem) -> str | None:
     """The one that torch has switched on, the GPU is new enough for, and the mask fits: "cudnn" or "flash"."""
+    return _kernel(problem, *_switched_on())
+
+
+def _switched_on() -> tuple[bool, bool]:
+    """Whether cuDNN's is, and FlashAttention."""
+    return torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
+def _kernel(problem: Problem, cudnn: bool, flash: bool) -> str | None:
     capability = _capability(problem.device)
-    cudnn: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if cudnn and capability >= _FIRST_CUDNN and not _is_lower_right(problem):
         return "cudnn"
-    flash: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
     return "flash" if flash and capability >= _FIRST_FLASH else None
 
 

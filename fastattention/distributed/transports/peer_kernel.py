@@ -58,7 +58,8 @@ class PeerKernel(OnOneHost, BlockTransport):
         super().__init__(group, device)
         self._addresses: Peers | None = None
         self._raise: list[FlagWrites] = []  # by block: it is computed
-        self._call: _Call | None = None
+        self._begun: tuple[Tensor, Sequence[int], Room] | None = None  # what `begin` was given
+        self._call: _Call | None = None  # made of that with the first block that is summed beside compute
         self._prepared: dict[_Kind, tuple[Step, AllReduceParams]] = {}
         if self._reason is None:
             seconds = timeout_of(group._get_backend(device)).total_seconds()
@@ -82,23 +83,28 @@ class PeerKernel(OnOneHost, BlockTransport):
         partials = super().begin(out, rows, room)
         if self._call is not None:
             self.give_up(self._call)
-        self._call = _Call(out, rows, self.rooms[room].ctas)
+        self._begun = out, rows, self.rooms[room]
         return partials
 
     def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
         """By the kernel, which is launched with the last block."""
-        call = self._call
-        assert call is not None
-        if call.is_new:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        call = self._call or self._first_block()
         group = call.one_more()
         if group is not None:
             self._raise[group].enqueue(module.current_stream(self._device.index))
         if call.is_complete:
-            self._launch(call, self._stream.cuda_stream, alone=False)
+            self._launch(call.out, _Kind(call.ends, call.out.dtype, call.ctas), self._stream.cuda_stream)
             call.end = self._stream.record_event()
             self._call = None
         return _Sum(self, call)
+
+    def _first_block(self) -> _Call:
+        """The call that has begun, from whose first block on the kernel waits for the others."""
+        assert self._begun is not None
+        (out, rows, room), self._begun = self._begun, None
+        self._call = _Call(out, rows, room.ctas)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._call
 
     def give_up(self, call: _Call) -> None:
         """Lowers the flags of a call that has failed before its kernel was launched."""
@@ -110,9 +116,8 @@ class PeerKernel(OnOneHost, BlockTransport):
 
     def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
         """On the current stream, by more CTAs."""
-        call, self._call = self._call, None
-        assert call is not None
-        self._launch(call, module.current_stream(self._device.index), alone=True)
+        self._begun = None
+        self._launch(out, _Kind((out.numel(),), out.dtype, None), module.current_stream(self._device.index))
 
     def release(self) -> None:
         """Gives back what peers read, and knows its addresses no more."""
@@ -129,11 +134,8 @@ class PeerKernel(OnOneHost, BlockTransport):
         self._raise = [FlagWrites([memory.flag(self._rank, Flags.READY + block)], 1) for block in range(MOST_BLOCKS)]
         return memory
 
-    def _launch(self, call: _Call, stream: int, alone: bool) -> None:
-        """alone: with all blocks computed, and the GPU to itself."""
+    def _launch(self, out: Tensor, kind: _Kind, stream: int) -> None:
         self._keep_for_graphs(self._peers)
-        out = call.out
-        kind = _Kind(call.ends, out.dtype, call.ctas, alone)
         step, params = self._prepared.get(kind) or self._prepare(kind, out.nbytes)
         params.out = out.data_ptr()
         all_reduce.all_reduce(step, params, self._device.index, stream)
@@ -141,13 +143,13 @@ class PeerKernel(OnOneHost, BlockTransport):
     def _prepare(self, kind: _Kind, nbytes: int) -> tuple[Step, AllReduceParams]:
         """What is launched for calls of a kind, and kept: to make it takes longer than the launch."""
         assert self._addresses is not None
-        ctas = kind.ctas
-        if kind.alone:
+        ctas, alone = kind.ctas, kind.ctas is None
+        if ctas is None:
             ctas = BULK_CTAS_ALONE if self._bulk_copies else CTAS_ALONE
-        whole = kind.alone and nbytes <= WHOLE_BYTES
+        whole = alone and nbytes <= WHOLE_BYTES
         ctas = ctas_for(nbytes, self._size, ctas, whole)
         params = all_reduce_params(
-            self._addresses, 0, kind.ends, ctas, self._patience, awaits_blocks=not kind.alone, whole=whole
+            self._addresses, 0, kind.ends, ctas, self._patience, awaits_blocks=not alone, whole=whole
         )
         if len(self._prepared) >= MOST_PREPARED:
             self._prepared.clear()
@@ -161,8 +163,7 @@ class _Kind(NamedTuple):
 
     ends: tuple[int, ...]
     dtype: torch.dtype
-    ctas: int
-    alone: bool
+    ctas: int | None  # None: with all blocks computed, and the GPU to itself
 
 
 class _Call:
@@ -180,11 +181,6 @@ class _Call:
         block = self._enqueued
         self._enqueued += 1
         return self._lasts.index(block) if block in self._lasts else None
-
-    @property
-    def is_new(self) -> bool:
-        """No block is enqueued yet."""
-        return self._enqueued == 0
 
     @property
     def is_complete(self) -> bool:

@@ -63,10 +63,11 @@ class Agreed(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """What calls have come to whose arguments look the same."""
+    """What calls come to whose arguments look the same."""
 
     key: Key
     agreed: Agreed
+    cuda_index: int | None
 
 
 class Division(enum.Enum):
@@ -139,7 +140,7 @@ class Agreement:
         if agreed is not None:
             if len(self.repeats) == MOST_KEPT:
                 self.repeats.clear()
-            self.repeats[looks] = Repeat(key, agreed)
+            self.repeats[looks] = Repeat(key, agreed, cuda_index(key.problem.device))
 
     def _release_unused(self) -> None:
         """The memory of transports that have been measured and tried, and serve no call."""
@@ -269,6 +270,11 @@ def agreement_of(group: ProcessGroup) -> Agreement:
 def _close(made: dict[tuple[str, torch.device], Transport]) -> None:
     for transport in made.values():
         transport.close()
+
+
+def cuda_index(device: torch.device) -> int | None:
+    """Of a GPU; None for other devices."""
+    return device.index if device.type == "cuda" else None
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -43,7 +43,7 @@ from fastattention.backends.cuda.jit import module
 from fastattention.backends.registry import check_name, select_backend
 from fastattention.dispatch import is_observed, runs_eagerly, stop_if_explaining
 from fastattention.distributed import transports
-from fastattention.distributed.agreement import Key, Looks, Repeat, agreement_of
+from fastattention.distributed.agreement import Agreed, Key, Looks, agreement_of, cuda_index
 from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
 from fastattention.distributed.exchange import named_group
 from fastattention.errors import ArgumentError
@@ -93,19 +93,18 @@ def attention_linear_allreduce(
     Returns out (batch_size, seqlen_q, hidden) in the dtype of q, the same bits on every rank.
     """
     options = read_options(softmax_scale, causal, window_size, softcap)
+    asked = _Asked(w_o, bias, out, named_group(group), plan, backend, transport)
     looks = None
     if alibi_slopes is attn_bias is sinks is None and not is_observed():
-        looks = _looks_of(q, k, v, w_o, bias, out, options, plan, backend, transport)
-        if looks is not None:
-            repeat = agreement_of(named_group(group)).repeats.get(looks)
-            if repeat is not None and not needs_grad(q, k, v, w_o, bias, out) and _is_current(q.device):
-                return _repeat(repeat, Inputs(q, k, v), w_o, bias, out)
-    asked = _Asked(w_o, bias, out, group, plan, backend, transport)
+        looks = _looks_of(q, k, v, options, asked)
+        repeat = None if looks is None else agreement_of(asked.group).repeats.get(looks)
+        if repeat is not None and not needs_grad(q, k, v, w_o, bias, out) and _is_current(repeat.cuda_index):
+            return _sum(repeat.key, Inputs(q, k, v), asked, repeat.agreed)
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
     key = _key_of(problem, q, asked)
     out = _run(key, inputs, asked)
     if looks is not None and inputs.q is q and inputs.k is k and inputs.v is v:
-        agreement_of(named_group(group)).remember(looks, key)
+        agreement_of(asked.group).remember(looks, key)
     return out
 
 
@@ -147,34 +146,29 @@ def attention_linear_allreduce_with_kvcache(
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
     problem, inputs = prepare_kvcache(arguments, read_options(softmax_scale, causal, window_size, softcap))
-    asked = _Asked(w_o, bias, out, group, plan, backend, transport)
+    asked = _Asked(w_o, bias, out, named_group(group), plan, backend, transport)
     return _run(_key_of(problem, q, asked), inputs, asked)
 
 
 class _Asked(NamedTuple):
-    """The arguments beyond those of attention, as given."""
+    """The arguments beyond those of attention, as given but for the group."""
 
     w_o: Tensor
     bias: Tensor | None
     out: Tensor | None
-    group: ProcessGroup | None
+    group: ProcessGroup
     plan: str | Sequence[int]
     backend: str
     transport: str
 
 
-def _looks_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w_o: Tensor,
-    bias: Tensor | None,
-    out: Tensor | None,
-    options: Options,
-    plan: object,
-    backend: str,
-    transport: str,
-) -> Looks | None:
+def _looks_of(q: Tensor, k: Tensor, v: Tensor, options: Options, asked: _Asked) -> Looks | None:
+    """All that the checks of a call read; None where they are better made.
+
+    What Python does between the launches of a short call takes it several times as long as in a loop by itself, and
+    each function as if it were called for the first time: one look-up takes a third of the checks.
+    """
+    w_o, bias, out, _, plan, backend, transport = asked
     if not (type(plan) is type(backend) is type(transport) is str):
         return None
     try:
@@ -187,50 +181,42 @@ def _looks_of(
             None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()),
             options, plan, backend, transport,
         )  # fmt: skip
-    except AttributeError:
+    except AttributeError:  # of what is no tensor
         return None
-
-
-def _is_current(device: torch.device) -> bool:
-    return device.type != "cuda" or module.current_device() == device.index
-
-
-def _repeat(repeat: Repeat, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    key = repeat.key
-    problem = key.problem
-    if out is None:
-        out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
-    call = AttentionLinear(problem, inputs, w_o, key.backend)
-    repeat.agreed.now(problem.device).run(call, out.view(problem.total_q, key.hidden))
-    if bias is not None:
-        out += bias
-    return out
 
 
 def _run(key: Key, inputs: Inputs, asked: _Asked) -> Tensor:
     problem = key.problem
-    group = named_group(asked.group)
     stop_if_explaining(problem, asked.backend)
     select_backend(problem, asked.backend)
-    if _is_current(problem.device):
-        return _sum(key, inputs, asked, group)
+    if _is_current(cuda_index(problem.device)):
+        return _sum(key, inputs, asked)
     with torch.cuda.device(problem.device):  # streams and flags of transports are those of the current one
-        return _sum(key, inputs, asked, group)
+        return _sum(key, inputs, asked)
 
 
-def _sum(key: Key, inputs: Inputs, asked: _Asked, group: ProcessGroup) -> Tensor:
-    """The result of a call whose arguments are all checked."""
+def _is_current(cuda_index: int | None) -> bool:
+    """Of the device of a call; None where it is not a GPU."""
+    return cuda_index is None or cuda_index == module.current_device()
+
+
+def _sum(key: Key, inputs: Inputs, asked: _Asked, agreed: Agreed | None = None) -> Tensor:
+    """The result of a call whose arguments are all checked.
+
+    agreed: what its group has agreed on, where that is known.
+    """
     problem, out = key.problem, asked.out
-    agreement = agreement_of(group)
     if out is None:
         out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
         call = AttentionLinear(problem, inputs, asked.w_o, asked.backend)
         flat = out.view(problem.total_q, key.hidden)
-        if agreement.group_size == 1:
-            call.compute(0, problem.total_q, flat)
+        if agreed is not None:
+            agreed.now(problem.device).run(call, flat)
+        elif (agreement := agreement_of(asked.group)).group_size > 1:
+            agreement.of(key, call, asked.group).run(call, flat)
         else:
-            agreement.of(key, call, group).run(call, flat)
+            call.compute(0, problem.total_q, flat)
     if asked.bias is not None:
         out += asked.bias
     return out

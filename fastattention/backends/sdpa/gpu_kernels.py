@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.backends import cuda as switches
 
 from fastattention.backends.sdpa.parts import Part
 from fastattention.problem import AttentionOutput, Layout, Problem
@@ -24,7 +25,7 @@ def can_serve(problem: Problem) -> bool:
 
 def share_keys(problem: Problem) -> bool:
     """Whether they serve heads that share keys, within scaled_dot_product_attention too."""
-    return _share_keys(problem, *_switched_on())
+    return _share_keys(problem, switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,12 +75,7 @@ def attend(problem: Problem, part: Part) -> AttentionOutput:
 
 def kernel_of(problem: Problem) -> str | None:
     """The one that torch has switched on, the GPU is new enough for, and the mask fits: "cudnn" or "flash"."""
-    return _kernel(problem, *_switched_on())
-
-
-def _switched_on() -> tuple[bool, bool]:
-    """Whether cuDNN's is, and FlashAttention."""
-    return torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return _kernel(problem, switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
 def _kernel(problem: Problem, cudnn: bool, flash: bool) -> str | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastattention.backends.registry import Verdict, check_name, select_backend, verdicts
 from fastattention.errors import ArgumentError
@@ -72,8 +73,18 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
 
 
 def is_observed() -> bool:
-    """True under torch.compile, any active dispatch mode and `explain_call`, which want more than a call's result."""
-    return torch.compiler.is_compiling() or _active_dispatch_modes() > 0 or _explaining.get()
+    """True where more is wanted of a call than its result.
+
+    That is so under torch.compile, any active dispatch mode and `explain_call`, and while autograd records, backward or
+    forward.
+    """
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or _active_dispatch_modes() > 0
+        or _explaining.get()
+        or forward_ad._current_level >= 0
+    )
 
 
 def stop_if_explaining(problem: Problem, backend: str) -> None:

@@ -98,7 +98,7 @@ def attention_linear_allreduce(
     if alibi_slopes is attn_bias is sinks is None and not is_observed():
         looks = _looks_of(q, k, v, options, asked)
         repeat = None if looks is None else agreement_of(asked.group).repeats.get(looks)
-        if repeat is not None and not needs_grad(q, k, v, w_o, bias, out) and _is_current(repeat.cuda_index):
+        if repeat is not None and _is_current(repeat.cuda_index):
             return _sum(repeat.key, Inputs(q, k, v), asked, repeat.agreed)
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
     key = _key_of(problem, q, asked)

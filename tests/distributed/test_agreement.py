@@ -35,6 +35,7 @@ def forget() -> None:
     """As if the group were new, but for its communicators."""
     for known in agreement._agreements.values():
         known.agreed.clear()
+        known.repeats.clear()
         known._costs.clear()
         known._compute_costs._known.clear()
         known._verdicts.clear()

@@ -293,6 +293,15 @@ def test_a_block_that_is_summed_beside_compute_awaits_it_and_one_alone_does_not(
     assert host.run(task) == [[True, False] * 2] * 2
 
 
+@pytest.mark.parametrize("blocks", [(12,), (5, 7)], ids=["one-block", "blocks"])
+def test_a_call_that_is_over_is_forgotten(blocks: tuple[int, ...]) -> None:
+    def task(transport: PeerKernel, rank: int, stream: Stream) -> list[object]:
+        sum_on(transport, rank, stream, 0, blocks, **SMALL)
+        return [transport._begun, transport._call]
+
+    assert Host(2, PeerKernel).run(task) == [[None, None]] * 2
+
+
 def test_after_its_memory_is_given_back_it_sums_in_other() -> None:
     def task(transport: PeerKernel, rank: int, stream: Stream) -> list[Tensor]:
         before = sum_on(transport, rank, stream, 0, (5, 7), **SMALL)

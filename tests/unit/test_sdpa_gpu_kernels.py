@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +42,11 @@ LOWER_RIGHT = replace(FULL, window_right=0)
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (9, 0))
+    gpu_kernels._share_keys.cache_clear()
+    yield
+    gpu_kernels._share_keys.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -211,6 +215,17 @@ def test_heads_share_keys_where_these_kernels_are() -> None:
         assert not gpu_kernels.share_keys(replace(plain, **changes))
     with sdpa_kernel([SDPBackend.MATH]):
         assert not gpu_kernels.share_keys(plain)
+    assert gpu_kernels.share_keys(plain)
+
+
+def test_heads_share_no_keys_on_older_gpus_and_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = replace(FULL, return_lse=False)
+    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (7, 5))
+    assert not gpu_kernels.share_keys(plain)
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    gpu_kernels._share_keys.cache_clear()
+    assert not gpu_kernels.share_keys(plain)
 
 
 @pytest.mark.parametrize("share", [False, True])

@@ -212,15 +212,24 @@ def test_a_rank_that_is_alone_has_agreed_on_nothing(known: Agreement) -> None:
     assert not known.repeats
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@torch.no_grad()
+def test_a_strided_last_axis_is_still_copied(known: Agreement, name: str) -> None:
+    attention_linear_allreduce(**dense())
+    strided = dense()[name].mT.contiguous().mT
+    with unchecked(), pytest.raises(AssertionError, match="checked"):
+        attention_linear_allreduce(**dense(**{name: strided}))
+
+
 @torch.no_grad()
 def test_what_ranks_no_longer_agree_on_is_not_repeated(known: Agreement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MOST_KEPT", 2)
-    counts = []
-    for seqlen_q in (1, 2, 2, 1, 3, 2):
-        attention_linear_allreduce(**dense(q=torch.randn(2, seqlen_q, 4, 8)))
+    kept = []
+    for seqlen_q, plan in ((1, "auto"), (2, [4]), (3, "auto"), (4, [8]), (3, "auto")):
+        attention_linear_allreduce(**dense(q=torch.randn(2, seqlen_q, 4, 8), plan=plan))
         assert {repeat.key for repeat in known.repeats.values()} <= set(known.agreed)
-        counts.append(len(known.repeats))
-    assert counts == [1, 2, 2, 2, 1, 2]
+        kept.append([repeat.key.problem.seqlen_q for repeat in known.repeats.values()])
+    assert kept == [[1], [1], [3], [], [3]]
 
 
 @torch.no_grad()

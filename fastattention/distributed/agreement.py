@@ -67,7 +67,7 @@ class Repeat(NamedTuple):
 
     key: Key
     agreed: Agreed
-    cuda_index: int | None
+    cuda_index: int | None  # of the device; None where that is no GPU
 
 
 class Division(enum.Enum):
@@ -135,12 +135,13 @@ class Agreement:
         return known.now(key.problem.device)
 
     def remember(self, looks: Looks, key: Key) -> None:
-        """That calls of these looks have this key, if that has been agreed on."""
+        """Calls of these looks have this key. Nothing is kept where nothing has been agreed on for it."""
         agreed = self.agreed.get(key)
         if agreed is not None:
             if len(self.repeats) == MOST_KEPT:
                 self.repeats.clear()
-            self.repeats[looks] = Repeat(key, agreed, cuda_index(key.problem.device))
+            device = key.problem.device
+            self.repeats[looks] = Repeat(key, agreed, device.index if device.type == "cuda" else None)
 
     def _release_unused(self) -> None:
         """The memory of transports that have been measured and tried, and serve no call."""
@@ -270,11 +271,6 @@ def agreement_of(group: ProcessGroup) -> Agreement:
 def _close(made: dict[tuple[str, torch.device], Transport]) -> None:
     for transport in made.values():
         transport.close()
-
-
-def cuda_index(device: torch.device) -> int | None:
-    """Of a GPU; None for other devices."""
-    return device.index if device.type == "cuda" else None
 
 
 def _is_capturing(device: torch.device) -> bool:

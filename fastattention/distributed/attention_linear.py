@@ -33,7 +33,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from fastattention.backends.cuda.jit import module
 from fastattention.backends.registry import check_name, select_backend
 from fastattention.dispatch import is_observed, runs_eagerly, stop_if_explaining
 from fastattention.distributed import transports
-from fastattention.distributed.agreement import Agreed, Key, Looks, agreement_of, cuda_index
+from fastattention.distributed.agreement import Agreed, Key, Looks, agreement_of
 from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
 from fastattention.distributed.exchange import named_group
 from fastattention.errors import ArgumentError
@@ -93,19 +93,19 @@ def attention_linear_allreduce(
     Returns out (batch_size, seqlen_q, hidden) in the dtype of q, the same bits on every rank.
     """
     options = read_options(softmax_scale, causal, window_size, softcap)
-    asked = _Asked(w_o, bias, out, named_group(group), plan, backend, transport)
+    group = named_group(group)
     looks = None
     if alibi_slopes is attn_bias is sinks is None and not is_observed():
-        looks = _looks_of(q, k, v, options, asked)
-        repeat = None if looks is None else agreement_of(asked.group).repeats.get(looks)
-        if repeat is not None and _is_current(repeat.cuda_index):
-            return _sum(repeat.key, Inputs(q, k, v), asked, repeat.agreed)
+        looks = _looks_of(q, k, v, w_o, bias, out, options, plan, backend, transport)
+        repeat = None if looks is None else agreement_of(group).repeats.get(looks)
+        if repeat is not None and (repeat.cuda_index is None or repeat.cuda_index == module.current_device()):
+            return _sum(repeat.key, Inputs(q, k, v), w_o, bias, out, group, repeat.agreed)
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
-    key = _key_of(problem, q, asked)
-    out = _run(key, inputs, asked)
+    key = _key_of(problem, q, w_o, bias, out, plan, backend, transport)
+    result = _run(key, inputs, w_o, bias, out, group)
     if looks is not None and inputs.q is q and inputs.k is k and inputs.v is v:
-        agreement_of(asked.group).remember(looks, key)
-    return out
+        agreement_of(group).remember(looks, key)
+    return result
 
 
 def attention_linear_allreduce_with_kvcache(
@@ -146,29 +146,27 @@ def attention_linear_allreduce_with_kvcache(
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
     problem, inputs = prepare_kvcache(arguments, read_options(softmax_scale, causal, window_size, softcap))
-    asked = _Asked(w_o, bias, out, named_group(group), plan, backend, transport)
-    return _run(_key_of(problem, q, asked), inputs, asked)
+    key = _key_of(problem, q, w_o, bias, out, plan, backend, transport)
+    return _run(key, inputs, w_o, bias, out, named_group(group))
 
 
-class _Asked(NamedTuple):
-    """The arguments beyond those of attention, as given but for the group."""
+def _looks_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w_o: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    options: Options,
+    plan: str | Sequence[int],
+    backend: str,
+    transport: str,
+) -> Looks | None:
+    """All that the checks of a call read; None where they have to be made.
 
-    w_o: Tensor
-    bias: Tensor | None
-    out: Tensor | None
-    group: ProcessGroup
-    plan: str | Sequence[int]
-    backend: str
-    transport: str
-
-
-def _looks_of(q: Tensor, k: Tensor, v: Tensor, options: Options, asked: _Asked) -> Looks | None:
-    """All that the checks of a call read; None where they are better made.
-
-    What Python does between the launches of a short call takes it several times as long as in a loop by itself, and
-    each function as if it were called for the first time: one look-up takes a third of the checks.
+    Between the launches of a short call whatever Python does takes several times what it takes by itself, in proportion
+    to how many functions it goes through: one look-up in the place of all checks is a tenth of a decoding step.
     """
-    w_o, bias, out, _, plan, backend, transport = asked
     if not (type(plan) is type(backend) is type(transport) is str):
         return None
     try:
@@ -185,49 +183,60 @@ def _looks_of(q: Tensor, k: Tensor, v: Tensor, options: Options, asked: _Asked) 
         return None
 
 
-def _run(key: Key, inputs: Inputs, asked: _Asked) -> Tensor:
+def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:
     problem = key.problem
-    stop_if_explaining(problem, asked.backend)
-    select_backend(problem, asked.backend)
-    if _is_current(cuda_index(problem.device)):
-        return _sum(key, inputs, asked)
-    with torch.cuda.device(problem.device):  # streams and flags of transports are those of the current one
-        return _sum(key, inputs, asked)
+    stop_if_explaining(problem, key.backend)
+    select_backend(problem, key.backend)
+    if problem.device.type == "cuda" and module.current_device() != problem.device.index:
+        with torch.cuda.device(problem.device):  # streams and flags of transports are those of the current one
+            return _sum(key, inputs, w_o, bias, out, group)
+    return _sum(key, inputs, w_o, bias, out, group)
 
 
-def _is_current(cuda_index: int | None) -> bool:
-    """Of the device of a call; None where it is not a GPU."""
-    return cuda_index is None or cuda_index == module.current_device()
-
-
-def _sum(key: Key, inputs: Inputs, asked: _Asked, agreed: Agreed | None = None) -> Tensor:
+def _sum(
+    key: Key,
+    inputs: Inputs,
+    w_o: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    group: ProcessGroup,
+    agreed: Agreed | None = None,
+) -> Tensor:
     """The result of a call whose arguments are all checked.
 
-    agreed: what its group has agreed on, where that is known.
+    agreed: on what the group has agreed, where that is known.
     """
-    problem, out = key.problem, asked.out
+    problem = key.problem
     if out is None:
         out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
-        call = AttentionLinear(problem, inputs, asked.w_o, asked.backend)
+        call = AttentionLinear(problem, inputs, w_o, key.backend)
         flat = out.view(problem.total_q, key.hidden)
         if agreed is not None:
             agreed.now(problem.device).run(call, flat)
-        elif (agreement := agreement_of(asked.group)).group_size > 1:
-            agreement.of(key, call, asked.group).run(call, flat)
+        elif (agreement := agreement_of(group)).group_size > 1:
+            agreement.of(key, call, group).run(call, flat)
         else:
             call.compute(0, problem.total_q, flat)
-    if asked.bias is not None:
-        out += asked.bias
+    if bias is not None:
+        out += bias
     return out
 
 
-def _key_of(problem: Problem, q: Tensor, asked: _Asked) -> Key:
+def _key_of(
+    problem: Problem,
+    q: Tensor,
+    w_o: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    plan: str | Sequence[int],
+    backend: str,
+    transport: str,
+) -> Key:
     """Checks all but the group, and whether a backend serves the call.
 
     One look-up for all that shapes, dtypes and names tell of a call like another.
     """
-    w_o, bias, out, _, plan, backend, transport = asked
     w_o_signature = signature("w_o", w_o)
     bias_signature = None if bias is None else signature("bias", bias)
     out_signature = None if out is None else signature("out", out)

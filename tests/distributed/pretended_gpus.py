@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import queue
 import random
 import threading
@@ -196,7 +197,7 @@ class Host:
         self._taken.append(self._empty(*shape, **like).fill_(0xFF))
         return self._taken[-1]
 
-    def launch(self, step: Step, params: AllReduceParams, device_index: int | None, stream: int) -> None:
+    def launch(self, step: Step, params: AllReduceParams, stream: int) -> None:
         """Launches kernels/all_reduce.cuh; `params` is copied before this returns."""
         config = step.variant
         assert isinstance(config, AllReduceConfig)
@@ -233,7 +234,7 @@ class Host:
                 (module, "current_stream", lambda index: here.streams[0].cuda_stream),
                 (module, "device_limits", lambda index: self._limits),
                 (summing, "sum_parts", sum_parts),
-                (all_reduce, "all_reduce", self.launch),
+                (all_reduce, "launcher", lambda step, params, index: functools.partial(self.launch, step, params)),
             ):
                 stack.enter_context(mock.patch.object(where, name, what))
             yield

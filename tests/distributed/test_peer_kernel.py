@@ -225,10 +225,8 @@ def test_a_gpu_whose_multiprocessors_it_would_hold_is_refused(gpu: str, held: in
 
 def test_a_launch_that_fails_leaves_no_flag_up() -> None:
     def task(transport: PeerKernel, rank: int, stream: Stream) -> list[int]:
-        with (
-            mock.patch.object(all_reduce, "all_reduce", side_effect=MemoryError("no memory for the kernel")),
-            pytest.raises(MemoryError),
-        ):
+        enqueue = mock.Mock(side_effect=MemoryError("no memory for the kernel"))
+        with mock.patch.object(all_reduce, "launcher", return_value=enqueue), pytest.raises(MemoryError):
             sum_on(transport, rank, stream, 0, (3, 4, 5), **SMALL)
         stream.synchronize()
         assert transport._peers is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,6 @@ def ctas_for(nbytes: int, num_ranks: int, at_most: int, whole: bool) -> int:
     return max(min(at_most, -(-of_a_rank // (32 * ALL_REDUCE_WARPS))), 1)
 
 
-def all_reduce(step: Step, params: AllReduceParams, device_index: int, stream: int) -> None:
-    """Enqueues it. The device must be the current one."""
-    step.function(device_index).launch(params, step.num_blocks, stream)
+def launcher(step: Step, params: AllReduceParams, device_index: int) -> Callable[[int], None]:
+    """What enqueues it on a stream, with the parameters as they are then. The device must be the current one."""
+    return functools.partial(step.function(device_index).launch, params, step.num_blocks)

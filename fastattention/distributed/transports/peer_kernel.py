@@ -9,7 +9,7 @@ Nor does it wait for anything that the host has yet to do. NVLink's multicast is
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,7 +29,6 @@ from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.streams import FlagWrites
 from fastattention.backends.cuda.kernel_config import all_reduce_config
 from fastattention.backends.cuda.params import MOST_BLOCKS, AllReduceParams
-from fastattention.backends.cuda.plan import Step
 from fastattention.distributed.exchange import gather, timeout_of
 from fastattention.distributed.transports.base import BlockTransport, Pending, Room
 from fastattention.distributed.transports.on_one_host import OnOneHost
@@ -60,7 +59,7 @@ class PeerKernel(OnOneHost, BlockTransport):
         self._raise: list[FlagWrites] = []  # by block: it is computed
         self._begun: tuple[Tensor, Sequence[int], Room] | None = None  # what `begin` was given
         self._call: _Call | None = None  # made of that with the first block that is summed beside compute
-        self._prepared: dict[_Kind, tuple[Step, AllReduceParams]] = {}
+        self._prepared: dict[_Kind, _Prepared] = {}
         if self._reason is None:
             seconds = timeout_of(group._get_backend(device)).total_seconds()
             self._patience = round(min(seconds, LONGEST_PATIENCE) * 1e9)
@@ -135,12 +134,13 @@ class PeerKernel(OnOneHost, BlockTransport):
         return memory
 
     def _launch(self, out: Tensor, kind: _Kind, stream: int) -> None:
-        self._keep_for_graphs(self._peers)
-        step, params = self._prepared.get(kind) or self._prepare(kind, out.nbytes)
+        if self._is_captured:
+            self._keep_for_graphs(self._peers)
+        enqueue, params = self._prepared.get(kind) or self._prepare(kind, out.nbytes)
         params.out = out.data_ptr()
-        all_reduce.all_reduce(step, params, self._device.index, stream)
+        enqueue(stream)
 
-    def _prepare(self, kind: _Kind, nbytes: int) -> tuple[Step, AllReduceParams]:
+    def _prepare(self, kind: _Kind, nbytes: int) -> _Prepared:
         """What is launched for calls of a kind, and kept: to make it takes longer than the launch."""
         assert self._addresses is not None
         ctas, alone = kind.ctas, kind.ctas is None
@@ -153,8 +153,8 @@ class PeerKernel(OnOneHost, BlockTransport):
         )
         if len(self._prepared) >= MOST_PREPARED:
             self._prepared.clear()
-        made = all_reduce_step(kind.dtype, self._size, ctas, self._bulk_copies), params
-        self._prepared[kind] = made
+        step = all_reduce_step(kind.dtype, self._size, ctas, self._bulk_copies)
+        made = self._prepared[kind] = _Prepared(all_reduce.launcher(step, params, self._device.index), params)
         return made
 
 
@@ -164,6 +164,13 @@ class _Kind(NamedTuple):
     ends: tuple[int, ...]
     dtype: torch.dtype
     ctas: int | None  # None: with all blocks computed, and the GPU to itself
+
+
+class _Prepared(NamedTuple):
+    """A launch but for the result, whose address is written to `params`."""
+
+    enqueue: Callable[[int], None]  # on a stream
+    params: AllReduceParams
 
 
 class _Call:

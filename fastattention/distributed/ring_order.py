@@ -5,6 +5,7 @@ Plain Python.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -21,11 +22,12 @@ class Share(NamedTuple):
 
 def shares_of(rows: Sequence[int], size: int) -> list[list[Share]]:
     """By block and owner: even shares of up to MOST_BLOCKS blocks, of which neighbours are joined if there are more."""
-    ends = accumulate(joined(rows), initial=0)
+    ends = accumulate(joined(tuple(rows)), initial=0)
     return [_divided(start, stop, size) for start, stop in pairwise(ends)]
 
 
-def joined(rows: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def joined(rows: tuple[int, ...]) -> tuple[int, ...]:
     """Rows of up to MOST_BLOCKS blocks, of which neighbours are joined if there are more."""
     together = -(-len(rows) // MOST_BLOCKS)
     return tuple(sum(rows[first : first + together]) for first in range(0, len(rows), together))

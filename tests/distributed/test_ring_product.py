@@ -17,11 +17,12 @@ from torch import Tensor
 from distributed.pretended_calls import BRAIN, CALLS, HALF, check, share_of, sum_on
 from distributed.pretended_gpus import Host, Stream
 from distributed.pretended_kernels import PATIENCE
-from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites
+from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites, enqueue_all
 from fastattention.distributed.ring_order import MOST_BLOCKS, joined, shares_of, steps
-from fastattention.distributed.transports import ring_product
+from fastattention.distributed.transports import ring_steps
 from fastattention.distributed.transports.peer_memory import FLAG_BYTES, GRANULE, PeerMemory
 from fastattention.distributed.transports.ring_product import RingProduct
+from fastattention.distributed.transports.ring_steps import PassOn
 from fastattention.distributed.trials import Candidate
 
 SIZES = [2, 3, 4, 8]
@@ -122,16 +123,18 @@ def test_an_interrupt_between_a_flag_and_the_wait_for_one_leaves_none_up() -> No
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> tuple[list[Tensor], Tensor]:
         pass_on = transport._pass_on
+        passed_on = (place for place in steps(len(blocks), 3) if place[1] < 2)
 
-        def interrupted(call: Any, block: int, step: int, on: Any) -> None:
-            if (block, step) != (2, 0):
-                pass_on(call, block, step, on)
+        def interrupted(then: PassOn) -> None:
+            if next(passed_on) != (2, 0):
+                pass_on(then)
                 return
             if rank == 1:
-                assert transport._flags is not None
-                transport._flags.pass_on[block][step].enqueue(on.cuda_stream)
+                raises, waits, _ = then.operations
+                assert (raises.doing, waits.doing) == ("writing flags", "waiting for another GPU")
+                enqueue_all([raises])
             else:
-                pass_on(call, block, step, on)
+                pass_on(then)
             raise KeyboardInterrupt
 
         def late(block: int, out: Tensor) -> None:
@@ -200,7 +203,7 @@ def test_every_flag_has_one_that_raises_it_and_one_that_waits_in_its_own_memory(
     raised: Counter[int] = Counter()
     awaited: Counter[int] = Counter()
     lowered: Counter[int] = Counter()
-    needed = ring_product._Flags.needed(size)
+    needed = ring_steps.Flags.needed(size)
 
     def writes(addresses: list[int], value: int) -> FlagWrites:
         (raised if value else lowered).update(addresses)
@@ -219,15 +222,15 @@ def test_every_flag_has_one_that_raises_it_and_one_that_waits_in_its_own_memory(
         return SimpleNamespace(buffer_ptrs=[other << 32 for other in range(size)], memory=memory)
 
     with (
-        mock.patch.object(ring_product, "FlagWrites", writes),
-        mock.patch.object(ring_product, "FlagWaits", waits),
-        mock.patch.object(ring_product, "Meeting", meeting),
+        mock.patch.object(ring_steps, "FlagWrites", writes),
+        mock.patch.object(ring_steps, "FlagWaits", waits),
+        mock.patch.object(ring_steps, "Meeting", meeting),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch("torch.distributed._symmetric_memory.empty", torch.empty),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):
         for rank in range(size):
-            ring_product._Flags(PeerMemory(100, needed, torch.device("cpu"), "group"), rank, size)
+            ring_steps.Flags(PeerMemory(100, needed, torch.device("cpu"), "group"), rank, size)
     assert set(raised.values()) == {1}
     assert raised.keys() <= awaited.keys()
     never = {address & 0xFFFFFFFF for address in awaited.keys() - raised.keys()}

@@ -21,18 +21,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites, Meeting, copy_async
+from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.jit.streams import copy_async, enqueue_all
 from fastattention.distributed.exchange import timeout_of
-from fastattention.distributed.ring_order import MOST_BLOCKS, Share, shares_of, steps
 from fastattention.distributed.transports.base import Compute
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_memory import PeerMemory
+from fastattention.distributed.transports.ring_steps import Copy, Flags, Gather, Kind, PassOn, RingSteps
 from fastattention.distributed.transports.watch import Watch
 
 
@@ -48,7 +48,7 @@ class RingProduct(OnOneHost):
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self._flags: _Flags | None = None
+        self._steps: RingSteps | None = None  # as long as there is memory that peers read
         if self._reason is None:
             self._gathering = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             # Recorded again and again, as making them takes longer: where one stream follows another, and in turns
@@ -59,14 +59,22 @@ class RingProduct(OnOneHost):
 
     def run(self, compute: Compute, out: Tensor, rows: Sequence[int], room: int = 0) -> None:
         """One block goes round as well, with nothing to be computed meanwhile."""
-        call = _Call(compute, out, self.begin(out, rows, room), shares_of(rows, self._size))
+        partials = self.begin(out, rows, room)
         self._keep_for_graphs(self._peers)
-        stream = torch.cuda.current_stream(self._device)
-        self._follow(stream, self._stream)
-        self._follow(stream, self._gathering)
+        assert self._steps is not None
+        kind = Kind(tuple(rows), out.shape[1] * out.itemsize, module.current_stream(self._device.index))
+        stream, steps = self._steps.of(kind)
+        self._follow(stream, self._stream, self._gathering)
         try:
-            for block, step in steps(len(call.shares), self._size):
-                self._step(call, block, step, stream)
+            for (start, stop), before, then in steps:
+                if before is not None:
+                    before.wait(stream)
+                # Of no rows too, so that whatever fails does so in the same step on all ranks.
+                compute(start, stop, partials[start:stop], adds=before is not None)
+                if isinstance(then, PassOn):
+                    self._pass_on(then)
+                else:
+                    self._gather(then, stream, out.data_ptr())
         except BaseException:
             with contextlib.suppress(Exception):  # what failed first is what is raised
                 self._give_up(stream)
@@ -74,124 +82,53 @@ class RingProduct(OnOneHost):
             raise
         self._end(stream)
 
-    def _step(self, call: _Call, block: int, step: int, stream: torch.cuda.Stream) -> None:
-        share = call.shares[block][self._owner(step)]
-        if step:
-            self._here[(block + step) % 2][step].wait(stream)
-        # Of no rows too, so that whatever fails does so in the same step on all ranks.
-        call.compute(share.start, share.stop, call.partials[share.start : share.stop], adds=step > 0)
-        if step < self._size - 1:
-            self._pass_on(call, block, step, stream)
-        else:
-            self._gather(call, block, stream)
-
-    def _owner(self, step: int) -> int:
-        """Whose share this rank computes in a step."""
-        return (self._rank - 1 - step) % self._size
-
-    def _pass_on(self, call: _Call, block: int, step: int, stream: torch.cuda.Stream) -> None:
+    def _pass_on(self, then: PassOn) -> None:
         """Tells the next rank that a sum is ready, and fetches that of the rank before, for the next step."""
-        assert self._flags is not None
-        self._flags.pass_on[block][step].enqueue(stream.cuda_stream)
-        self._flags.passed_on[block][step].enqueue(self._stream.cuda_stream)
-        before = (self._rank - 1) % self._size
-        self._fetch(call, call.shares[block][self._owner(step + 1)], before, call.partials, self._stream)
-        self._here[(block + step + 1) % 2][step + 1].record(self._stream)
+        enqueue_all(then.operations)
+        then.here.record(self._stream)
 
-    def _gather(self, call: _Call, block: int, stream: torch.cuda.Stream) -> None:
-        """Tells all that this rank's share is complete, and fetches all shares."""
-        assert self._flags is not None
-        self._flags.complete[block].enqueue(stream.cuda_stream)
-        for step in range(1, self._size):
-            rank = (self._rank + step) % self._size
-            self._flags.completed[block][rank].enqueue(self._gathering.cuda_stream)
-            self._fetch(call, call.shares[block][rank], rank, call.out, self._gathering)
+    def _gather(self, then: Gather, stream: torch.cuda.Stream, target: int) -> None:
+        """Tells all that this rank's share is complete, and fetches all shares to the result, which is at `target`."""
+        enqueue_all(then.complete)
+        for completed, copy in then.of_others:
+            enqueue_all(completed)
+            self._fetch(copy, target)
         self._follow(stream, self._gathering)
-        self._fetch(call, call.shares[block][self._rank], self._rank, call.out, self._gathering)
+        self._fetch(then.own, target)
 
-    def _fetch(self, call: _Call, share: Share, rank: int, target: Tensor, stream: torch.cuda.Stream) -> None:
-        """A share of what a rank has computed, to the same rows of `target`."""
-        assert self._peers is not None
-        begin, end = share.start * call.row_bytes, share.stop * call.row_bytes
-        if begin < end:
-            copy_async(target.data_ptr() + begin, self._peers.addresses[rank] + begin, end - begin, stream.cuda_stream)
+    def _fetch(self, copy: Copy, target: int) -> None:
+        if copy.nbytes:
+            copy_async(target + copy.begin, copy.source, copy.nbytes, self._gathering.cuda_stream)
 
     def _give_up(self, stream: torch.cuda.Stream) -> None:
         """After an error, in one step on all ranks: all lower their flags, once nobody raises one of this call."""
-        assert self._flags is not None
+        assert self._steps is not None
         self._follow(stream, self._gathering)
         self._follow(self._stream, self._gathering)
-        self._flags.failed.enqueue(self._gathering.cuda_stream)
-        for lower in self._flags.lower:
-            lower.enqueue(self._gathering.cuda_stream)
+        flags = self._steps.flags
+        for each in (flags.failed, *flags.lower):
+            each.enqueue(self._gathering.cuda_stream)
 
     def _end(self, stream: torch.cuda.Stream) -> None:
         """The stream of the compute goes on when all is here that has been begun, and nobody reads this call's rows."""
-        assert self._flags is not None
-        self._flags.read.enqueue(self._gathering.cuda_stream)
-        if not torch.cuda.is_current_stream_capturing():
+        assert self._steps is not None
+        self._steps.flags.read.enqueue(self._gathering.cuda_stream)
+        if not self._is_captured:
             self._watch.finish(self._gathering.cuda_stream)
         self._follow(self._gathering, stream)
 
-    def _follow(self, first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
-        """What is enqueued on the second stream from now on begins after all that the first one has."""
+    def _follow(self, first: torch.cuda.Stream, *others: torch.cuda.Stream) -> None:
+        """What is enqueued on the others from now on begins after all that the first stream has."""
         self._following.record(first)
-        self._following.wait(second)
+        for other in others:
+            self._following.wait(other)
 
     def _take(self, nbytes: int) -> PeerMemory:
-        memory = PeerMemory(nbytes, _Flags.needed(self._size), self._device, self._group_name)
-        self._flags = _Flags(memory, self._rank, self._size)
+        memory = PeerMemory(nbytes, Flags.needed(self._size), self._device, self._group_name)
+        self._steps = RingSteps(memory, self._rank, self._size, self._here, self._stream, self._gathering)
         return memory
 
     def release(self) -> None:
         """Gives back what peers read, and knows its flags no more."""
         super().release()
-        self._flags = None
-
-
-class _Call(NamedTuple):
-    compute: Compute
-    out: Tensor
-    partials: Tensor
-    shares: list[list[Share]]  # by block and owner
-
-    @property
-    def row_bytes(self) -> int:
-        return self.out.shape[1] * self.out.itemsize
-
-
-class _Flags:
-    """By which ranks tell each other: of every block and step "passed on", of every block and owner "complete"."""
-
-    def __init__(self, memory: PeerMemory, rank: int, size: int) -> None:
-        others = [(rank + step) % size for step in range(1, size)]
-        after, blocks, ranks = (rank + 1) % size, range(MOST_BLOCKS), range(size)
-        complete, read = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # numbers of the first of a kind
-        self.pass_on = [
-            [FlagWrites([memory.flag(after, block * size + step)], 1) for step in ranks] for block in blocks
-        ]
-        self.passed_on = [[FlagWaits([memory.flag(rank, block * size + step)]) for step in ranks] for block in blocks]
-        self.complete = [
-            FlagWrites([memory.flag(other, complete + block * size + rank) for other in others], 1) for block in blocks
-        ]
-        self.completed = [
-            [FlagWaits([memory.flag(rank, complete + block * size + owner)]) for owner in ranks] for block in blocks
-        ]
-        # Most are lowered by waiting for them. After an interrupt one may be up that nobody has begun to wait for.
-        self.lower = [
-            FlagWrites([memory.flag(rank, kind + number) for number in range(MOST_BLOCKS * size)], 0)
-            for kind in (0, complete)
-        ]
-        # After a call; before that after one that failed, as between two meetings of a kind there must be another.
-        self.read, self.failed = (
-            Meeting(
-                [memory.flag(rank, kind + other) for other in others],
-                [memory.flag(other, kind + rank) for other in others],
-            )
-            for kind in (read, read + size)
-        )
-
-    @staticmethod
-    def needed(size: int) -> int:
-        """Of every rank, among so many."""
-        return (2 * MOST_BLOCKS + 2) * size
+        self._steps = None

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from fastattention.backends.cuda.jit.module import checked, driver_bindings
 
 CIRCLE = 1 << 32  # flags have 32 bits: numbers in them begin again at 0
 
 
+class Operation(NamedTuple):
+    """Something to enqueue on a stream, with all that the driver is told of it: for calls that do it again and again.
+
+    Python takes longer to make it than the driver to enqueue it.
+    """
+
+    enqueue: Callable[[], tuple[Any, ...]]  # returns the answer of the driver
+    doing: str  # for errors
+
+
+def enqueue_all(operations: Iterable[Operation]) -> None:
+    """Enqueues them in their order."""
+    for enqueue, doing in operations:
+        answer = enqueue()
+        if answer[0]:
+            checked(answer, doing)
+
+
+def copy_operation(target: int, source: int, nbytes: int, stream: int) -> Operation:
+    """A copy between addresses of this process, of any GPUs that it can reach."""
+    copy = functools.partial(driver_bindings().cuMemcpyAsync, target, source, nbytes, stream)
+    return Operation(copy, f"copying {nbytes} bytes")
+
+
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Enqueues a copy between addresses of this process, of any GPUs that it can reach."""
-    checked(driver_bindings().cuMemcpyAsync(target, source, nbytes, stream), f"copying {nbytes} bytes")
+    """Enqueues such a copy."""
+    answer = driver_bindings().cuMemcpyAsync(target, source, nbytes, stream)
+    if answer[0]:
+        checked(answer, f"copying {nbytes} bytes")
 
 
 def wait_until(address: int, value: int, stream: int) -> None:
@@ -21,49 +48,58 @@ def wait_until(address: int, value: int, stream: int) -> None:
     _enqueue([_wait(address, value, reached)], stream, "waiting for a flag")
 
 
-class FlagWrites:
-    """32 bits written to each of some addresses, in their order."""
+class FlagOperations:
+    """Flags that a stream writes or waits for, one after the other, without a kernel. Each is 32 bits."""
 
-    def __init__(self, addresses: Sequence[int], value: int) -> None:
-        self._operations = [_write(address, value) for address in addresses]
+    def __init__(self, operations: Sequence[Any], doing: str) -> None:
+        self._operations, self._doing = operations, doing
+
+    def on(self, stream: int) -> Operation:
+        """`enqueue` on one stream."""
+        batch = driver_bindings().cuStreamBatchMemOp
+        return Operation(functools.partial(batch, stream, len(self._operations), self._operations, 0), self._doing)
 
     def enqueue(self, stream: int) -> None:
         """On a stream of the current device, behind all that the stream has done before."""
-        _enqueue(self._operations, stream, "writing flags")
+        _enqueue(self._operations, stream, self._doing)
 
 
-class FlagWaits:
+class FlagWrites(FlagOperations):
+    """32 bits written to each of some addresses, in their order."""
+
+    def __init__(self, addresses: Sequence[int], value: int) -> None:
+        super().__init__([_write(address, value) for address in addresses], "writing flags")
+
+
+class FlagWaits(FlagOperations):
     """Flags at some addresses, in this GPU's memory, that others raise: a stream waits for all, and lowers them again.
 
-    Each is 32 bits and 0 at first, 1 when it is raised; nobody raises it again before it is lowered.
+    Each is 0 at first, 1 when it is raised; nobody raises it again before it is lowered.
     """
 
     def __init__(self, addresses: Sequence[int]) -> None:
-        self._operations = _awaited(addresses)
-
-    def enqueue(self, stream: int) -> None:
-        """On a stream of the current device."""
-        _enqueue(self._operations, stream, "waiting for another GPU")
+        super().__init__(_awaited(addresses), "waiting for another GPU")
 
 
-class Meeting:
+class Meeting(FlagOperations):
     """A point that streams of several GPUs reach together, without a kernel: each raises a flag at every other.
 
+    What a stream has done before is visible to all, once they go on.
+
     mine: addresses of the flags that others raise, in this GPU's memory; theirs: of those that this one raises. Each is
-    32 bits and 0 at first. They are lowered again before anybody goes on, so that a meeting can be had over and over,
-    also by graphs; but between two of one kind every stream must have had another meeting.
+    0 at first. They are lowered again before anybody goes on, so that a meeting can be had over and over, also by
+    graphs; but between two of one kind every stream must have had another meeting.
     """
 
     def __init__(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
-        self._operations = [*(_write(address, 1) for address in theirs), *_awaited(mine)]
-
-    def enqueue(self, stream: int) -> None:
-        """On a stream of the current device. What it has done before is visible to all, once they go on."""
-        _enqueue(self._operations, stream, "waiting for other GPUs")
+        operations = [*(_write(address, 1) for address in theirs), *_awaited(mine)]
+        super().__init__(operations, "waiting for other GPUs")
 
 
 def _enqueue(operations: Sequence[Any], stream: int, doing: str) -> None:
-    checked(driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0), doing)
+    answer = driver_bindings().cuStreamBatchMemOp(stream, len(operations), operations, 0)
+    if answer[0]:
+        checked(answer, doing)
 
 
 def _awaited(flags: Sequence[int]) -> list[Any]:

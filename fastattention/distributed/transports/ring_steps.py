@@ -1,0 +1,166 @@
+"""What a rank enqueues after each step of ring_product, with all that the driver is told of it, for calls of a kind.
+
+A call of four blocks between two ranks enqueues some forty operations besides launches. Made anew for every call they
+took the host twice as long, and calls of less than a millisecond waited for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fastattention.backends.cuda.jit.streams import (
+    FlagWaits,
+    FlagWrites,
+    Meeting,
+    Operation,
+    copy_operation,
+)
+from fastattention.distributed.ring_order import MOST_BLOCKS, Share, shares_of, steps
+from fastattention.distributed.transports.peer_memory import PeerMemory
+
+MOST_KEPT = 64  # kinds of calls
+
+
+class Kind(NamedTuple):
+    """Calls whose steps differ in the place of the result alone."""
+
+    rows: tuple[int, ...]  # of each block
+    row_bytes: int
+    stream: int  # of the compute, the current one
+
+
+class Copy(NamedTuple):
+    """Of rows that a rank has computed."""
+
+    begin: int  # bytes from the first row of the call
+    source: int
+    nbytes: int
+
+
+class PassOn(NamedTuple):
+    """A sum goes on to the next rank, and that of the rank before comes here."""
+
+    operations: tuple[Operation, ...]
+    here: torch.cuda.Event  # to be recorded behind them
+
+
+class Gather(NamedTuple):
+    """A sum is complete."""
+
+    complete: tuple[Operation]
+    of_others: tuple[tuple[tuple[Operation], Copy], ...]  # to the result: what is waited for, and the copy
+    own: Copy
+
+
+class Step(NamedTuple):
+    """A share of a block that this rank computes."""
+
+    share: Share
+    before: torch.cuda.Event | None  # when the sum is here to which it is added; None where a sum begins
+    then: PassOn | Gather
+
+
+class RingSteps:
+    """Of one rank, in memory that peers read."""
+
+    def __init__(
+        self,
+        memory: PeerMemory,
+        rank: int,
+        size: int,
+        here: Sequence[Sequence[torch.cuda.Event]],
+        fetching: torch.cuda.Stream,
+        gathering: torch.cuda.Stream,
+    ) -> None:
+        """here: in turns, by step, of sums that have come on the stream `fetching`; gathering: of complete ones."""
+        self.flags = Flags(memory, rank, size)
+        self._device, self._addresses = memory.mine.device, memory.addresses
+        self._rank, self._size, self._here = rank, size, here
+        self._fetching, self._gathering = fetching.cuda_stream, gathering.cuda_stream
+        self._kept: dict[Kind, tuple[torch.cuda.Stream, tuple[Step, ...]]] = {}
+
+    def of(self, kind: Kind) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
+        """The stream of the compute, and the steps in their order."""
+        return self._kept.get(kind) or self._make(kind)
+
+    def _make(self, kind: Kind) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
+        shares = shares_of(kind.rows, self._size)
+        made = tuple(self._step(kind, shares[block], block, step) for block, step in steps(len(shares), self._size))
+        if len(self._kept) == MOST_KEPT:
+            self._kept.clear()
+        kept = self._kept[kind] = torch.cuda.current_stream(self._device), made
+        return kept
+
+    def _step(self, kind: Kind, shares: Sequence[Share], block: int, step: int) -> Step:
+        before = self._here[(block + step) % 2][step] if step else None
+        goes_on = step < self._size - 1
+        then = self._pass_on(kind, shares, block, step) if goes_on else self._gather(kind, shares, block)
+        return Step(shares[self._owner(step)], before, then)
+
+    def _owner(self, step: int) -> int:
+        """Whose share this rank computes in a step."""
+        return (self._rank - 1 - step) % self._size
+
+    def _pass_on(self, kind: Kind, shares: Sequence[Share], block: int, step: int) -> PassOn:
+        ready = self.flags.pass_on[block][step].on(kind.stream)
+        operations = [ready, self.flags.passed_on[block][step].on(self._fetching)]
+        copy = self._copy(kind, shares[self._owner(step + 1)], (self._rank - 1) % self._size)
+        if copy.nbytes:
+            target = self._addresses[self._rank] + copy.begin
+            operations.append(copy_operation(target, copy.source, copy.nbytes, self._fetching))
+        return PassOn(tuple(operations), self._here[(block + step + 1) % 2][step + 1])
+
+    def _gather(self, kind: Kind, shares: Sequence[Share], block: int) -> Gather:
+        others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        return Gather(
+            (self.flags.complete[block].on(kind.stream),),
+            tuple(
+                ((self.flags.completed[block][rank].on(self._gathering),), self._copy(kind, shares[rank], rank))
+                for rank in others
+            ),
+            self._copy(kind, shares[self._rank], self._rank),
+        )
+
+    def _copy(self, kind: Kind, share: Share, rank: int) -> Copy:
+        begin, end = share.start * kind.row_bytes, share.stop * kind.row_bytes
+        return Copy(begin, self._addresses[rank] + begin, end - begin)
+
+
+class Flags:
+    """By which ranks tell each other: of every block and step "passed on", of every block and owner "complete"."""
+
+    def __init__(self, memory: PeerMemory, rank: int, size: int) -> None:
+        others = [(rank + step) % size for step in range(1, size)]
+        after, blocks, ranks = (rank + 1) % size, range(MOST_BLOCKS), range(size)
+        complete, read = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # numbers of the first of a kind
+        self.pass_on = [
+            [FlagWrites([memory.flag(after, block * size + step)], 1) for step in ranks] for block in blocks
+        ]
+        self.passed_on = [[FlagWaits([memory.flag(rank, block * size + step)]) for step in ranks] for block in blocks]
+        self.complete = [
+            FlagWrites([memory.flag(other, complete + block * size + rank) for other in others], 1) for block in blocks
+        ]
+        self.completed = [
+            [FlagWaits([memory.flag(rank, complete + block * size + owner)]) for owner in ranks] for block in blocks
+        ]
+        # Most are lowered by waiting for them. After an interrupt one may be up that nobody has begun to wait for.
+        self.lower = [
+            FlagWrites([memory.flag(rank, kind + number) for number in range(MOST_BLOCKS * size)], 0)
+            for kind in (0, complete)
+        ]
+        # After a call; before that after one that failed, as between two meetings of a kind there must be another.
+        self.read, self.failed = (
+            Meeting(
+                [memory.flag(rank, kind + other) for other in others],
+                [memory.flag(other, kind + rank) for other in others],
+            )
+            for kind in (read, read + size)
+        )
+
+    @staticmethod
+    def needed(size: int) -> int:
+        """Of every rank, among so many."""
+        return (2 * MOST_BLOCKS + 2) * size

@@ -64,7 +64,7 @@ class RingProduct(OnOneHost):
         assert self._steps is not None
         kind = Kind(tuple(rows), out.shape[1] * out.itemsize, module.current_stream(self._device.index))
         stream, steps = self._steps.of(kind)
-        self._follow(stream, self._stream, self._gathering)
+        self._follow(stream, self._stream, self._gathering)  # a graph that is captured has to have all three
         try:
             for (start, stop), before, then in steps:
                 if before is not None:

@@ -138,7 +138,7 @@ class Agreement:
         """Calls of these looks have this key. Nothing is kept where nothing has been agreed on for it."""
         agreed = self.agreed.get(key)
         if agreed is not None:
-            if len(self.repeats) == MOST_KEPT:
+            if len(self.repeats) >= MOST_KEPT and looks not in self.repeats:
                 self.repeats.clear()
             device = key.problem.device
             self.repeats[looks] = Repeat(key, agreed, device.index if device.type == "cuda" else None)

@@ -97,7 +97,8 @@ def attention_linear_allreduce(
     looks = None
     if alibi_slopes is attn_bias is sinks is None and not is_observed():
         looks = _looks_of(q, k, v, w_o, bias, out, options, plan, backend, transport)
-        repeat = None if looks is None else agreement_of(group).repeats.get(looks)
+    if looks is not None:
+        repeat = agreement_of(group).repeats.get(looks)
         if repeat is not None and (repeat.cuda_index is None or repeat.cuda_index == module.current_device()):
             return _sum(repeat.key, Inputs(q, k, v), w_o, bias, out, group, repeat.agreed)
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
@@ -167,20 +168,25 @@ def _looks_of(
     Between the launches of a short call whatever Python does takes several times what it takes by itself, in proportion
     to how many functions it goes through: one look-up in the place of all checks is a tenth of a decoding step.
     """
-    if not (type(plan) is type(backend) is type(transport) is str):
+    tensors = (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and isinstance(w_o, Tensor)
+        and (bias is None or isinstance(bias, Tensor))
+        and (out is None or isinstance(out, Tensor))
+    )
+    if not (tensors and type(plan) is type(backend) is type(transport) is str):
         return None
-    try:
-        return (
-            type(q), q.shape, q.dtype, q.device, q.stride(),
-            type(k), k.shape, k.dtype, k.device, k.stride(),
-            type(v), v.shape, v.dtype, v.device, v.stride(),
-            type(w_o), w_o.shape, w_o.dtype, w_o.device,
-            None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device),
-            None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()),
-            options, plan, backend, transport,
-        )  # fmt: skip
-    except AttributeError:  # of what is no tensor
-        return None
+    return (
+        type(q), q.shape, q.dtype, q.device, q.stride(),
+        type(k), k.shape, k.dtype, k.device, k.stride(),
+        type(v), v.shape, v.dtype, v.device, v.stride(),
+        type(w_o), w_o.shape, w_o.dtype, w_o.device,
+        None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device),
+        None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()),
+        options, plan, backend, transport,
+    )  # fmt: skip
 
 
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:

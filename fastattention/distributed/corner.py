@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastattention.backends.base import Backend
 from fastattention.backends.registry import select_backend
 from fastattention.dispatch import run
 from fastattention.merge import merge_attn_states
@@ -36,7 +35,7 @@ def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
 
     Callers have passed `stop_if_explaining`: nothing is asked twice before a short call.
     """
-    server, division = _served(problem, backend)
+    server, division = select_backend(problem, backend), divide(problem)
     if division is None or not server.prefers_corner(division.corner):
         return server.forward(problem, inputs).out
     k, v, at = inputs.k, inputs.v, division.num_keys
@@ -45,12 +44,6 @@ def attend(problem: Problem, inputs: Inputs, backend: str) -> Tensor:
     assert first.lse is not None
     assert last.lse is not None
     return merge_attn_states((first.out, last.out), (first.lse, last.lse))[0]
-
-
-@functools.lru_cache(maxsize=4096)
-def _served(problem: Problem, backend: str) -> tuple[Backend, Division | None]:
-    """By whom, and in two if that is possible: one look-up for short calls."""
-    return select_backend(problem, backend), divide(problem)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,11 @@ from conformance.devices import moved
 from conformance.oracle import FACTOR, largest_error
 from torch import Tensor
 
-from fastattention.distributed import attention_linear_allreduce, attention_linear_allreduce_with_kvcache
+from fastattention.distributed import (
+    attention_linear,
+    attention_linear_allreduce,
+    attention_linear_allreduce_with_kvcache,
+)
 from fastattention.reference import reference_attention
 
 HIDDEN = 40
@@ -64,6 +69,25 @@ def run_part(one: Sum, groups: str = "world", device: str = "cpu", **changes: An
     """The call on this rank; `changes` to its arguments. The result is on the CPU."""
     function, arguments = arguments_of(one, device)
     return function(**arguments | {"group": group_named(groups)} | changes).cpu()
+
+
+@torch.no_grad()
+def run_repeated(one: Sum, device: str = "cpu", **changes: Any) -> list[Tensor]:
+    """The call of a plan that is agreed on, and one like it with twice the numbers, which is known by its looks."""
+    function, arguments = arguments_of(one, device)
+    assert function is attention_linear_allreduce
+    doubled = {name: value * 2.0 for name, value in arguments.items() if name in ("w_o", "bias") and value is not None}
+    outs = [function(**arguments | changes)]
+    with mock.patch.object(attention_linear, "prepare_dense", side_effect=AssertionError("checked again")):
+        outs.append(function(**arguments | doubled | changes))
+    return [out.cpu() for out in outs]
+
+
+def check_repeated(one: Sum, outs: list[list[Tensor]]) -> None:
+    """What all ranks have of `run_repeated`: twice the result, to the bit, as all that is rounded is twice as large."""
+    check(one, [first for first, _ in outs])
+    for first, second in outs:
+        assert torch.equal(second, 2.0 * first)
 
 
 @functools.cache

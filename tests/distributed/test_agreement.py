@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from conformance.case import DenseCase
 
-from distributed.sums import Sum, check, run_part
+from distributed.sums import Sum, check, check_repeated, run_part, run_repeated
 from distributed.team import Team
 from fastattention import ArgumentError
 from fastattention.distributed import agreement, calibrate, divisions, trials
@@ -190,6 +190,12 @@ def run_more_kinds_than_are_kept(one: Sum) -> list[int]:
 
 def test_what_is_kept_is_bounded(team: Team) -> None:
     assert team.run(run_more_kinds_than_are_kept, AUTO) == [[1, 2, 2, 2]] * team.size
+
+
+@pytest.mark.parametrize("seqlen_q", [12, 1])
+def test_a_call_like_an_earlier_one_is_summed_over_the_ranks(team: Team, seqlen_q: int) -> None:
+    one = Sum(replace(CASE, seqlen_q=seqlen_q), "auto", bias=True)
+    check_repeated(one, team.run(run_repeated, one))
 
 
 def test_pairs_of_ranks_agree_and_sum_by_themselves(team: Team) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conformance.case import DenseCase, KvCacheCase
 from torch import Tensor
 
-from distributed.sums import Sum, arguments_of, check, run_part
+from distributed.sums import Sum, arguments_of, check, check_repeated, run_part, run_repeated
 from distributed.team import GPU_PATIENCE, MOST_GPUS, NEEDS_TWO_GPUS, Team, meet
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.backends.sdpa import gpu_kernels
@@ -97,6 +97,17 @@ def test_the_sum_is_right_and_the_same_on_all_ranks(gpus: Team, transport: str, 
 
 def run_with(one: Sum, transport: str, backend: str = "auto") -> Tensor:
     return run_part(one, "world", "cuda", transport=transport, backend=backend)
+
+
+AGAIN = [
+    Sum(DenseCase(name="one-block", **UNEVEN), "auto", BRAIN, bias=True, hidden=72),
+    Sum(DenseCase(name="tried-in-blocks", **LONG), "auto", BRAIN, bias=True, hidden=2496),
+]
+
+
+@pytest.mark.parametrize("one", AGAIN, ids=lambda one: one.case.name)
+def test_a_call_like_an_earlier_one_is_right(gpus: Team, transport: str, one: Sum) -> None:
+    check_repeated(one, gpus.run(run_repeated, one, "cuda", transport=transport))
 
 
 GROWING = [

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from unit.refusals import Refusal, assert_refused
 
 from distributed.test_arguments import HIDDEN, WRONG, dense
 from fastattention import ArgumentError, explain, fast_attn_func
 from fastattention.backends.cuda.jit import module
 from fastattention.distributed import agreement, attention_linear, attention_linear_allreduce
-from fastattention.distributed.agreement import Agreed, Agreement
+from fastattention.distributed.agreement import Agreed, Agreement, Key
 from fastattention.distributed.transports import BlockTransport, Pending, Transfer
 from fastattention.distributed.trials import Candidate
 
@@ -99,6 +100,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "parameter": {"w_o": torch.nn.Parameter(torch.randn(HIDDEN, 20))},
     "half": {name: value.bfloat16() for name, value in dense().items()},
 }
+SAME_STRIDES: dict[str, dict[str, Any]] = {
+    "fewer-rows": {"q": dense()["q"][:, :3]},
+    "fewer-keys": {"k": dense()["k"][:, :5], "v": dense()["v"][:, :5]},
+}
+OTHERS = {name: changes for name, changes in (KINDS | SAME_STRIDES).items() if changes}
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
@@ -114,7 +120,7 @@ def test_a_call_like_an_earlier_one_is_right_and_not_checked_again(known: Agreem
     check(out, again)
 
 
-@pytest.mark.parametrize("changes", list(KINDS.values())[1:], ids=list(KINDS)[1:])
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 @torch.no_grad()
 def test_a_call_that_looks_different_is_another(known: Agreement, changes: dict[str, Any]) -> None:
     attention_linear_allreduce(**dense())
@@ -127,11 +133,59 @@ def test_wrong_arguments_are_refused_after_right_ones(known: Agreement, refusal:
     out = torch.full((2, 6, HIDDEN), 7.0)
     with torch.no_grad():
         attention_linear_allreduce(**dense(out=out))
-    assert len(known.repeats) == 1
+        attention_linear_allreduce(**dense(out=out, bias=torch.ones(HIDDEN)))
+    assert len(known.repeats) == 2
     out.fill_(7.0)
     with contextlib.nullcontext() if "gradient" in refusal.name else torch.no_grad():
         assert_refused(lambda: attention_linear_allreduce(**(dense(out=out) | refusal.changes)), refusal)
     assert (out == 7.0).all()
+
+
+ALMOST: dict[str, tuple[dict[str, Any], str]] = {
+    "q-shape": ({"q": torch.empty_strided((3, 6, 4, 8), dense()["q"].stride())}, "batch_size"),
+    "k-shape": ({"k": dense()["k"][:, :5]}, "seqlen_k"),
+    "v-shape": ({"v": dense()["v"][:, :5]}, "seqlen_k"),
+    **{f"{name}-dtype": ({name: dense()[name].bfloat16()}, "bfloat16") for name in ("q", "k", "v")},
+    **{f"{name}-device": ({name: dense()[name].to("meta")}, "meta") for name in ("k", "v")},
+    "bias-shape": ({"bias": torch.ones(1)}, "bias"),
+    "bias-dtype": ({"bias": torch.ones(HIDDEN).double()}, "bias"),
+    "bias-device": ({"bias": torch.ones(HIDDEN, device="meta")}, "bias"),
+    "out-shape": ({"out": torch.empty(3, 6, HIDDEN)}, "out"),
+    "out-dtype": ({"out": torch.empty(2, 6, HIDDEN).double()}, "out"),
+    "out-device": ({"out": torch.empty(2, 6, HIDDEN, device="meta")}, "out"),
+}
+
+
+@pytest.mark.parametrize(("change", "named"), ALMOST.values(), ids=ALMOST)
+@torch.no_grad()
+def test_a_single_tensor_that_does_not_fit_is_refused_after_those_that_do(
+    known: Agreement, change: dict[str, Any], named: str
+) -> None:
+    fitting = dense(bias=torch.ones(HIDDEN), out=torch.empty(2, 6, HIDDEN))
+    attention_linear_allreduce(**fitting)
+    with unchecked():
+        attention_linear_allreduce(**fitting)
+    with pytest.raises(ArgumentError, match=named):
+        attention_linear_allreduce(**fitting | change)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # by torch, of its own
+@torch.no_grad()
+def test_a_tangent_is_refused_after_tensors_without(known: Agreement) -> None:
+    attention_linear_allreduce(**dense())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(dense()["q"], torch.ones(2, 6, 4, 8))
+        with pytest.raises(ArgumentError, match="gradient"):
+            attention_linear_allreduce(**dense(q=dual))
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", None)])
+def test_what_is_remembered_knows_its_gpu(device: str, index: int | None) -> None:
+    made = Agreement(2)
+    key = Key(mock.Mock(device=torch.device(device)), HIDDEN, False, "auto", "auto", None)
+    made.agreed[key] = Agreed.always(Candidate((1,), Doubled()))
+    made.remember(("looks",), key)
+    assert made.repeats["looks",].cuda_index == index
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "w_o"])
@@ -140,12 +194,13 @@ def test_what_looks_like_a_tensor_is_refused_after_tensors(known: Agreement, nam
     class Like:
         """Has all that is looked at."""
 
-        def __init__(self, tensor: Tensor) -> None:
-            self.shape, self.dtype, self.device, self.stride = tensor.shape, tensor.dtype, tensor.device, tensor.stride
+        def __init__(self, tensor: Tensor, shape: Sequence[int]) -> None:
+            self.shape, self.dtype, self.device, self.stride = shape, tensor.dtype, tensor.device, tensor.stride
 
     attention_linear_allreduce(**dense())
-    with pytest.raises(ArgumentError, match=f"{name} must be a torch.Tensor, got Like"):
-        attention_linear_allreduce(**dense(**{name: Like(dense()[name])}))
+    for shape in (dense()[name].shape, [*dense()[name].shape]):  # a list cannot be looked up
+        with pytest.raises(ArgumentError, match=f"{name} must be a torch.Tensor, got Like"):
+            attention_linear_allreduce(**dense(**{name: Like(dense()[name], shape)}))
 
 
 @torch.no_grad()
@@ -194,9 +249,9 @@ def test_a_known_call_to_another_gpu_than_the_current_one_goes_the_longer_way(
         {"alibi_slopes": torch.ones(4), "causal": True},
         {"attn_bias": torch.zeros(7)},
         {"sinks": torch.zeros(4)},
-        {"k": torch.randn(2, 7, 8, 2).mT},  # copied
+        *({name: dense()[name].mT.contiguous().mT} for name in ("q", "k", "v")),  # copied
     ],
-    ids=["blocks", "alibi", "attn_bias", "sinks", "copied"],
+    ids=["blocks", "alibi", "attn_bias", "sinks", "q", "k", "v"],
 )
 @torch.no_grad()
 def test_calls_that_need_more_are_checked_every_time(known: Agreement, changes: dict[str, Any]) -> None:

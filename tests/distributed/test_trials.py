@@ -51,6 +51,7 @@ def run_tried(one: Sum, seconds: dict[tuple[int, ...], float]) -> tuple[torch.Te
 
     for known in agreement._agreements.values():
         known.agreed.clear()
+        known.repeats.clear()
         known._verdicts.clear()
     with (
         mock.patch.object(divisions, "LEAST_BYTES", 1),

@@ -317,3 +317,15 @@ def test_describe_names_torch_and_its_kernels() -> None:
     assert str(torch.__version__) in description
     assert "flash" in description
     assert "\n" not in description
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize("what", ["address", "strides"])
+def test_all_tensors_are_asked_for_their_alignment(which: int, what: str) -> None:
+    """In one go, by `attend_whole`: torch's kernels of a GPU fault where one of them lies askew."""
+    tensors = [torch.zeros(2, 3, 4, 8) for _ in range(3)]
+    assert fused._are_aligned(*tensors)
+    room = torch.zeros(2, 3, 4, 12)
+    tensors[which] = room[..., 1:9] if what == "address" else torch.zeros(2, 3, 4, 9)[..., :8]
+    assert tensors[which].data_ptr() % 16 == (4 if what == "address" else 0)
+    assert not fused._are_aligned(*tensors)

@@ -89,7 +89,7 @@ class RingSteps:
     def _make(self, kind: Kind) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
         shares = shares_of(kind.rows, self._size)
         made = tuple(self._step(kind, shares[block], block, step) for block, step in steps(len(shares), self._size))
-        if len(self._kept) == MOST_KEPT:
+        if len(self._kept) >= MOST_KEPT:
             self._kept.clear()
         kept = self._kept[kind] = torch.cuda.current_stream(self._device), made
         return kept

@@ -181,20 +181,21 @@ class AttentionAhead:
         """rows: of each time that attention is computed."""
         self._call = call
         self._ends = iter(tuple(accumulate(rows)))
-        self._attended: list[tuple[int, Tensor]] = []  # of each piece: its first row, and attention
+        self._attended: list[tuple[int, int, Tensor]] = []  # of each piece: its first row, past its last, and attention
         self._end = 0  # of the rows that have been attended
 
     def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
         """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""
         while self._end < stop:
             self._attend(self._end, next(self._ends))
-        for first, attended in self._attended:
-            begin, end = max(start, first), min(stop, first + len(attended))
+        for first, past, attended in self._attended:
+            begin, end = max(start, first), min(stop, past)
             if begin < end:
                 self._call.multiply(attended[begin - first : end - first], partial[begin - start : end - start], adds)
 
     def _attend(self, start: int, stop: int) -> None:
         for piece in pieces(start, stop, self._call.problem.seqlen_q):
-            self._attended.append((start, self._call.attend(piece)))
-            start += piece.num_rows
+            past = start + piece.num_rows
+            self._attended.append((start, past, self._call.attend(piece)))
+            start = past
         self._end = stop

@@ -107,7 +107,11 @@ AGAIN = [
 
 @pytest.mark.parametrize("one", AGAIN, ids=lambda one: one.case.name)
 def test_a_call_like_an_earlier_one_is_right(gpus: Team, transport: str, one: Sum) -> None:
-    check_repeated(one, gpus.run(run_repeated, one, "cuda", transport=transport))
+    check_repeated(one, gpus.run(run_twice, one, transport))
+
+
+def run_twice(one: Sum, transport: str) -> list[Tensor]:
+    return run_repeated(one, "cuda", transport=transport)
 
 
 GROWING = [

@@ -191,7 +191,9 @@ class AttentionAhead:
         for first, past, attended in self._attended:
             begin, end = max(start, first), min(stop, past)
             if begin < end:
-                self._call.multiply(attended[begin - first : end - first], partial[begin - start : end - start], adds)
+                # Nearly always all: a view of it would take as long as a launch.
+                target = partial if end - begin == stop - start else partial[begin - start : end - start]
+                self._call.multiply(attended[begin - first : end - first], target, adds)
 
     def _attend(self, start: int, stop: int) -> None:
         for piece in pieces(start, stop, self._call.problem.seqlen_q):

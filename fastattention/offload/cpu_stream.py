@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from fastattention.backends.cpu.work_queue import WorkQueue
-from fastattention.backends.cuda.jit.streams import CIRCLE, FlagWrites, wait_until
+from fastattention.backends.cuda.jit.streams import CIRCLE, wait_for_number, write_number
 
 _LINE = 16  # numbers of 32 bits: no two flags in one cache line
 
@@ -33,12 +33,12 @@ class CpuStream:
         """
         # Numbers are not used twice: were one written by a call that was interrupted, its next job would not wait.
         self._number = (self._number + 1) % CIRCLE
-        FlagWrites([self._ready], self._number).enqueue(self.stream.cuda_stream)
+        write_number(self._ready, self._number, self.stream.cuda_stream)
         self._queue.push(self._number, function, argument)
 
     def wait(self) -> None:
         """The stream goes on when all functions have returned, also that of an `enqueue` which was interrupted."""
-        wait_until(self._done, self._queue.newest, self.stream.cuda_stream)
+        wait_for_number(self._done, self._queue.newest, self.stream.cuda_stream)
 
 
 def _end(queue: WorkQueue, stream: torch.cuda.Stream, done: torch.Tensor) -> None:

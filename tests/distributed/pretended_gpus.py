@@ -129,6 +129,10 @@ class Driver:
         stream_of(stream).enqueue(lambda: ctypes.memmove(target, source, nbytes))
         return (0,)
 
+    def cuStreamWriteValue32(self, stream: int, address: int, number: int, _: int) -> tuple[int]:  # noqa: N802
+        stream_of(stream).enqueue(lambda: write(address, number))
+        return (0,)
+
     def cuStreamBatchMemOp(self, stream: int, count: int, operations: Sequence[Any], _: int) -> tuple[int]:  # noqa: N802
         assert count == len(operations)
         for operation in operations:
@@ -136,10 +140,14 @@ class Driver:
         return (0,)
 
 
+def write(address: int, number: int) -> None:
+    flag_at(address).value = number
+
+
 def carry_out(operation: Any) -> None:
     """Writes a flag, or waits for one."""
     if operation.operation == _WRITE:
-        flag_at(operation.writeValue.address).value = int(operation.writeValue.value)
+        write(operation.writeValue.address, int(operation.writeValue.value))
         return
     flag, deadline = flag_at(operation.waitValue.address), time.monotonic() + PATIENCE
     while flag.value != int(operation.waitValue.value):

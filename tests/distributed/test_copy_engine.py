@@ -118,9 +118,26 @@ def test_flags_are_written_in_their_order() -> None:
     assert written_out(streams.FlagWrites([72], 1)._operations) == [("write", 72, 1)]
 
 
+def test_numbers_are_written_behind_all_that_the_stream_has_done_and_awaited_in_a_circle() -> None:
+    asked: list[tuple[object, ...]] = []
+    done = driver.CUresult.CUDA_SUCCESS
+    answering = SimpleNamespace(
+        cuStreamWriteValue32=lambda *arguments: (asked.append(("write", *arguments)), (done,))[1],
+        cuStreamWaitValue32=lambda *arguments: (asked.append(("wait", *arguments)), (done,))[1],
+    )
+    with mock.patch.object(streams, "driver_bindings", return_value=answering):
+        streams.write_number(64, 2**32 - 1, 7)
+        streams.wait_for_number(68, 5, 8)
+    assert asked == [
+        ("write", 7, 64, 2**32 - 1, driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT),
+        ("wait", 8, 68, 5, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ),
+    ]
+
+
 def test_an_error_of_the_driver_is_raised() -> None:
     refused = driver.CUresult.CUDA_ERROR_INVALID_VALUE
-    answering = SimpleNamespace(cuMemcpyAsync=lambda *_: (refused,), cuStreamBatchMemOp=lambda *_: (refused,))
+    names = ("cuMemcpyAsync", "cuStreamBatchMemOp", "cuStreamWriteValue32", "cuStreamWaitValue32")
+    answering = SimpleNamespace(**dict.fromkeys(names, lambda *_: (refused,)))
     meeting, writes, waits = streams.Meeting([64], [164]), streams.FlagWrites([64], 1), streams.FlagWaits([64])
     with mock.patch.object(streams, "driver_bindings", return_value=answering):
         with pytest.raises(CompileError, match="copying 5 bytes: the CUDA driver answers CUDA_ERROR_INVALID_VALUE"):
@@ -131,3 +148,7 @@ def test_an_error_of_the_driver_is_raised() -> None:
             writes.enqueue(0)
         with pytest.raises(CompileError, match="waiting for another GPU: the CUDA driver answers"):
             waits.enqueue(0)
+        with pytest.raises(CompileError, match="writing a number: the CUDA driver answers"):
+            streams.write_number(64, 1, 0)
+        with pytest.raises(CompileError, match="waiting for a number: the CUDA driver answers"):
+            streams.wait_for_number(64, 1, 0)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from cuda.bindings import driver
 from torch import Tensor
 
 from distributed.pretended_calls import BRAIN, HALF, SINGLE, check, sum_on
 from distributed.pretended_gpus import Host, Stream
 from fastattention.backends.cuda.jit import streams
-from fastattention.distributed.transports import ring_steps
+from fastattention.distributed.transports import ring_product, ring_steps
+from fastattention.distributed.transports.peer_memory import PeerMemory
 from fastattention.distributed.transports.ring_product import RingProduct
 from fastattention.distributed.transports.ring_steps import Kind
 from fastattention.errors import CompileError
@@ -42,17 +45,21 @@ def kept_after_each(calls: list[Call]) -> list[list[Kept]]:
     return [kept for _, kept in ranks]
 
 
-def test_calls_of_a_kind_have_the_same_steps_whatever_their_dtype_and_result() -> None:
-    of_ten_bytes: list[Call] = [(BLOCKS, {"hidden": 5, "dtype": dtype}) for dtype in (HALF, BRAIN, HALF)]
-    for first, *others in kept_after_each(of_ten_bytes):
+def test_calls_of_a_kind_have_the_same_steps_whatever_their_result() -> None:
+    alike: list[Call] = [(BLOCKS, {"hidden": 5, "dtype": HALF})] * 3
+    for first, *others in kept_after_each(alike):
         assert [kind.rows for kind, _ in first] == [BLOCKS]
         assert others == [first, first]
 
 
 @pytest.mark.parametrize(
     "other",
-    [((5, 23, 8), {"hidden": 5, "dtype": HALF}), (BLOCKS, {"hidden": 5, "dtype": SINGLE})],
-    ids=["blocks", "bytes"],
+    [
+        ((5, 23, 8), {"hidden": 5, "dtype": HALF}),
+        (BLOCKS, {"hidden": 4, "dtype": HALF}),
+        (BLOCKS, {"hidden": 5, "dtype": BRAIN}),
+    ],
+    ids=["blocks", "hidden", "dtype"],
 )
 def test_calls_of_another_kind_have_their_own(other: Call) -> None:
     first: Call = (BLOCKS, {"hidden": 5, "dtype": HALF})
@@ -76,6 +83,37 @@ def test_calls_on_another_stream_have_their_own() -> None:
 
     for pairs in host.run(task):
         assert [first for first, _ in pairs] == [second for _, second in pairs]
+
+
+def test_calls_in_inference_mode_have_their_own_whose_views_are_of_that_mode() -> None:
+    """A view that was made in that mode cannot be written out of it."""
+
+    def task(transport: RingProduct, rank: int, stream: Stream) -> dict[bool, set[bool]]:
+        for call, mode in enumerate((True, False, True)):
+            with torch.inference_mode(mode):
+                sum_on(transport, rank, stream, call, BLOCKS, hidden=5, dtype=HALF)
+        assert transport._steps is not None
+        kept = transport._steps._kept.items()
+        return {kind.is_inference: {step.sum.is_inference() for step in steps} for kind, (_, steps) in kept}
+
+    for modes in Host(SIZE, RingProduct).run(task):
+        assert modes == {True: {True}, False: {False}}
+
+
+def test_memory_is_given_back_before_larger_is_taken_in_its_place() -> None:
+    def task(transport: RingProduct, rank: int, stream: Stream) -> None:
+        sum_on(transport, rank, stream, 0, BLOCKS, hidden=5, dtype=HALF)
+        kept = weakref.ref(transport._peers)
+        assert kept() is not None
+
+        def take(*arguments: Any) -> PeerMemory:
+            assert kept() is None
+            return PeerMemory(*arguments)
+
+        with mock.patch.object(ring_product, "PeerMemory", take):
+            sum_on(transport, rank, stream, 1, (300, 300), hidden=2000, dtype=SINGLE)
+
+    Host(1, RingProduct).run(task)
 
 
 def test_larger_memory_has_steps_of_its_own() -> None:

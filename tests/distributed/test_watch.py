@@ -8,8 +8,6 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,15 +26,14 @@ class Enqueued:
     def __init__(self) -> None:
         self.numbers: list[int] = []
 
-    def make(self, addresses: list[int], value: int) -> Any:
-        assert len(addresses) == 1
-        return SimpleNamespace(enqueue=lambda stream: self.numbers.append(value))
+    def write(self, address: int, number: int, stream: int) -> None:
+        self.numbers.append(number)
 
 
 @pytest.fixture
 def enqueued() -> Iterator[Enqueued]:
     made = Enqueued()
-    with mock.patch.object(watch, "FlagWrites", made.make):
+    with mock.patch.object(watch, "write_number", made.write):
         yield made
 
 

@@ -59,18 +59,19 @@ class RingProduct(OnOneHost):
 
     def run(self, compute: Compute, out: Tensor, rows: Sequence[int], room: int = 0) -> None:
         """One block goes round as well, with nothing to be computed meanwhile."""
-        partials = self.begin(out, rows, room)
-        self._keep_for_graphs(self._peers)
+        self._follow_last_call()
+        self._keep_for_graphs(self._memory_of(out.nbytes))
         assert self._steps is not None
-        kind = Kind(tuple(rows), out.shape[1] * out.itemsize, module.current_stream(self._device.index))
-        stream, steps = self._steps.of(kind)
+        is_inference = torch.is_inference_mode_enabled()
+        kind = Kind(tuple(rows), out.shape, out.dtype, is_inference, module.current_stream(self._device.index))
+        stream, steps = self._steps.of(kind, out)
         self._follow(stream, self._stream, self._gathering)  # a graph that is captured has to have all three
         try:
-            for (start, stop), before, then in steps:
+            for (start, stop), partial, before, then in steps:
                 if before is not None:
                     before.wait(stream)
                 # Of no rows too, so that whatever fails does so in the same step on all ranks.
-                compute(start, stop, partials[start:stop], adds=before is not None)
+                compute(start, stop, partial, adds=before is not None)
                 if isinstance(then, PassOn):
                     self._pass_on(then)
                 else:
@@ -124,6 +125,7 @@ class RingProduct(OnOneHost):
             self._following.wait(other)
 
     def _take(self, nbytes: int) -> PeerMemory:
+        self._steps = None  # which keep the memory in whose place this comes
         memory = PeerMemory(nbytes, Flags.needed(self._size), self._device, self._group_name)
         self._steps = RingSteps(memory, self._rank, self._size, self._here, self._stream, self._gathering)
         return memory

@@ -10,14 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastattention.backends.cuda.jit.streams import (
-    FlagWaits,
-    FlagWrites,
-    Meeting,
-    Operation,
-    copy_operation,
-)
+from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites, Meeting, Operation, copy_operation
 from fastattention.distributed.ring_order import MOST_BLOCKS, Share, shares_of, steps
 from fastattention.distributed.transports.peer_memory import PeerMemory
 
@@ -28,7 +23,10 @@ class Kind(NamedTuple):
     """Calls whose steps differ in the place of the result alone."""
 
     rows: tuple[int, ...]  # of each block
-    row_bytes: int
+    shape: torch.Size  # of the result: (rows, hidden)
+    dtype: torch.dtype
+    # What is computed goes to views of memory, and one that is made in inference mode cannot be written out of it.
+    is_inference: bool
     stream: int  # of the compute, the current one
 
 
@@ -59,6 +57,7 @@ class Step(NamedTuple):
     """A share of a block that this rank computes."""
 
     share: Share
+    sum: Tensor  # (rows of the share, hidden): what this rank writes or adds its part to
     before: torch.cuda.Event | None  # when the sum is here to which it is added; None where a sum begins
     then: PassOn | Gather
 
@@ -77,28 +76,30 @@ class RingSteps:
     ) -> None:
         """here: in turns, by step, of sums that have come on the stream `fetching`; gathering: of complete ones."""
         self.flags = Flags(memory, rank, size)
-        self._device, self._addresses = memory.mine.device, memory.addresses
+        self._memory = memory
         self._rank, self._size, self._here = rank, size, here
         self._fetching, self._gathering = fetching.cuda_stream, gathering.cuda_stream
         self._kept: dict[Kind, tuple[torch.cuda.Stream, tuple[Step, ...]]] = {}
 
-    def of(self, kind: Kind) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
-        """The stream of the compute, and the steps in their order."""
-        return self._kept.get(kind) or self._make(kind)
+    def of(self, kind: Kind, out: Tensor) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
+        """The stream of the compute, and the steps in their order. out: a result of that kind."""
+        return self._kept.get(kind) or self._make(kind, out)
 
-    def _make(self, kind: Kind) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
-        shares = shares_of(kind.rows, self._size)
-        made = tuple(self._step(kind, shares[block], block, step) for block, step in steps(len(shares), self._size))
+    def _make(self, kind: Kind, out: Tensor) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
+        shares, sums = shares_of(kind.rows, self._size), self._memory.like(out)
+        order = steps(len(shares), self._size)
+        made = tuple(self._step(kind, sums, shares[block], block, step) for block, step in order)
         if len(self._kept) >= MOST_KEPT:
             self._kept.clear()
-        kept = self._kept[kind] = torch.cuda.current_stream(self._device), made
+        kept = self._kept[kind] = torch.cuda.current_stream(out.device), made
         return kept
 
-    def _step(self, kind: Kind, shares: Sequence[Share], block: int, step: int) -> Step:
+    def _step(self, kind: Kind, sums: Tensor, shares: Sequence[Share], block: int, step: int) -> Step:
         before = self._here[(block + step) % 2][step] if step else None
         goes_on = step < self._size - 1
         then = self._pass_on(kind, shares, block, step) if goes_on else self._gather(kind, shares, block)
-        return Step(shares[self._owner(step)], before, then)
+        share = shares[self._owner(step)]
+        return Step(share, sums[slice(*share)], before, then)
 
     def _owner(self, step: int) -> int:
         """Whose share this rank computes in a step."""
@@ -109,7 +110,7 @@ class RingSteps:
         operations = [ready, self.flags.passed_on[block][step].on(self._fetching)]
         copy = self._copy(kind, shares[self._owner(step + 1)], (self._rank - 1) % self._size)
         if copy.nbytes:
-            target = self._addresses[self._rank] + copy.begin
+            target = self._memory.addresses[self._rank] + copy.begin
             operations.append(copy_operation(target, copy.source, copy.nbytes, self._fetching))
         return PassOn(tuple(operations), self._here[(block + step + 1) % 2][step + 1])
 
@@ -125,8 +126,9 @@ class RingSteps:
         )
 
     def _copy(self, kind: Kind, share: Share, rank: int) -> Copy:
-        begin, end = share.start * kind.row_bytes, share.stop * kind.row_bytes
-        return Copy(begin, self._addresses[rank] + begin, end - begin)
+        row_bytes = kind.shape[1] * kind.dtype.itemsize
+        begin, end = share.start * row_bytes, share.stop * row_bytes
+        return Copy(begin, self._memory.addresses[rank] + begin, end - begin)
 
 
 class Flags:

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from fastattention.backends.cuda.jit.streams import CIRCLE, FlagWrites
+from fastattention.backends.cuda.jit.streams import CIRCLE, write_number
 
 _LOOKS = 20  # within a timeout
 _LONGEST_REST = 1.0  # seconds from look to look
@@ -29,6 +29,7 @@ class Watch:
     def __init__(self, name: str, device: torch.device, seconds: float) -> None:
         self._name, self._device, self._seconds = name, device, seconds
         self._finished = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._address = self._finished.data_ptr()
         self._enqueued = 0
         self._thread: threading.Thread | None = None
 
@@ -39,7 +40,7 @@ class Watch:
             self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), rest), daemon=True)
             self._thread.start()
         number = (self._enqueued + 1) % CIRCLE
-        FlagWrites([self._finished.data_ptr()], number).enqueue(stream)
+        write_number(self._address, number, stream)
         self._enqueued = number
 
     @property

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from fastattention.backends.cuda.jit.module import checked, driver_bindings
 
 CIRCLE = 1 << 32  # flags have 32 bits: numbers in them begin again at 0
+_BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: whatever the stream has done before is visible first
+_REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
 class Operation(NamedTuple):
@@ -42,10 +44,17 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
         checked(answer, f"copying {nbytes} bytes")
 
 
-def wait_until(address: int, value: int, stream: int) -> None:
-    """Lets a stream of the current device wait until the 32 bits at an address have reached `value`, in a circle."""
-    reached = driver_bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-    _enqueue([_wait(address, value, reached)], stream, "waiting for a flag")
+def write_number(address: int, number: int, stream: int) -> None:
+    """Lets a stream of the current device write 32 bits to an address, behind all that it has done before.
+
+    For numbers that are written once. (Flags, which are written again and again, are prepared: FlagWrites.)
+    """
+    checked(driver_bindings().cuStreamWriteValue32(stream, address, number, _BEHIND_ALL), "writing a number")
+
+
+def wait_for_number(address: int, number: int, stream: int) -> None:
+    """Lets a stream of the current device wait until the 32 bits at an address have reached `number`, in a circle."""
+    checked(driver_bindings().cuStreamWaitValue32(stream, address, number, _REACHED), "waiting for a number")
 
 
 class FlagOperations:
@@ -103,8 +112,7 @@ def _enqueue(operations: Sequence[Any], stream: int, doing: str) -> None:
 
 
 def _awaited(flags: Sequence[int]) -> list[Any]:
-    equal = driver_bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
-    return [operation for flag in flags for operation in (_wait(flag, 1, equal), _write(flag, 0))]
+    return [operation for flag in flags for operation in (_wait_until_raised(flag), _write(flag, 0))]
 
 
 def _write(address: int, value: int) -> Any:
@@ -113,15 +121,15 @@ def _write(address: int, value: int) -> Any:
     made.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
     made.writeValue.operation = made.operation
     made.writeValue.address, made.writeValue.value = driver.CUdeviceptr(address), value
-    made.writeValue.flags = 0  # whatever the stream has done before is visible first
+    made.writeValue.flags = _BEHIND_ALL
     return made
 
 
-def _wait(address: int, value: int, comparison: Any) -> Any:
+def _wait_until_raised(address: int) -> Any:
     driver = driver_bindings()
     made = driver.CUstreamBatchMemOpParams()
     made.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
     made.waitValue.operation = made.operation
-    made.waitValue.address, made.waitValue.value = driver.CUdeviceptr(address), value
-    made.waitValue.flags = int(comparison)
+    made.waitValue.address, made.waitValue.value = driver.CUdeviceptr(address), 1
+    made.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
     return made

@@ -12,10 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tiers import slow
 
 from fastattention.backends.cpu.library import available_isas
 from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.peaks import Limits
+
+pytestmark = slow
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

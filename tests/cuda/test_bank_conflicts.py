@@ -6,6 +6,7 @@ import emulator
 import pytest
 import torch
 from emulator import EmulatedCudaBackend, Wavefronts
+from tiers import thin
 
 from fastattention.problem import Inputs, Problem
 from fastattention.quantised import quantise
@@ -56,6 +57,7 @@ def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm70(), emulator.EmulatedSm75(), emulator.EmulatedSm80()],
                          ids=["sm70", "sm75", "sm80"])  # fmt: skip
+@thin(quick=5)
 def test_main_loop_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: int) -> None:
     less, more = (of_forward(backend, headdim, 128, seqlen_k) for seqlen_k in (192, 256))
     assert_main_loop_has_no_conflicts(less, more)
@@ -67,6 +69,7 @@ def test_nor_has_it_with_volta_s_other_tiles(headdim: int, seqlen_q: int) -> Non
     assert_main_loop_has_no_conflicts(less, more)
 
 
+@thin(quick=5)
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastattention.errors import ArgumentError
+from fastattention.offload.eviction_order import eviction_order
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.memory import (
     Budget,
@@ -18,7 +19,6 @@ from fastattention.offload.memory import (
     why_not,
 )
 from fastattention.offload.model_shape import ModelShape
-from fastattention.offload.order import leaving_order
 from fastattention.offload.policy import AUTO, Policy, read_policy
 from fastattention.offload.prediction import seconds_per_token, seconds_per_token_in_halves, upload_fraction
 
@@ -114,7 +114,7 @@ def place(
 def spread(model: ModelShape, num_layers_cpu: int) -> tuple[bool, ...]:
     """For every layer whether it is on the CPU: the first to leave the GPU, never one with a window."""
     full_layers = model.full_layers
-    on_cpu = {full_layers[index] for index in leaving_order(len(full_layers))[:num_layers_cpu]}
+    on_cpu = {full_layers[index] for index in eviction_order(len(full_layers))[:num_layers_cpu]}
     return tuple(layer in on_cpu for layer in range(model.num_layers))
 
 

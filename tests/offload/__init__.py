@@ -1,1 +1,1 @@
-"""The cooperative cache, on a pretended device."""
+"""The cooperative cache, on a fake device."""

@@ -14,8 +14,8 @@ from fastattention.backends.cuda.all_reduce import (
     MOST_CTAS,
     Flags,
     Peers,
+    all_reduce_launch,
     all_reduce_params,
-    all_reduce_step,
     ctas_for,
 )
 from fastattention.backends.cuda.chips import CHIPS
@@ -87,10 +87,10 @@ def test_the_header_has_as_many_warps() -> None:
 
 
 def test_a_step_is_made_once() -> None:
-    step = all_reduce_step(torch.bfloat16, 4, 12, True)
-    assert (step.variant, step.num_blocks) == (AllReduceConfig("bfloat16", 4, bulk_copies=True), 12)
-    assert all_reduce_step(torch.bfloat16, 4, 12, True) is step
-    assert all_reduce_step(torch.float32, 4, 12, False).variant == AllReduceConfig("float32", 4, bulk_copies=False)
+    step = all_reduce_launch(torch.bfloat16, 4, 12, True)
+    assert (step.variant, step.num_ctas) == (AllReduceConfig("bfloat16", 4, bulk_copies=True), 12)
+    assert all_reduce_launch(torch.bfloat16, 4, 12, True) is step
+    assert all_reduce_launch(torch.float32, 4, 12, False).variant == AllReduceConfig("float32", 4, bulk_copies=False)
 
 
 @pytest.mark.parametrize(

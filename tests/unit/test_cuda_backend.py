@@ -133,7 +133,7 @@ def launches(backend: CudaBackend, **call: Any) -> list[tuple[str, int]]:
     """(entry, CTAs) of what a call launches."""
     plan = backend._plan(dataclasses.replace(PROBLEM, device=torch.device("cuda", A100), **call))
     steps = [plan.append] if plan.append is not None else []
-    return [(step.variant.entries[step.entry].name, step.num_blocks) for step in [*steps, *plan.attention]]
+    return [(step.variant.entries[step.entry].name, step.num_ctas) for step in [*steps, *plan.attention]]
 
 
 def test_a_decode_of_few_rows_is_one_kernel(backend: CudaBackend) -> None:

@@ -101,7 +101,7 @@ def test_every_kernel_is_one_that_decode_cuh_accepts(chip: str) -> None:
         assert config.tile_m % (config.row_warps * facts.step_rows) == 0
         assert config.tile_n % (16 if config.arch >= 75 else 8) == 0
         assert config.num_stages == (2 if config.arch >= 80 else 1)
-        assert not (config.warps_share_rows and config.tile_m > facts.step_rows * 2)
+        assert not (config.split_keys_across_warps and config.tile_m > facts.step_rows * 2)
         assert config.headdim_v % 16 == 0
 
 
@@ -147,28 +147,28 @@ def test_shared_memory_is_queries_stages_and_statistics(
         tile_n=32,
         num_warps=4,
         num_stages=2,
-        warps_share_rows=True,
+        split_keys_across_warps=True,
         cache_format=cache_format,
     )
     queries = 16 * (128 * dtype_bytes + padding)
     scales = 2 * 4 if cache_format else 0
     token = 128 * cache_bytes + padding + 64 * cache_bytes + padding + scales
     assert config.shared_bytes == queries + 4 * (2 * 32 * token + 16 * 2 * 4)
-    shared_keys = replace(config, warps_share_rows=False)
+    shared_keys = replace(config, split_keys_across_warps=False)
     assert shared_keys.shared_bytes == queries + 2 * 32 * token + 16 * 2 * 4
 
 
 def test_warps_share_out_keys_or_rows() -> None:
     keys, rows = plain("A100", 128, 16), plain("A100", 128, 128)
-    assert (keys.key_warps, keys.row_warps, keys.line_tile) == (4, 1, 4 * keys.tile_n)
-    assert (rows.key_warps, rows.row_warps, rows.line_tile) == (1, 8, rows.tile_n)
+    assert (keys.key_warps, keys.row_warps, keys.stream_tile) == (4, 1, 4 * keys.tile_n)
+    assert (rows.key_warps, rows.row_warps, rows.stream_tile) == (1, 8, rows.tile_n)
 
 
 # --- choices ---
 
 # Changing a choice on purpose changes this list with it.
 # (chip, headdim, rows, keys for each multiprocessor) ->
-# (tile_m, tile_n, num_warps, num_stages, min_blocks, num_value_parts)
+# (tile_m, tile_n, num_warps, num_stages, min_ctas, num_value_parts)
 GOLDEN = {
     ("P100", 64, 1, 0): (16, 16, 2, 1, 1, 1),
     ("P100", 64, 17, 0): (64, 32, 4, 1, 1, 1),
@@ -206,7 +206,7 @@ def test_choices_are_the_known_ones(chip: str, headdim: int, rows: int, keys: in
         config.tile_n,
         config.num_warps,
         config.num_stages,
-        config.min_blocks,
+        config.min_ctas,
         config.num_value_parts,
     )
     assert found == GOLDEN[chip, headdim, rows, keys]

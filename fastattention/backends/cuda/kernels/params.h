@@ -56,11 +56,11 @@ struct AttentionParams {
     int32_t window_left, window_right;  // keys visible on either side of the diagonal, -1 unlimited
     int32_t bias_is_float;              // otherwise it has the dtype of q
     int32_t num_m_tiles;                // of the longest sequence
-    int32_t heads_together;             // heads whose tiles run at about the same time, see find_work
+    int32_t heads_per_l2_wave;          // heads whose tiles run at about the same time, see find_work
     int32_t num_units;                  // tiles of query rows of all key heads, see schedule.cuh
     int32_t units_multiplier, units_shift;
-    int32_t num_groups;                 // of CTAs, that share the keys of all sequences evenly
-    int32_t groups_multiplier, groups_shift;
+    int32_t num_cta_groups;             // of CTAs, that share the keys of all sequences evenly
+    int32_t cta_groups_multiplier, cta_groups_shift;
     int32_t num_splits;                 // parts that the keys of each sequence are split into instead, 0 is off
     int32_t partial_rows;               // query rows of a partial result
     float softmax_scale;

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoRequest:
     """What to generate, with what."""
 
     model: str  # a model folder

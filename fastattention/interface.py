@@ -25,16 +25,16 @@ dropout_p: probability with which a softmax weight is dropped; others are divide
     generator, so torch.manual_seed repeats it. Use 0.0 in inference.
 deterministic: asks for a deterministic backward. The forward always is.
 return_attn_probs: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout, else
-    (batch_size, nheads, seqlen_q, seqlen_k) in the dtype of q: the softmax weights, negative where dropped. For packed
+    (batch_size, nheads, seqlen_q, seqlen_k) in the dtype of q: the softmax weights, negative where dropped. For varlen
     calls these are the longest lengths, and 0 fills the rest.
 
 Keyword-only, ours:
 
 attn_bias: added to the scores after softcap; float32 or the dtype of q; broadcasts to (batch_size, nheads, seqlen_q,
-    seqlen_k), for packed calls to (nheads, total_q, max_seqlen_k). -inf masks a key out.
+    seqlen_k), for varlen calls to (nheads, total_q, max_seqlen_k). -inf masks a key out.
 sinks: float (nheads,), one logit a head that takes part in the softmax without a value. lse includes it, so a row
     without keys has lse = sink.
-return_lse: also returns lse, float32 (batch_size, nheads, seqlen_q), packed (nheads, total_q): the natural logarithm of
+return_lse: also returns lse, float32 (batch_size, nheads, seqlen_q), varlen (nheads, total_q): the natural logarithm of
     the softmax's denominator, what merge_attn_states needs.
 backend: "auto", or the name of the only backend to use (`fastattention info` lists them).
 
@@ -60,7 +60,7 @@ from fastattention.backends.registry import check_name
 from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput
-from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.validation.common import read_options, require_tensor
 
 WindowSize = Sequence[int] | Tensor
@@ -180,7 +180,7 @@ def fast_attn_varlen_func(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Exact attention over sequences of uneven length, packed one after another without padding.
+    """Exact attention over variable-length sequences, one after another without padding.
 
     q: (total_q, nheads, headdim)
     k: (total_k, nheads_k, headdim), or pages (num_blocks, page_block_size, nheads_k, headdim) with block_table
@@ -197,7 +197,7 @@ def fast_attn_varlen_func(
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
     if runs_eagerly(q):
-        problem, inputs = prepare_packed(
+        problem, inputs = prepare_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
             alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed,
         )  # fmt: skip

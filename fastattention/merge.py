@@ -19,9 +19,9 @@ from fastattention.validation.common import Signature, last_axis_contiguous, nee
 def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
     """Attention over all keys from attention over disjoint parts of them.
 
-    outs: n tensors (batch_size, seqlen_q, nheads, headdim_v), or (total_q, nheads, headdim_v) when packed; all of one
+    outs: n tensors (batch_size, seqlen_q, nheads, headdim_v), or (total_q, nheads, headdim_v) when varlen; all of one
         shape and dtype. A tensor is split along its first axis.
-    lses: n float32 tensors (batch_size, nheads, seqlen_q), packed (nheads, total_q), as return_lse gives them.
+    lses: n float32 tensors (batch_size, nheads, seqlen_q), varlen (nheads, total_q), as return_lse gives them.
 
     Returns (out, lse) in the same shapes and dtype of out:
         lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) * out_i

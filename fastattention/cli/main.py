@@ -122,7 +122,7 @@ def compile_variant(
 ) -> None:
     """Compile one GPU kernel into a file and say what it takes. Needs no GPU.
 
-    Causal and window masks, packed sequences and sinks are chosen at run time: every kernel has them.
+    Causal and window masks, variable-length sequences and sinks are chosen at run time: every kernel has them.
     """
     from fastattention.cli import compile as command
 

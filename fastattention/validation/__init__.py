@@ -7,7 +7,7 @@ written before all have passed.
 """
 
 from fastattention.validation.common import Options
-from fastattention.validation.kvcache import KvCacheArguments, PackedCache, prepare_kvcache
-from fastattention.validation.prefill import prepare_dense, prepare_packed
+from fastattention.validation.kvcache import KvCacheArguments, PanelCache, prepare_kvcache
+from fastattention.validation.prefill import prepare_dense, prepare_varlen
 
-__all__ = ["KvCacheArguments", "Options", "PackedCache", "prepare_dense", "prepare_kvcache", "prepare_packed"]
+__all__ = ["KvCacheArguments", "Options", "PanelCache", "prepare_dense", "prepare_kvcache", "prepare_varlen"]

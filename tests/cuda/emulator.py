@@ -150,11 +150,11 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
     """The memory that attention may access in vectors, from the first to the last element that the call has."""
     if not isinstance(params, AttentionParams):
         return []
-    packed, batch = problem.layout is Layout.PACKED, problem.batch_size
-    tokens_q = _int32s(params.cu_seqlens_q, batch + 1)[-1] if packed else problem.seqlen_q
+    varlen, batch = problem.layout is Layout.VARLEN, problem.batch_size
+    tokens_q = _int32s(params.cu_seqlens_q, batch + 1)[-1] if varlen else problem.seqlen_q
     ranges = [
-        _range(params, "q", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim),
-        _range(params, "out", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim_v),
+        _range(params, "q", 0, 1 if varlen else batch, tokens_q, problem.nheads, params.headdim),
+        _range(params, "out", 0, 1 if varlen else batch, tokens_q, problem.nheads, params.headdim_v),
         Range(params.partial_out or 0, 4 * num_slots * params.partial_rows * params.headdim_v),
         Range(params.partial_stats or 0, 8 * num_slots * params.partial_rows),
     ]
@@ -186,7 +186,7 @@ def _blocks(params: AttentionParams, problem: Problem) -> list[tuple[int, int]]:
     batch = problem.batch_size
     if problem.layout is Layout.DENSE:
         return [(i, problem.seqlen_k) for i in range(batch)]
-    if problem.layout is Layout.PACKED:
+    if problem.layout is Layout.VARLEN:
         offsets = _int32s(params.cu_seqlens_k, batch + 1)
         if not params.block_table:
             return [(0, offsets[-1])]

@@ -236,11 +236,11 @@ CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
         ({"layout": Layout.DENSE, "seqlen_q": 33, "batch_size": 1, "seqlen_k": 1024}, False),
         ({"layout": Layout.DENSE, "seqlen_k": 255}, False),
         ({"layout": Layout.DENSE, "has_bias": True}, False),
-        ({"layout": Layout.PACKED, "page_block_size": 16}, False),
+        ({"layout": Layout.VARLEN, "page_block_size": 16}, False),
     ],
     ids=["one query", "128 rows", "many of 128", "more rows", "more, but few", "two tiles", "prefill", "quantised",
          "dense", "dense, 16 rows", "dense, 128 rows", "many rows, fewer keys",
-         "many rows, many sequences", "dense, more rows", "dense, few keys", "bias", "packed"],
+         "many rows, many sequences", "dense, more rows", "dense, few keys", "bias", "varlen"],
 )  # fmt: skip
 def test_few_rows_and_what_would_not_fill_the_gpu_are_decodes(call: dict[str, object], decodes: bool) -> None:
     assert is_decode(replace(CALL, **call), CHIPS["A100"]) == decodes  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ def _with_rows(tensor: Tensor, axis: int) -> Tensor:
 class _Strides(NamedTuple):
     """A tensor as a kernel walks through it, in elements.
 
-    Rows are queries, or heads when rows are heads. The batch of packed sequences is one of tokens.
+    Rows are queries, or heads when rows are heads. The batch of variable-length sequences is one of tokens.
     """
 
     tensor: Tensor

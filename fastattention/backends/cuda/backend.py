@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattention import config
 from fastattention.backends.base import Backend
 from fastattention.backends.common.layout import pointers, strides_of
-from fastattention.backends.common.packed_cache import REFUSAL
+from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of

@@ -52,6 +52,6 @@ def merge_params(template: bytes, outs: Sequence[Tensor], lses: Sequence[Tensor]
 
 
 def _lse_strides(lse: Tensor) -> tuple[int, int, int]:
-    """(batch, head, token) strides of (batch_size, nheads, tokens), or packed (nheads, tokens)."""
+    """(batch, head, token) strides of (batch_size, nheads, tokens), or varlen (nheads, tokens)."""
     *batch, head, token = lse.stride()
     return batch[0] if batch else 0, head, token

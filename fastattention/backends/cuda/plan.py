@@ -95,16 +95,16 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     (q_batch, q_row, q_head), (k_batch, k_row, k_head) = token_strides(inputs.q), token_strides(inputs.k)
     v_batch, v_row, v_head = token_strides(inputs.v)
-    packed = problem.layout is Layout.PACKED
+    varlen = problem.layout is Layout.VARLEN
     out_row = problem.nheads * inputs.v.shape[-1]
-    lse_head = problem.total_q if packed else problem.seqlen_q
+    lse_head = problem.total_q if varlen else problem.seqlen_q
     split, page_block_size = plan.split or Split(0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
         *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
-        0 if packed else problem.seqlen_q * out_row, inputs.v.shape[-1],
-        0 if packed else problem.nheads * lse_head, lse_head,
+        0 if varlen else problem.seqlen_q * out_row, inputs.v.shape[-1],
+        0 if varlen else problem.nheads * lse_head, lse_head,
         *bias_strides(bias),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),

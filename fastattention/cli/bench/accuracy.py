@@ -16,7 +16,7 @@ SAMPLED_ROWS = 16
 def max_error(workload: Workload, tensors: Tensors, out: Tensor) -> float:
     """Largest absolute difference between `out` and float64 attention over the sampled rows.
 
-    out: (batch_size, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim).
+    out: (batch_size, seqlen_q, nheads, headdim), or varlen (total_q, nheads, headdim).
     """
     outs = torch.split(out, list(workload.seqlens_q)) if workload.kind == "packed" else out.unbind()
     batch = zip(sequences(workload, tensors), outs, strict=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastattention.cli.bench.workload import DTYPES, Workload
 
 # Uneven lengths as requests come in: 3584 real tokens where padding would compute 16384.
-PACKED_FRACTIONS = (1.0, 0.25, 0.1875, 0.125, 0.09375, 0.046875, 0.03125, 0.015625)
+VARLEN_FRACTIONS = (1.0, 0.25, 0.1875, 0.125, 0.09375, 0.046875, 0.03125, 0.015625)
 
 
 def prefill(seqlen: int = 4096) -> list[Workload]:
@@ -28,9 +28,9 @@ def decode(grouped_keys: int = 131072, keys: int = 16384) -> list[Workload]:
     return list(dict.fromkeys([*grouped, *ungrouped, _decode("float16", min(keys, 4096), 32)]))
 
 
-def packed(longest: int = 2048) -> list[Workload]:
+def varlen(longest: int = 2048) -> list[Workload]:
     """Eight causal sequences of uneven length without padding."""
-    seqlens = tuple(max(1, int(longest * fraction)) for fraction in PACKED_FRACTIONS)
+    seqlens = tuple(max(1, int(longest * fraction)) for fraction in VARLEN_FRACTIONS)
     return [Workload("packed", dtype, seqlens, seqlens, 16, 16, 64, causal=True) for dtype in DTYPES]
 
 
@@ -45,7 +45,7 @@ def overhead() -> list[Workload]:
 QUESTIONS: dict[str, Callable[[], list[Workload]]] = {
     "prefill": prefill,
     "decode": decode,
-    "packed": packed,
+    "packed": varlen,
     "overhead": overhead,
 }
 
@@ -60,7 +60,7 @@ def quick_suite(seqlen: int = 2048) -> dict[str, list[Workload]]:
     return {
         "prefill": [one for one in prefill(seqlen) if one.headdim == 128 and one.causal],
         "decode": decode(16 * seqlen, 2 * seqlen)[:4],
-        "packed": packed(seqlen)[:1],
+        "packed": varlen(seqlen)[:1],
         "overhead": overhead(),
     }
 

@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Workload:
     """One attention problem. Sequence b has seqlens_q[b] queries and seqlens_k[b] keys; causal is bottom-right."""
 
-    kind: Kind  # decode: one query a sequence against a cache; packed: uneven lengths without padding
+    kind: Kind  # decode: one query a sequence against a cache; packed: variable lengths (varlen)
     dtype: str  # a key of DTYPES
     seqlens_q: tuple[int, ...]
     seqlens_k: tuple[int, ...]

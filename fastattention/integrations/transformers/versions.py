@@ -22,7 +22,7 @@ def warn_of_old_version() -> None:
     if Version(transformers.__version__) < Version(OLDEST):
         warnings.warn(
             f"Transformers {transformers.__version__} is older than {OLDEST}, the oldest that fast_attention supports: "
-            "packed sequences and assisted generation fail with it; upgrade by "
+            "variable-length sequences and assisted generation fail with it; upgrade by "
             f"pip install --upgrade 'transformers>={OLDEST}'",
             stacklevel=3,
         )

@@ -8,11 +8,11 @@ namespace fastattention {
 
 // Of attention: forward.cuh, decode.cuh and combine.cuh.
 struct AttentionParams {
-    const uint16_t* q;  // (batch_size, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) when packed
-    const void* k;      // (batch_size, seqlen_k, nheads_k, headdim), packed, a cache, or pages of page_block_size tokens
+    const uint16_t* q;  // (batch_size, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) when varlen
+    const void* k;      // (batch_size, seqlen_k, nheads_k, headdim), varlen, a cache, or pages of page_block_size tokens
     const void* v;
     uint16_t* out;      // as q, with headdim_v
-    float* lse;         // (batch_size, nheads, seqlen_q), or (nheads, total_q) when packed; null when not asked for
+    float* lse;         // (batch_size, nheads, seqlen_q), or (nheads, total_q) when varlen; null when not asked for
 
     const int32_t* cu_seqlens_q;  // (batch_size + 1), null when sequences are equally long
     const int32_t* cu_seqlens_k;
@@ -44,7 +44,7 @@ struct AttentionParams {
 
     int32_t q_stride_row, k_stride_row, v_stride_row, out_stride_row;
     int32_t batch_size;
-    int32_t seqlen_q, seqlen_k;  // of every sequence, the longest when packed, the capacity of a cache
+    int32_t seqlen_q, seqlen_k;  // of every sequence, the longest when varlen, the capacity of a cache
     int32_t seqlen_new;          // tokens that this call appended to the cache
     int32_t max_cache_seqlen;    // sequences with a longer cache have no room for the append: their results are NaN
     int32_t nheads;
@@ -107,7 +107,7 @@ struct AppendParams {
 constexpr int kMostParts = 8;
 
 struct MergeParams {
-    const void* outs[kMostParts];   // (batch_size, tokens, nheads, headdim_v); batch_size is 1 when packed
+    const void* outs[kMostParts];   // (batch_size, tokens, nheads, headdim_v); batch_size is 1 when varlen
     const float* lses[kMostParts];  // (batch_size, nheads, tokens)
     void* out;                      // as a part, contiguous
     float* lse;

@@ -35,7 +35,7 @@ FA_DEVICE Work find_work(const AttentionParams& p) {
             static_cast<int>(index_of_head / p.nheads), static_cast<int>(cta_index() % kValueParts) * kHeaddimV};
 }
 
-// Tokens before a sequence when packed. Asked for where it is needed, rather than kept.
+// Tokens before a sequence when varlen. Asked for where it is needed, rather than kept.
 FA_DEVICE int64_t first_token(const int32_t* cu_seqlens, int batch) {
     return kGroupedRows || cu_seqlens == nullptr ? 0 : cu_seqlens[batch];
 }

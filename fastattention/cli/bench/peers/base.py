@@ -16,7 +16,7 @@ class Prepared:
     """A peer ready for one workload, with its inputs in the layout that it likes best. Only `call` is timed."""
 
     call: Callable[[], Any]
-    output: Callable[[Any], Tensor]  # what `call` returned -> (batch_size, seqlen_q, nheads, headdim) or packed
+    output: Callable[[Any], Tensor]  # what `call` returned -> (batch_size, seqlen_q, nheads, headdim) or varlen
     detail: str = ""  # which of the peer's own paths this is, e.g. "flash"
 
 
@@ -37,7 +37,7 @@ def is_decode(workload: Workload) -> bool:
     return workload.kind == "decode"
 
 
-def is_packed(workload: Workload) -> bool:
+def is_varlen(workload: Workload) -> bool:
     """Sequences of uneven length without padding."""
     return workload.kind == "packed"
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense, is_packed
+from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense, is_varlen
 from fastattention.cli.bench.workload import Tensors, Workload, sequences
 
 # Nobody would compute a long prefill with eager attention; benchmarks/memory.py shows what that would take.
@@ -49,7 +49,7 @@ def prepare_eager(workload: Workload, tensors: Tensors) -> Prepared:
 
 
 def prepare_sdpa_loop(workload: Workload, tensors: Tensors) -> Prepared:
-    """Packed sequences one at a time, the results written back to back as the next layer wants them."""
+    """Variable-length sequences one at a time, the results written back to back as the next layer wants them."""
     batch = [[heads_first(part[None]) for part in parts] for parts in sequences(workload, tensors)]
 
     def call() -> Tensor:
@@ -60,7 +60,7 @@ def prepare_sdpa_loop(workload: Workload, tensors: Tensors) -> Prepared:
 
 
 def prepare_padded_sdpa(workload: Workload, tensors: Tensors) -> Prepared:
-    """Packed sequences padded to the longest, with a mask. Padding happens outside the timing."""
+    """Variable-length sequences padded to the longest, with a mask. Padding happens outside the timing."""
     parts = zip(*sequences(workload, tensors), strict=True)
     q, k, v = (heads_first(pad_sequence(list(part), batch_first=True)) for part in parts)
     mask = torch.stack([_padded_mask(workload, index) for index in range(workload.batch_size)])[:, None]
@@ -131,8 +131,8 @@ def _applies_eager(workload: Workload) -> bool:
     return workload.kind == "prefill" and not is_grouped(workload) and max(workload.seqlens_k) <= LONGEST_EAGER
 
 
-def _applies_ungrouped_packed(workload: Workload) -> bool:
-    return is_packed(workload) and not is_grouped(workload)
+def _applies_ungrouped_varlen(workload: Workload) -> bool:
+    return is_varlen(workload) and not is_grouped(workload)
 
 
 def _version() -> str:
@@ -145,5 +145,5 @@ FOLDED_SDPA = Peer(
 )
 MATMUL = Peer("torch matmul", is_decode, prepare_matmul, _version)
 EAGER = Peer("torch eager", _applies_eager, prepare_eager, _version)
-SDPA_LOOP = Peer("torch SDPA loop", _applies_ungrouped_packed, prepare_sdpa_loop, _version)
-PADDED_SDPA = Peer("torch SDPA padded", _applies_ungrouped_packed, prepare_padded_sdpa, _version)
+SDPA_LOOP = Peer("torch SDPA loop", _applies_ungrouped_varlen, prepare_sdpa_loop, _version)
+PADDED_SDPA = Peer("torch SDPA padded", _applies_ungrouped_varlen, prepare_padded_sdpa, _version)

@@ -1,4 +1,4 @@
-"""torch.library registration: the operators that stand for a call while it is traced (torch.compile, fake tensors).
+"""torch.library operators, so that calls can be traced (torch.compile, fake tensors).
 
 `fastattention::attention` serves dense and varlen calls and has a backward, which computes the forward again on the
 sdpa backend and differentiates that. `fastattention::attention_kvcache` writes its caches in place and has none.

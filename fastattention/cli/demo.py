@@ -1,4 +1,4 @@
-"""`fastattention demo`: a source file continued by three implementations of attention, beside each other."""
+"""`fastattention demo`: three implementations of attention continue a source file, side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One implementation of `fastattention demo`, in a process of its own so that its peak of memory is its own.
+"""One implementation of `fastattention demo`, in its own process so that its peak memory is its own.
 
     python -m fastattention.cli.demo_worker < REQUEST
 

@@ -1,4 +1,4 @@
-"""The command line: options only. Each command imports what does its work when it runs."""
+"""The options of the command line. Each command imports its implementation when it runs."""
 
 from __future__ import annotations
 

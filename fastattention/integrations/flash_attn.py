@@ -1,4 +1,4 @@
-"""Runs code that imports flash_attn on fastattention, when asked to.
+"""A stand-in for the flash_attn package: code that imports it runs on fastattention, when asked to.
 
     import fastattention.integrations.flash_attn
     fastattention.integrations.flash_attn.install()

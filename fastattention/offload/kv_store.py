@@ -1,4 +1,4 @@
-"""CooperativeKVStore: the keys and values of a whole model within a budget of memory on a device and one on the CPU."""
+"""CooperativeKVStore: the KV cache of a whole model within memory budgets on a device and on the CPU."""
 
 from __future__ import annotations
 

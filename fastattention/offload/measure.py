@@ -1,4 +1,4 @@
-"""What a GPU, its link and its host really do: the Hardware of this machine, measured in about a second."""
+"""Measures the Hardware of this machine, in about a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a division of layers takes of GPU and host memory, and whether it fits."""
+"""The GPU and host memory that a placement of layers needs, and whether it fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers keep their keys and values in host memory, what a decode step does about them, and how long it takes."""
+"""Plans which layers keep their KV cache in host memory, the policy of a decode step, and its time."""
 
 from __future__ import annotations
 

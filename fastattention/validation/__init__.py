@@ -1,4 +1,4 @@
-"""The only validation: turns the arguments of a public function into a Problem and its Inputs, or raises ArgumentError.
+"""Validation: turns the arguments of a public function into a Problem and its Inputs, or raises ArgumentError.
 
 `common.py` checks what all functions share. `prefill.py` and `kvcache.py` make Problems from shapes, dtypes and devices
 alone, cached per combination of them, so that a repeated call pays for one dictionary look-up. `lengths.py` checks

@@ -1,4 +1,4 @@
-"""Calls with a key/value cache: arguments to (Problem, Inputs), with every check before the first write."""
+"""fast_attn_with_kvcache: arguments to (Problem, Inputs), with every check before the first write."""
 
 from __future__ import annotations
 

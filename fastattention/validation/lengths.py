@@ -1,4 +1,4 @@
-"""Checks of numbers held in tensors: lengths, offsets and page indices.
+"""Checks the values of integer tensors: lengths, offsets and page indices.
 
 On the CPU they are read and checked before anything is computed. On other devices reading them would synchronise, so
 they are taken as given, as flash-attn does, unless FASTATTENTION_CHECK_NUMBERS asks for the checks.

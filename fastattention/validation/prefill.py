@@ -1,4 +1,4 @@
-"""Dense and varlen calls: arguments to (Problem, Inputs)."""
+"""fast_attn_func and fast_attn_varlen_func: arguments to (Problem, Inputs)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PACKETS_OF_CTA = 32 * ALL_REDUCE_WARPS
 def test_bulk_copies_are_for_hopper_and_newer(chip: str, num_ranks: int) -> None:
     config = all_reduce_config("bfloat16", num_ranks, CHIPS[chip])
     assert config == AllReduceConfig("bfloat16", num_ranks, bulk_copies=chip == "H100")
-    assert config.shared_bytes <= CHIPS[chip].shared_per_block
+    assert config.shared_bytes <= CHIPS[chip].shared_per_cta
     for newer in (90, 100, 120):
         assert all_reduce_config("float32", num_ranks, CHIPS["H100"]._replace(target=newer)).bulk_copies
 
@@ -46,9 +46,9 @@ def test_bulk_copies_are_for_hopper_and_newer(chip: str, num_ranks: int) -> None
 def test_bulk_copies_need_their_shared_memory(num_ranks: int) -> None:
     needed = AllReduceConfig("float16", num_ranks, bulk_copies=True).shared_bytes
     for missing, bulk_copies in ((0, True), (1, False)):
-        limits = CHIPS["H100"]._replace(shared_per_block=needed - missing)
+        limits = CHIPS["H100"]._replace(shared_per_cta=needed - missing)
         assert all_reduce_config("float16", num_ranks, limits).bulk_copies == bulk_copies
-    assert all_reduce_config("float16", num_ranks, CHIPS["H100"]._replace(shared_per_block=99 << 10)).shared_bytes == 0
+    assert all_reduce_config("float16", num_ranks, CHIPS["H100"]._replace(shared_per_cta=99 << 10)).shared_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
 
 
 def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
-    tiny = CHIPS["A100"]._replace(shared_per_block=1000)
+    tiny = CHIPS["A100"]._replace(shared_per_cta=1000)
     with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0: decode_sm80_.*; decode_sm80_"):
         choose_decode_feature(80, tiny, torch.float16, 128, Feature.PLAIN)
 

@@ -206,7 +206,7 @@ def test_shared_memory_is_queries_and_stages_of_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("change", "limits", "reason"),
     [
-        ({}, {"shared_per_block": 100_000}, "104448 bytes of shared memory, the GPU has 100000 a CTA"),
+        ({}, {"shared_per_cta": 100_000}, "104448 bytes of shared memory, the GPU has 100000 a CTA"),
         ({"min_ctas": 2}, {"shared_per_sm": 200_000}, "2 CTAs of 104448 bytes, the GPU has 200000"),
         ({"tile_m": 256}, {}, "registers of accumulators, a thread has 255"),
         ({}, {"registers_per_sm": 32768}, "registers of accumulators, a thread has 128"),
@@ -223,7 +223,7 @@ def test_the_reason_says_what_is_needed_and_what_there_is(
 
 
 def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
-    tiny = CHIPS["A100"]._replace(shared_per_block=1000)
+    tiny = CHIPS["A100"]._replace(shared_per_cta=1000)
     candidates = heuristics.configs_for(80, "float16", 128, 128, 128, False, False)
     with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0") as raised:
         choose_config(problem_of(headdim=128), 80, tiny)

@@ -1,4 +1,4 @@
-"""The ascend backend: checks, and the choice between our kernels and the operators of torch_npu."""
+"""The ascend backend: checks a call, and chooses between our kernels and the operators of torch_npu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a problem and its tensors to launches of our kernels: sizes, strides, splits."""
+"""Turns a problem and its tensors into launches of the Triton kernels: sizes, strides, splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our kernels for Ascend NPUs, in Triton: attention by two-level tiling, and the merge of its splits.
+"""The Triton kernels for Ascend NPUs: attention by two-level tiling, and the merge of its splits.
 
 First level: a program takes tiles of TILE_M query rows, one after the other, and goes through the keys that they see
 in tiles of TILE_N. Both products of a tile are the Cube's. Second level: what is between them, the softmax of a

@@ -1,4 +1,4 @@
-"""Which tiles serve a call: what fits a chip's buffers, and of that what the simulator finds fastest. Pure Python."""
+"""Chooses the tiles of a call: those that fit a chip's buffers and that the simulator finds fastest. Pure Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tensors lie, as kernels want to know it: pointers and strides in elements."""
+"""Pointers and strides, in elements, of the tensors that kernels take."""
 
 from __future__ import annotations
 

@@ -22,20 +22,20 @@ SLACK_BYTES = 64
 REFUSAL = "the cache is stored in interleaved panels, which only the cpu backend reads; use a DenseKVStore"
 
 
-def elements_together(dtype: torch.dtype) -> int:
+def elements_per_unit(dtype: torch.dtype) -> int:
     """`pair` of the shapes above."""
     return 2 if dtype is torch.bfloat16 else 1
 
 
 def key_shape(batch_size: int, capacity: int, nheads_k: int, headdim: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Shape of k for at least `capacity` tokens."""
-    pair = elements_together(dtype)
+    pair = elements_per_unit(dtype)
     return (batch_size, nheads_k, -(-capacity // PANEL_SIZE), -(-headdim // pair), PANEL_SIZE, pair)
 
 
 def value_shape(batch_size: int, capacity: int, nheads_k: int, headdim_v: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Shape of v for at least `capacity` tokens."""
-    pair = elements_together(dtype)
+    pair = elements_per_unit(dtype)
     return (batch_size, nheads_k, -(-capacity // PANEL_SIZE) * PANEL_SIZE // pair, headdim_v, pair)
 
 

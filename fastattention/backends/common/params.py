@@ -1,4 +1,4 @@
-"""Structures of C whose fields are pointers and then numbers: the arguments of kernels."""
+"""ctypes structures for the arguments of kernels: pointers first, then numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native library: finds it, loads it with ctypes, and speaks its C interface (kernels/params.h)."""
+"""Finds the native library, loads it with ctypes, and calls its C interface (kernels/params.h)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a call of the native library: kernels/params.h, field by field."""
+"""The arguments of a call of the native library, field by field as in kernels/params.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum over GPUs of one host by kernels/all_reduce.cuh: flags, parameters, launch."""
+"""Launches kernels/all_reduce.cuh, the all-reduce over the GPUs of one host: flags and parameters."""
 
 from __future__ import annotations
 

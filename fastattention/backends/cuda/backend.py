@@ -1,4 +1,4 @@
-"""The cuda backend: checks, allocation, and the kernels of a call."""
+"""The cuda backend: checks a call, allocates its results, and launches its kernels."""
 
 from __future__ import annotations
 

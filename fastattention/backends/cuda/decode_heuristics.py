@@ -1,4 +1,4 @@
-"""Which variant of the decode kernel serves a call over a cache, if not the forward kernel does: pure Python.
+"""Chooses the variant of the decode kernel and its split of the keys. Pure Python.
 
 A decode takes all query heads that share a key head as rows of one tile, and shares out the keys of all sequences among
 CTAs (kernels/schedule.cuh). Sequences with many queries fill the GPU without that: they go to the forward kernel.

@@ -1,4 +1,4 @@
-"""Which variant of the forward kernel serves a call: pure Python, no device needed.
+"""Chooses the variant of the forward kernel. Pure Python, no device needed.
 
 `choose_config` maps (Problem, code path, limits of the GPU) to a KernelConfig. decode_heuristics.py does so for few
 queries over a cache.

@@ -1,4 +1,4 @@
-"""Variants of kernels: what attends, writes caches, merges parts, adds them up, and does so over GPUs."""
+"""The configurations of kernels (attention, append, merge, sum, all-reduce) and their macros."""
 
 from __future__ import annotations
 
@@ -336,15 +336,15 @@ class AllReduceConfig:
 def all_reduce_config(dtype: str, num_ranks: int, limits: Limits) -> AllReduceConfig:
     """The variant for a GPU: with bulk copies, where there are such and shared memory for them."""
     bulk = AllReduceConfig(dtype, num_ranks, bulk_copies=True)
-    if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_block:
+    if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_cta:
         return bulk
     return AllReduceConfig(dtype, num_ranks, bulk_copies=False)
 
 
 def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:
     """Why a GPU cannot run a configuration, or None."""
-    if config.shared_bytes > limits.shared_per_block:
-        return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_block} a CTA"
+    if config.shared_bytes > limits.shared_per_cta:
+        return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_cta} a CTA"
     if config.min_ctas * config.shared_bytes > limits.shared_per_sm:
         return f"{config.min_ctas} CTAs of {config.shared_bytes} bytes, the GPU has {limits.shared_per_sm}"
     registers = limits.registers_per_sm // (config.num_threads * config.min_ctas)

@@ -1,4 +1,4 @@
-"""What a merge of parts launches, and its parameters."""
+"""The launch that merges attention over parts of the keys, and its parameters."""
 
 from __future__ import annotations
 

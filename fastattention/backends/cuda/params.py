@@ -1,4 +1,4 @@
-"""The arguments of the kernels: kernels/params.h, field by field."""
+"""The arguments of the kernels, field by field as in kernels/params.h."""
 
 from __future__ import annotations
 

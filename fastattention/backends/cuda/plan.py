@@ -1,4 +1,4 @@
-"""What a problem alone decides, worked out once: its kernels, their grids, and the parameters that calls share."""
+"""Plan: what depends on a problem alone, cached: its kernels, their grids, and the shared parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum of parts of one size, by kernels/sum_parts.cuh: what a collective needs between its copies."""
+"""Launches kernels/sum_parts.cuh, the sum of parts of one size that a collective needs between copies."""
 
 from __future__ import annotations
 

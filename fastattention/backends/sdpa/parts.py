@@ -1,4 +1,4 @@
-"""Parts: the sequences of a call in groups of one length, which is what torch's attention can compute."""
+"""Parts: the sequences of a call grouped by length, because torch's attention takes equal lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error of a result against exact attention in float64, on sampled rows."""
+"""The error of a result against exact attention in float64, on sampled rows."""
 
 from __future__ import annotations
 

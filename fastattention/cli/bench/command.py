@@ -1,4 +1,4 @@
-"""`fastattention bench`: this machine, its processor and its GPU or NPU, against every peer that is installed."""
+"""`fastattention bench`: measures this machine against every other implementation that is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The question "gpu": how fast is prefill on each code path that the GPU can run, beside torch's three kernels?
+"""The question "gpu": the speed of prefill on each code path of the GPU, and of torch's three kernels.
 
 16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length and of variable
 lengths. Useful TFLOPS: 4 seqlen^2 headdim a head, half of that when causal. Medians of interleaved rounds, timed by the

@@ -1,4 +1,4 @@
-"""One workload against all its peers."""
+"""Measures one workload on all its peers."""
 
 from __future__ import annotations
 

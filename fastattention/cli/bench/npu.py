@@ -1,4 +1,4 @@
-"""The question "npu": how fast is prefill on an Ascend NPU, by our kernels, through us and by torch_npu itself?
+"""The question "npu": the speed of prefill on an Ascend NPU, by our kernels and by torch_npu.
 
 16384 tokens in all, hidden size 2048, float16, heads of 64 and 128, causal and not; and one head of 128, whose
 latencies have been published for a 910B2. Beside every time of our kernel stands what the simulator predicted.

@@ -1,4 +1,4 @@
-"""Bars with their numbers on them, losses included. Needs the plot extra."""
+"""Bar charts of measurements, losses included. Needs the plot extra."""
 
 from __future__ import annotations
 

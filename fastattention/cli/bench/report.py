@@ -1,4 +1,4 @@
-"""A report: measurements with the machine they were taken on, as tables and as JSON."""
+"""Report: measurements and the machine they were taken on, as tables and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs questions: every workload under a progress bar, then tables, JSON and a picture."""
+"""Runs questions: every workload under a progress bar, then tables, JSON and a chart."""
 
 from __future__ import annotations
 

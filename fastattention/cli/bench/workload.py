@@ -1,4 +1,4 @@
-"""Workload: one attention problem to measure, its inputs, and how much arithmetic and reading it takes."""
+"""Workload: one attention problem to measure, its inputs, and its counts of operations and bytes."""
 
 from __future__ import annotations
 

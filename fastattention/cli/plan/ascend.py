@@ -1,4 +1,4 @@
-"""`fastattention plan ascend`: tiles, time and where it goes on an Ascend 910B, predicted. Needs no device."""
+"""`fastattention plan ascend`: predicts tiles and time on an Ascend 910B. Needs no device."""
 
 from __future__ import annotations
 

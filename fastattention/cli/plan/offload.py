@@ -1,4 +1,4 @@
-"""`fastattention plan offload`: which layers keep their cache in host memory, and what a token takes, predicted."""
+"""`fastattention plan offload`: predicts which layers keep their cache in host memory, and the time per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention function: one layer, under a mask of masks.py, a tensor, or none."""
+"""The attention function of a layer, under a mask of masks.py, a tensor, or none."""
 
 from __future__ import annotations
 

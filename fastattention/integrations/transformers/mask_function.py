@@ -1,4 +1,4 @@
-"""The mask function: once a forward pass, from offsets, cache sizes and padding to a mask that every layer can use."""
+"""The mask function: makes one mask per forward pass, from offsets, cache sizes and padding."""
 
 from __future__ import annotations
 

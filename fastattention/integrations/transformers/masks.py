@@ -1,4 +1,4 @@
-"""Masks of Transformers models, said without a matrix wherever fastattention's functions can say them.
+"""Masks of Transformers models, as arguments of fastattention's functions where possible, not as matrices.
 
 Transformers makes one mask a forward pass and hands it to the attention function of every layer. The masks here carry
 all that this function needs (causal, window, padding, lengths): it never guesses, and nothing is worked out per layer.

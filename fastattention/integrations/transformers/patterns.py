@@ -1,4 +1,4 @@
-"""What Transformers' mask functions stand for, and whether a model hands its mask to an attention function at all.
+"""Recognises what Transformers' mask functions compute, and whether a model uses its mask at all.
 
 Transformers describes a mask by a function of indices, composed out of a few of its own. Such a function is recognised
 only when every piece is known, told by its code object. Anything else is a pattern of its own, and None.

@@ -1,4 +1,4 @@
-"""Which Transformers this is: one that is supported, and what it calls by another name than others."""
+"""Supported versions of Transformers, and names that differ among them."""
 
 from __future__ import annotations
 

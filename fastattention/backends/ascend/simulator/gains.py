@@ -1,4 +1,4 @@
-"""What each strategy gains: the ablation, and the gain of two-level tiling split into its causes."""
+"""The predicted gain of each strategy: an ablation, and the gain of two-level tiling by cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAPER_PRELOAD, DEEPER_PRELOAD = 2, 4
 
 
 @dataclass(frozen=True)
-class Step:
+class AblationStep:
     """One more strategy than the step before."""
 
     name: str
@@ -47,7 +47,7 @@ def unified_tiling(workload: Workload, chip: Chip) -> Tiling:
     raise UnsupportedError(f"headdim={workload.headdim} fits no buffers of {chip.name} at any tile size")
 
 
-def ablation(workload: Workload, tiling: Tiling, chip: Chip) -> list[Step]:
+def ablation(workload: Workload, tiling: Tiling, chip: Chip) -> list[AblationStep]:
     """Unified tiling, two-level tiling, deeper preload and, under a mask, the tiling-mask, each on top of the last.
 
     `tiling` gives the two-level tiles. Until the tiling-mask comes, a masked workload has the ordinary full mask and
@@ -67,7 +67,7 @@ def ablation(workload: Workload, tiling: Tiling, chip: Chip) -> list[Step]:
         runs.append(("+ tiling-mask: no full mask read", predict(tiling_mask, deeper, chip)))
     before_each = [runs[0][1], *(prediction for _, prediction in runs)]
     return [
-        Step(name, prediction, earlier.seconds / prediction.seconds)
+        AblationStep(name, prediction, earlier.seconds / prediction.seconds)
         for (name, prediction), earlier in zip(runs, before_each, strict=False)
     ]
 

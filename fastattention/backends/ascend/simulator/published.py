@@ -1,4 +1,4 @@
-"""Latencies that others measured on Ascend chips: what the model is validated on. No constant was fitted to them.
+"""Published latencies of Ascend chips that validate the model. No constant was fitted to them.
 
 They were known when the model's structure was settled, which calibration.py says more about.
 

@@ -1,4 +1,4 @@
-"""The whole chip: row blocks dealt out to the cores of a persistent grid, and what a call then takes."""
+"""The time of a call on the whole chip: row blocks are dealt out to the cores of a persistent grid."""
 
 from __future__ import annotations
 

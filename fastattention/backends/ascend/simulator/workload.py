@@ -1,4 +1,4 @@
-"""What is computed: the lengths, heads and mask of a call, and how its mask reaches the kernel."""
+"""Workload: the lengths, heads and mask of a simulated call, and how its mask reaches the kernel."""
 
 from __future__ import annotations
 

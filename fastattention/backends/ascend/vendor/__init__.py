@@ -1,4 +1,4 @@
-"""The fused attention operators of torch_npu: which calls they serve exactly, and those calls in the vendor's words.
+"""Calls the fused attention operators of torch_npu, and knows which calls they serve exactly.
 
 limits.py     why_not: what the operators take, each limit with its source
 masks.py      a window as sparse_mode, pre_tokens, next_tokens; which queries have no keys

@@ -1,4 +1,4 @@
-"""Which operator serves a call."""
+"""Chooses the operator that serves a call."""
 
 from __future__ import annotations
 

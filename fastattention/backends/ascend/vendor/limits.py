@@ -1,4 +1,4 @@
-"""What the operators of torch_npu take: reasons, each limit with its source. Plain Python on a Problem.
+"""The limits of the operators of torch_npu, each with its source, as reasons to refuse a Problem.
 
 Sources, those of torch_npu as of version 2.13:
     [T]  torch_npu's documentation of npu_fusion_attention

@@ -77,7 +77,7 @@ private:
 
     // Neighbouring heads that one task reads together: of caches stored tokens first as many as fill kTokenBytes, so that
     // memory is read in long pieces; of others, one.
-    int64_t heads_together() const {
+    int64_t heads_per_task() const {
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;
         const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.cache_element_size;
@@ -87,7 +87,7 @@ private:
 
     // Splits of the same keys lie together, head by head, and a task is as many of them as are read together.
     void plan_splits() {
-        const int64_t wanted = split_keys(), together = heads_together();
+        const int64_t wanted = split_keys(), together = heads_per_task();
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (!is_decode(s) || s.mask.seqlen_q == 0) continue;

@@ -1,4 +1,4 @@
-"""Cubins as kernels of a device, through the CUDA driver."""
+"""Loads cubins on a device and launches their kernels, through the CUDA driver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def device_limits(device_index: int) -> Limits:
 
     return Limits(
         target=10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR"),
-        shared_per_block=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        shared_per_cta=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         shared_per_sm=attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
         num_sms=attribute("MULTIPROCESSOR_COUNT"),
         l2_bytes=attribute("L2_CACHE_SIZE"),

@@ -1,4 +1,4 @@
-"""The variants that calls ask for, without a call: to compile ahead, to look at, to test."""
+"""Lists the kernel variants that calls ask for, to compile them ahead, inspect or test them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peer: somebody who computes attention, wrapped so that all are asked the same question."""
+"""Peer: an implementation of attention, wrapped so that all are measured on the same workloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This package, called as its users call it."""
+"""fastattention as a peer, called through its public functions."""
 
 from __future__ import annotations
 

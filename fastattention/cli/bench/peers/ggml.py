@@ -1,4 +1,4 @@
-"""The engine of llama.cpp, through its operator ggml_flash_attn_ext."""
+"""llama.cpp's engine as a peer, through its operator ggml_flash_attn_ext."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenVINO's scaled dot product attention operator, compiled for its CPU device."""
+"""OpenVINO as a peer: its scaled dot product attention operator, compiled for the CPU."""
 
 from __future__ import annotations
 

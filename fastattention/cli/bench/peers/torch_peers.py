@@ -1,4 +1,4 @@
-"""What a user of PyTorch alone can write: scaled_dot_product_attention, and the ways around its weak spots."""
+"""PyTorch as peers: scaled_dot_product_attention, and workarounds for the calls it is slow at."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from fastattention.offload.eviction_order import eviction_order
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.memory import (
     Budget,
-    Memory,
-    Workload,
+    MemoryUse,
+    OffloadWorkload,
     divide,
     longest_seqlen,
     memory_of,
@@ -24,7 +24,7 @@ from fastattention.offload.prediction import seconds_per_token, seconds_per_toke
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """What a policy would do: `seconds` a token, or the `reason` why it is out of the question."""
 
     policy: Policy
@@ -46,10 +46,10 @@ class Placement:
     policy: Policy
     on_cpu: tuple[bool, ...]  # for every layer
     upload_fraction: float  # of the bytes of layers on the CPU, in every step
-    memory: Memory
+    memory: MemoryUse
     seconds: float  # a step: one token for every sequence
     seconds_in_halves: float  # the same in two halves of the batch at once
-    predictions: Mapping[Policy, Prediction]
+    predictions: Mapping[Policy, StepPrediction]
 
     @property
     def num_layers_cpu(self) -> int:
@@ -88,7 +88,7 @@ def place(
     ArgumentError when nothing fits, with what to change.
     """
     wanted = read_policy(policy)
-    workload = Workload(model, batch_size, seqlen, quantised)
+    workload = OffloadWorkload(model, batch_size, seqlen, quantised)
     beside = prompt_workspace(model) if workspace is None else workspace
     budget = Budget(gpu_memory, cpu_memory, beside, num_layers_cpu)
     _check(workload, budget, wanted)
@@ -118,7 +118,7 @@ def spread(model: ModelShape, num_layers_cpu: int) -> tuple[bool, ...]:
     return tuple(layer in on_cpu for layer in range(model.num_layers))
 
 
-def _predict(policy: Policy, workload: Workload, hardware: Hardware, budget: Budget) -> Prediction:
+def _predict(policy: Policy, workload: OffloadWorkload, hardware: Hardware, budget: Budget) -> StepPrediction:
     num_layers_cpu = divide(workload, policy, budget)
     longest = longest_seqlen(workload, policy, budget)
     reason = why_not(workload, policy, budget)
@@ -126,10 +126,10 @@ def _predict(policy: Policy, workload: Workload, hardware: Hardware, budget: Bud
         reason = "not needed: every layer fits on the GPU"
     staging = memory_of(workload, num_layers_cpu, budget).staging
     seconds = None if reason else seconds_per_token(policy, workload, hardware, num_layers_cpu, staging)
-    return Prediction(policy, num_layers_cpu, seconds, reason, longest)
+    return StepPrediction(policy, num_layers_cpu, seconds, reason, longest)
 
 
-def _choose(wanted: Policy | None, predictions: Mapping[Policy, Prediction]) -> tuple[Policy, int]:
+def _choose(wanted: Policy | None, predictions: Mapping[Policy, StepPrediction]) -> tuple[Policy, int]:
     """The policy of the plan and its layers on the CPU. Raises ArgumentError with the reason if there is none."""
     if predictions[Policy.RESIDENT].seconds is not None:
         return Policy.RESIDENT, 0
@@ -149,7 +149,7 @@ def _remedy(longest: int | None) -> str:
     return "no seqlen fits: give more memory, or divide the model among GPUs by tensor parallelism"
 
 
-def _check(workload: Workload, budget: Budget, wanted: Policy | None) -> None:
+def _check(workload: OffloadWorkload, budget: Budget, wanted: Policy | None) -> None:
     for name, value in {"batch_size": workload.batch_size, "seqlen": workload.seqlen}.items():
         if value < 1:
             raise ArgumentError(f"{name}={value} is not positive")

@@ -21,7 +21,7 @@ from fastattention.offload.cpu_attention_queue import CpuAttentionQueue
 from fastattention.offload.device import CpuJob
 from fastattention.offload.hardware import PRESETS as MACHINES
 from fastattention.offload.hardware import Hardware
-from fastattention.offload.memory import Workload
+from fastattention.offload.memory import OffloadWorkload
 from fastattention.offload.micro_batches import run_together
 from fastattention.offload.model_shape import PRESETS
 from fastattention.offload.policy import Policy
@@ -269,7 +269,7 @@ def test_waiting_for_the_device_keeps_nobody_from_the_cpu() -> None:
 
 
 K = 1024
-LLAMA = Workload(PRESETS["llama-3-8b"], batch_size=8, seqlen=32 * K)
+LLAMA = OffloadWorkload(PRESETS["llama-3-8b"], batch_size=8, seqlen=32 * K)
 H200 = MACHINES["h200"]
 AMPLE = 1 << 40  # bytes of buffers: uploads never wait for room
 

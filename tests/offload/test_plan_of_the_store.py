@@ -13,7 +13,7 @@ from fastattention.offload import memory
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
-from fastattention.offload.memory import Budget, Workload, divide, longest_seqlen, memory_of
+from fastattention.offload.memory import Budget, OffloadWorkload, divide, longest_seqlen, memory_of
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy
@@ -33,12 +33,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "STAGING_TOKENS", 64)
 
 
-def workload_of(batch_size: int, seqlen: int, quantised: bool = False) -> Workload:
-    return Workload(MODEL, batch_size, seqlen, quantised, PAGE_SIZE)
+def workload_of(batch_size: int, seqlen: int, quantised: bool = False) -> OffloadWorkload:
+    return OffloadWorkload(MODEL, batch_size, seqlen, quantised, PAGE_SIZE)
 
 
 def make_store(
-    workload: Workload, caps: MemoryCaps, device: FakeDevice | None = None, share: float = 0.0
+    workload: OffloadWorkload, caps: MemoryCaps, device: FakeDevice | None = None, share: float = 0.0
 ) -> CooperativeKVStore:
     cache_dtype = torch.int8 if workload.quantised else None
     shape = PageShape(PAGE_SIZE, MODEL.nheads_k, MODEL.headdim, MODEL.headdim_v, torch.float32, cache_dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattention.cli.bench.workload import Tensors, Workload, sequences
+from fastattention.cli.bench.workload import BenchWorkload, Tensors, sequences
 from fastattention.reference import reference_attention
 from fastattention.validation import Options, prepare_dense
 
@@ -13,7 +13,7 @@ from fastattention.validation import Options, prepare_dense
 SAMPLED_ROWS = 16
 
 
-def max_error(workload: Workload, tensors: Tensors, out: Tensor) -> float:
+def max_error(workload: BenchWorkload, tensors: Tensors, out: Tensor) -> float:
     """Largest absolute difference between `out` and float64 attention over the sampled rows.
 
     out: (batch_size, seqlen_q, nheads, headdim), or varlen (total_q, nheads, headdim).
@@ -23,7 +23,7 @@ def max_error(workload: Workload, tensors: Tensors, out: Tensor) -> float:
     return max(_sequence_error(workload, sequence, result) for sequence, result in batch)
 
 
-def _sequence_error(workload: Workload, sequence: Tensors, out: Tensor) -> float:
+def _sequence_error(workload: BenchWorkload, sequence: Tensors, out: Tensor) -> float:
     q, k, v = sequence
     seqlen_q, seqlen_k, group = len(q), len(k), workload.nheads // workload.nheads_k
     rows = torch.linspace(0, seqlen_q - 1, min(SAMPLED_ROWS, seqlen_q)).long()

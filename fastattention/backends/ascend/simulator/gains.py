@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, Costs
 from fastattention.backends.ascend.simulator.tiles import Tiling
-from fastattention.backends.ascend.simulator.whole_chip import Prediction, predict
-from fastattention.backends.ascend.simulator.workload import MaskMode, Workload, padded
+from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, predict
+from fastattention.backends.ascend.simulator.workload import MaskMode, SimulatedCall, padded
 from fastattention.backends.ascend.tiling import why_not_fit
 from fastattention.errors import UnsupportedError
 
@@ -21,7 +21,7 @@ class AblationStep:
     """One more strategy than the step before."""
 
     name: str
-    prediction: Prediction
+    prediction: ChipPrediction
     gain: float  # over the step before; 1.0 of the first
 
 
@@ -33,7 +33,7 @@ class Cause:
     factor: float
 
 
-def unified_tiling(workload: Workload, chip: Chip) -> Tiling:
+def unified_tiling(workload: SimulatedCall, chip: Chip) -> Tiling:
     """FlashAttention as on a GPU: one small tile for both units, handed over each time, nothing computed ahead.
 
     UNIFIED_TILE or, where that does not fit the Vectors' buffers in one piece, the largest square tile that does; not
@@ -47,7 +47,7 @@ def unified_tiling(workload: Workload, chip: Chip) -> Tiling:
     raise UnsupportedError(f"headdim={workload.headdim} fits no buffers of {chip.name} at any tile size")
 
 
-def ablation(workload: Workload, tiling: Tiling, chip: Chip) -> list[AblationStep]:
+def ablation(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> list[AblationStep]:
     """Unified tiling, two-level tiling, deeper preload and, under a mask, the tiling-mask, each on top of the last.
 
     `tiling` gives the two-level tiles. Until the tiling-mask comes, a masked workload has the ordinary full mask and
@@ -72,7 +72,7 @@ def ablation(workload: Workload, tiling: Tiling, chip: Chip) -> list[AblationSte
     ]
 
 
-def causes(workload: Workload, tiling: Tiling, chip: Chip) -> list[Cause]:
+def causes(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> list[Cause]:
     """Why two-level tiling on the paper's schedule is faster than unified tiling.
 
     A chain of counterfactual kernels from one to the other, each with one cost less: the factors depend on the order,

@@ -11,10 +11,10 @@ from torch import Tensor
 import fastattention
 from fastattention.backends.cpu.library import load_library
 from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_varlen
-from fastattention.cli.bench.workload import Tensors, Workload
+from fastattention.cli.bench.workload import BenchWorkload, Tensors
 
 
-def prepare(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """In the layout it likes best: for a decode, caches that store heads first, as those of Transformers do."""
     if is_decode(workload):
         q, k, v = tensors
@@ -27,7 +27,7 @@ def heads_first(cache: Tensor) -> Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def prepare_as_given(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare_as_given(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """fast_attn_func, fast_attn_with_kvcache for a decode, fast_attn_varlen_func for variable-length sequences."""
     function: Callable[..., Any] = fastattention.fast_attn_func
     arguments: tuple[Any, ...] = tensors
@@ -42,7 +42,7 @@ def prepare_as_given(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(lambda: function(*arguments, causal=workload.causal), lambda out: out, detail)
 
 
-def prepare_packed_store(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare_packed_store(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """A PackedKVStore that holds the keys and values of a decode."""
     q, k, v = tensors
     batch_size, seqlen, nheads_k, headdim = k.shape

@@ -278,7 +278,7 @@ def _print(heading: str, rows: list[Record]) -> None:
 
 
 def draw(output: Path) -> None:
-    """Both tilings over the same stretch of time, the two-level one on the paper's schedule."""
+    """Both tilings over the same time span, the two-level one on the paper's schedule."""
     from fastattention.cli.plan.timeline import write_timeline
 
     workload = published.single_head(8192)

@@ -2,7 +2,7 @@
 
 float16, heads of 128. Beside torch's kernels for the same call: pages of several sizes in random order, quantised
 caches, and the code paths of older GPUs. Calls are captured in graphs and replayed, so that the processor does not
-count; caches take turns where one would stay in the second-level cache. Rates are those of the bytes of keys and values
+count; caches take turns where one would stay in the L2 cache. Rates are those of the bytes of keys and values
 that are read. Medians of interleaved rounds, timed by the GPU.
 """
 
@@ -36,7 +36,7 @@ PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cudnn": SDPBackend.CUDN
 STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 PAGES = (1, 16, 64, 256)
 MOST_BYTES = 40_000_000_000  # of one cache
-CACHE_TURN_BYTES = 400_000_000  # of caches that take turns: several times the second-level cache
+CACHE_TURN_BYTES = 400_000_000  # of caches that take turns: several times the L2 cache
 
 
 class Shape(NamedTuple):

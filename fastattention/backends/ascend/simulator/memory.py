@@ -30,6 +30,6 @@ def rate(chip: Chip, active_cores: int, sharers: float) -> float:
 
 
 def cached(chip: Chip, write_share: float) -> Memory:
-    """Everything is in the second-level cache."""
+    """Everything is in the L2 cache."""
     read = chip.l2_read_rate
     return Memory(read, read, read, read, chip.l2_write_rate * write_share)

@@ -86,10 +86,10 @@ FA_EXPORT double fastattention_flop_loop(int64_t isa, int64_t kind, int64_t iter
 }
 
 FA_EXPORT void fastattention_read_loop(int64_t isa, const char* data, int64_t bytes, int64_t num_threads) {
-    constexpr int64_t kPiece = int64_t{1} << 20;
+    constexpr int64_t kReadChunk = int64_t{1} << 20;
     const Kernels& kernels = isa_kernels(static_cast<int>(isa));
-    parallel_for(bytes / kPiece, static_cast<int>(num_threads),
-                 [&](int64_t index, int) { kernels.read_loop(data + index * kPiece, kPiece); });
+    parallel_for(bytes / kReadChunk, static_cast<int>(num_threads),
+                 [&](int64_t index, int) { kernels.read_loop(data + index * kReadChunk, kReadChunk); });
 }
 
 // What tile_range.hpp says of a tile, for the test that holds tile_range.py to it.

@@ -5,7 +5,7 @@
 namespace FA_NAMESPACE {
 
 static constexpr int64_t kBlockKeys = 128;
-// Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a first-level cache and enough to cover
+// Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a L1 cache and enough to cover
 // the latency of memory.
 static constexpr int64_t kAheadKeys = 64;
 // Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantised cache are fewer,

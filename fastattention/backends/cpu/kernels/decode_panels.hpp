@@ -86,7 +86,7 @@ private:
     static constexpr int64_t kElements = PanelCache<Element>::kElements;
     using Stored = typename PanelCache<Element>::Stored;
     // What is fetched ahead: more or less than this is slower, and so is fetching far ahead (docs/experiments.md).
-    static constexpr int64_t kPieceBytes = sizeof(Element) == 4 ? 4096 : 8192;
+    static constexpr int64_t kChunkBytes = sizeof(Element) == 4 ? 4096 : 8192;
 
     void load_row(int64_t row) {
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
@@ -124,13 +124,13 @@ private:
     // C += A B, all rows of B in the order of memory. next: what is read after B.
     void multiply(const float* a, int64_t a_stride, const Stored* b, int64_t b_columns, int64_t depth, float* c,
                   int64_t c_columns, const Stored* next) {
-        const int64_t fitting = kPieceBytes / (b_columns * static_cast<int64_t>(sizeof(Stored)));
+        const int64_t fitting = kChunkBytes / (b_columns * static_cast<int64_t>(sizeof(Stored)));
         const int64_t step = larger(fitting / Unit::kDepthStep, 1) * Unit::kDepthStep;
         for (int64_t k = 0; k < depth; k += step) {
-            const Stored* piece = b + k * b_columns;
-            const Stored* after = k + step < depth ? piece + step * b_columns : next;
-            const FetchAhead ahead = {reinterpret_cast<const char*>(after) - reinterpret_cast<const char*>(piece)};
-            multiply_few_rows(Unit{}, a + k * Unit::kOperands, a_stride, piece, b_columns, smaller(step, depth - k), c,
+            const Stored* values_now = b + k * b_columns;
+            const Stored* after = k + step < depth ? values_now + step * b_columns : next;
+            const FetchAhead ahead = {reinterpret_cast<const char*>(after) - reinterpret_cast<const char*>(values_now)};
+            multiply_few_rows(Unit{}, a + k * Unit::kOperands, a_stride, values_now, b_columns, smaller(step, depth - k), c,
                               c_columns, num_rows_, c_columns, ahead);
         }
     }

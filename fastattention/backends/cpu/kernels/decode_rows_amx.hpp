@@ -4,14 +4,14 @@
 //   values: the probabilities of 32 keys, a row each query, x values of 32 keys, two keys side by side, 16 columns at a time
 //
 // Keys and values of a block are 8 KB each at headdim 128. While one is multiplied, two fetches go on line by line: of the
-// other into the first-level cache, where the next product finds it, and of what lies two blocks ahead from memory into the
+// other into the L1 cache, where the next product finds it, and of what lies two blocks ahead from memory into the
 // second: memory is never idle, and never asked for more at once than a core can have on its way
 // (docs/experiments.md, and docs/experiments_systems.md of the two blocks).
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Runs through equally spaced rows, a cache line at a time: those at `near` come into the first-level cache, and as many at
+// Runs through equally spaced rows, a cache line at a time: those at `near` come into the L1 cache, and as many at
 // `far`, which lie alike, into the second.
 class RowFetch {
 public:

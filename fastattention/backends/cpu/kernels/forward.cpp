@@ -57,11 +57,11 @@ private:
         const int threads = tokens * p_.batch_size < 16 ? 1 : num_threads_;
         // Tokens of a panel share cache lines: one thread writes them.
         const int64_t step = std::max<int64_t>(p_.panel_size, 1);
-        const int64_t pieces = divide_up(tokens - 1, step) + 1;  // one more than full ones when they begin within a panel
-        parallel_for(p_.batch_size * pieces, threads, [&](int64_t index, int) {
-            const Sequence& s = sequences_[index / pieces];
+        const int64_t chunks = divide_up(tokens - 1, step) + 1;  // one more than full ones when they begin within a panel
+        parallel_for(p_.batch_size * chunks, threads, [&](int64_t index, int) {
+            const Sequence& s = sequences_[index / chunks];
             const int64_t first = s.mask.seqlen_k - tokens;
-            const int64_t begin = (first / step + index % pieces) * step - first;
+            const int64_t begin = (first / step + index % chunks) * step - first;
             for (int64_t token = std::max<int64_t>(begin, 0); token < std::min(begin + step, tokens); ++token)
                 kernels_.append_token(call_, s, token);
         });
@@ -76,7 +76,7 @@ private:
     }
 
     // Neighbouring heads that one task reads together: of caches stored tokens first as many as fill kTokenBytes, so that
-    // memory is read in long pieces; of others, one.
+    // memory is read in long runs; of others, one.
     int64_t heads_per_task() const {
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;

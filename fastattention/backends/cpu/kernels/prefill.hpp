@@ -4,7 +4,7 @@
 namespace FA_NAMESPACE {
 
 static constexpr int64_t kTileRows = 48;  // a multiple of every Unit::kRowStep
-// Keys of a tile. K and V of 128 floats are 512 KB with AVX-512, whose processors have second-level caches of 1 MB and more,
+// Keys of a tile. K and V of 128 floats are 512 KB with AVX-512, whose processors have L2 caches of 1 MB and more,
 // and 256 KB elsewhere; every block of rows reads them once.
 static constexpr int64_t kTileKeys = Vec::kWidth == 16 ? 512 : 256;
 // Rows of the score and query tiles are padded so that they do not all fall into the same cache sets.

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fastattention.backends.cuda.jit import compiler
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
-from volta_model import assumptions, kernels, report
+from fastattention.cli.machine import describe_machine
+from volta_model import assumptions, kernels, peer, report
 from volta_model.chip import V100
 from volta_model.launch import Problem
 from volta_model.predict import Model
@@ -39,7 +40,9 @@ def main(output: Path = RESULTS) -> None:
         changes = vary()
         version = ".".join(map(str, compiler.version()))
     output.mkdir(parents=True, exist_ok=True)
-    document = {"nvrtc": version, "chip": dataclasses.asdict(V100), **report.as_json(judged, compared, changes)}
+    machine = describe_machine()
+    machine["versions"] |= {"NVRTC": version, "PyTorch": peer.TORCH.partition("==")[2]}
+    document = {"machine": machine, "chip": dataclasses.asdict(V100), **report.as_json(judged, compared, changes)}
     (output / "volta_model.json").write_text(json.dumps(document, indent=1) + "\n")
     text = page(judged, compared, changes, version)
     (output / "volta_model.md").write_text(text)

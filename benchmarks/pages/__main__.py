@@ -38,6 +38,8 @@ BUILDERS = {
     "benchmarks/ascend-plan.md": ascend_plan.build,
     "benchmarks/volta-model.md": volta_model.build,
     "assets/speed.svg": speed_chart.build,
+    "assets/long-contexts.svg": long_contexts.build_chart,
+    "assets/tensor-parallel.svg": tensor_parallel.build_chart,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +26,7 @@ HEADINGS = {
 INTRODUCTION = """\
 Each figure is a median of calls that take turns with every peer in one process, on a shared virtual machine whose speed
 drifts by about 10%. "Of limit" compares with what the same processor reached in a loop of multiply-adds or of memory
-reads, measured in the same run. Above 100% is possible for caches in huge pages, because that loop reads small pages.
+reads, in the same run. That loop reads one stream of small pages, so a call can exceed 100%.
 A ratio says how many times as fast as the peer we are; **bold** ratios are losses. 64-bit Arm has been run under
 emulation only, so there are no figures of it."""
 
@@ -47,17 +48,17 @@ def _prefill() -> list[str]:
         "Our kernels are limited to AVX2; the peers use whatever the processor has, AVX-512 included.",
         _comparison(avx2, "gflops"),
         _limits(avx2),
-        avx2.provenance(avx2.processor),
+        avx2.provenance(f"{avx2.processor} of which ours use AVX2"),
     ]
 
 
 def _decode() -> list[str]:
     blocks = [
         "## Decode",
-        "One query against a cache stored heads first, (batch_size, nheads_k, seqlen, headdim), as Transformers stores it. "
-        '"Tokens first" is (batch_size, seqlen, nheads_k, headdim), as flash-attn stores it. "Heads folded" and "torch '
-        'matmul" are written by hand: the first folds the queries of a key head into rows, the second multiplies. '
-        "Peers without a figure do not serve the call.",
+        "One query against a cache stored heads first, as Transformers stores it: (batch_size, nheads_k, seqlen, "
+        'headdim). "Tokens first" is (batch_size, seqlen, nheads_k, headdim), as flash-attn stores it. "Heads folded" '
+        'and "torch matmul" are written by hand in torch. A dash means that the peer does not serve the call, or that '
+        "the variant makes no difference there.",
     ]
     for name in ("decode", "xeon_amx/decode"):
         result = Result.load(name)
@@ -103,8 +104,8 @@ def _memory() -> list[str]:
 def _models() -> list[str]:
     blocks = [
         "## A token of a whole model",
-        "Transformers with a model of the shape of Llama 3.2 1B, random weights: the time of one token, and the ratio to "
-        'SDPA. "Own threads" runs our thread pool instead of torch\'s OpenMP threads.',
+        "Transformers with a model of the shape of Llama 3.2 1B, random weights: the time of one token, and the ratio "
+        'to SDPA. "Own threads" runs our thread pool instead of torch\'s OpenMP threads.',
     ]
     for name in ("decode_in_model", "xeon_amx/decode_in_model"):
         result = Result.load(name)
@@ -131,14 +132,27 @@ def _comparison(result: Result, rate: str | None) -> str:
     for label, group in groupby(measurements, key=lambda one: one["workload"]["label"]):
         found = {one["peer"]: one for one in group if one["seconds"] is not None}
         ours = found[OURS]
-        cells = [label.partition(" ")[2] if unit else label, seconds(ours["seconds"]["median"])]
+        cells = [_call(label.partition(" ")[2] if unit else label), seconds(ours["seconds"]["median"])]
         if rate:
             cells += [number(ours[rate]), percent(ours["fraction_of_limit"])]
-        cells += [seconds(found[name]["seconds"]["median"]) if name in found else "-" for name in variants]
+        cells += [_variant(found.get(name), bool(unit)) for name in variants]
         cells += [ratio(found[name]["fastattention_speedup"] if name in found else None) for name in others]
         rows.append(cells)
     headings = ["call", "ours", *([unit, "of limit"] if unit else []), *(HEADINGS[name] for name in variants + others)]
     return table(headings, rows)
+
+
+def _call(label: str) -> str:
+    """The label of a workload, as a reader would write it: 32 heads on 4 for 32:4 heads, 1 token for 1 tokens."""
+    label = re.sub(r"(\d+):(\d+) heads", r"\1 heads on \2", label)
+    return re.sub(r"\b1 (token|key|head)s\b", r"1 \1", label)
+
+
+def _variant(one: dict[str, Any] | None, with_limit: bool) -> str:
+    if one is None:
+        return "-"
+    share = f" ({percent(one['fraction_of_limit'])})" if with_limit else ""
+    return seconds(one["seconds"]["median"]) + share
 
 
 def _measured(one: dict[str, Any], name: str) -> bool:
@@ -153,8 +167,9 @@ def _limits(result: Result) -> str:
         "GB/s of memory reads": limits["dram_read"],
     }
     what = ", ".join(f"{value:.0f} {name}" for name, value in found.items() if value)
-    versions = [f"{name} {version}" for name, version in peers.items() if name in ("OpenVINO", "ggml")]
-    end = f" Peers: {', '.join(versions)}." if versions else ""
+    measured = {one["peer"] for one in result.data["measurements"] if one["seconds"] is not None}
+    versions = [f"{name} {version}" for name, version in peers.items() if name in measured & {"OpenVINO", "ggml"}]
+    end = f" Peers: {'; '.join(versions)}." if versions else ""
     return f"Limits when the run began: {what}.{end}"
 
 

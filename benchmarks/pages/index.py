@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .markdown import page, table
-from .results import RESULTS, SOURCE_URL, Result
+from .results import SOURCE_URL, Result
 
 PAGES = (
-    ("[CPU](cpu.md)", "prefill, decode, sequences of uneven length, memory, overhead, whole models", ("prefill", "xeon_amx/decode")),
+    ("[CPU](cpu.md)", "prefill, decode, varlen, memory, overhead, whole models", ("prefill", "xeon_amx/decode")),
     ("[GPU: prefill](gpu.md)", "every code path against torch's three kernels", ("gpu", "h100/gpu")),
     ("[GPU: decode](gpu-decode.md)", "caches, pages, quantised caches", ("gpu_decode", "h100/gpu_decode")),
     ("[Long contexts](long-contexts.md)", "caches shared by a GPU and its host", ("long_context",)),
@@ -16,13 +16,20 @@ PAGES = (
 )  # fmt: skip
 INTRODUCTION = """\
 Every figure here comes from a file in benchmarks/results, which names the device, the versions, the commit and the
-command; the line under a table repeats them. One script writes these pages from those files. Peers take turns with us in
-one process, and losses are shown in **bold**. Most machines were virtual ones that share their host, so expect
-differences of about 10% between runs."""
+command. The line under a table repeats them, and says so where the run did not record its command. One script writes
+these pages from those files. Peers take turns with us in one process, and losses are in **bold**. Most machines were
+virtual ones that share their host, so expect differences of about 10% between runs."""
 NOT_RUN = """\
 We have had no V100, T4, P100 or Ascend NPU. What we predict of them is on pages of its own, and is labelled as
 predicted: [Ascend](ascend-plan.md) and [Volta](volta-model.md). 64-bit Arm has been run under emulation only. If you
 have such hardware, the output of `fastattention bench` on it is welcome."""
+MEASURE = """\
+```sh
+fastattention bench                 # this machine's CPU and its GPU or NPU
+fastattention bench gpu gpu_decode  # its GPU only
+python benchmarks/pages             # these pages, from the result files
+python benchmarks/pages --check     # fails where they differ from the result files
+```"""
 
 
 def build() -> str:
@@ -41,18 +48,10 @@ def build() -> str:
         "## What has not been run",
         NOT_RUN,
         "## Measure yours",
-        "```sh\nfastattention bench                # this machine's CPU and GPU or NPU\n"
-        "fastattention bench gpu gpu_decode  # its GPU only\n"
-        "python benchmarks/pages            # these pages from the result files\n"
-        "python benchmarks/pages --check    # fails where they differ from the result files\n```",
+        MEASURE,
         f"Registers, shared memory and code size of every GPU kernel are in [kernels_resources.md]({resources}).",
     )
 
 
 def _device(result: Result) -> str:
     return result.gpu if result.machine["gpus"] else result.processor
-
-
-def unused_results(used: set[str]) -> set[str]:
-    """Names of result files that no page shows."""
-    return {str(path.relative_to(RESULTS).with_suffix("")) for path in RESULTS.rglob("*.json")} - used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 NOTE = "Do not edit: `python benchmarks/pages` writes this page from benchmarks/results."
@@ -27,13 +28,10 @@ def ratio(value: float | None) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Rounded to so many digits, with no exponent: 1234, 12.3, 0.123."""
-    if value == 0:
-        return "0"
-    magnitude = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    if magnitude:
-        return f"{value:.{max(digits - magnitude, 0)}f}"
-    return f"{value:.{digits}g}"
+    """Rounded to so many digits, with no exponent: 1234, 12.3, 0.120."""
+    rounded = float(f"{value:.{digits - 1}e}")  # first, or 0.9999 would have a digit more than 1.00
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded))) if rounded else 0
+    return f"{value:.{max(decimals, 0)}f}"
 
 
 def seconds(value: float) -> str:
@@ -49,6 +47,13 @@ def percent(value: float) -> str:
     return f"{value:.0%}"
 
 
+def error(value: float) -> str:
+    """A signed share, to a tenth of a per cent."""
+    return f"{round(value, 3) + 0.0:+.1%}"
+
+
 def tokens(count: int) -> str:
-    """128K for 131072."""
+    """128K for 131072, 1M for 1048576."""
+    if count >= 1 << 20 and count % (1 << 20) == 0:
+        return f"{count >> 20}M"
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)

@@ -10,11 +10,11 @@ from .results import Result
 
 CACHES = ("int8", "float8", "float16", "bfloat16")
 INTRODUCTION = """\
-A cache of int8 or float8 (e4m3) has one float32 scale a token and head. The first table says what storing costs: the error
-against the numbers before they were stored, with q in float32 so that nothing else rounds. The demo model reads a source
-file that it has not seen; the other rows are normal numbers in which four channels may be 20 to 50 times the others.
-The second table says what arithmetic costs, given what is stored. Times are medians of calls that take turns on a shared
-virtual machine; **bold** ratios are losses. Quantised caches have not been measured on a T4, V100 or P100."""
+A cache of int8 or float8 (e4m3) has one float32 scale a token and head. The first table says what storing costs: the
+error against the numbers before they were stored, with q in float32 so that nothing else rounds. The demo model reads a
+source file that it has not seen. The other rows are normal numbers in which four channels may be 20 to 50 times the
+others. The second table says what arithmetic costs, given what is stored. Times are medians of calls that take turns
+on a shared virtual machine; **bold** ratios are losses. No T4, V100 or P100 has been measured."""
 
 
 def build() -> str:
@@ -43,11 +43,8 @@ def _errors(records: list[dict[str, Any]]) -> str:
     rows = []
     for numbers, group in groupby(records, key=lambda one: one["numbers"]):
         found = {one["cache"]: one for one in group}
-        relative = [
-            (found[name]["max"] / found[name]["rms_out"], found[name]["rms"] / found[name]["rms_out"])
-            for name in CACHES
-        ]
-        rows.append([numbers, *(_pair(*one) for one in relative)])
+        unit = found["int8"]["rms_out"]
+        rows.append([numbers, *(_pair(found[name]["max"] / unit, found[name]["rms"] / unit) for name in CACHES)])
     return table(["numbers", *CACHES], rows)
 
 

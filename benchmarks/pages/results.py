@@ -10,7 +10,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 SOURCE_URL = "https://github.com/fastattention/fastattention"
-# Nobody chose these: they come with the host, and the figures of a page do not depend on them.
+# The commit says which fastattention; NumPy and Transformers compute nothing that is shown.
 UNIMPORTANT_VERSIONS = ("fastattention", "numpy", "transformers")
 
 
@@ -67,12 +67,12 @@ class Result:
             versions.append("NCCL " + ".".join(map(str, self.data["nccl"])))
         commit, changed, _ = self.machine["commit"].partition("+")
         commit = f"`{commit[:7]}`" + (" with uncommitted changes" if changed else "")
-        recorded = self.machine.get("recorded", {})
-        marks = "".join(f" ({field} {how}.)" for field, how in recorded.items())
+        how = {field: f" ({how})" for field, how in self.machine.get("recorded", {}).items()}
         file = f"[{self.name}.json]({SOURCE_URL}/blob/main/benchmarks/results/{self.name}.json)"
         return (
-            f"Device: {device}. Versions: {', '.join(versions)}. Commit: {commit}. "
-            f"Command: `{self.machine['command']}`. Data: {file}.{marks}"
+            f"<small>Device: {device}. Versions: {', '.join(versions)}{how.get('versions', '')}. "
+            f"Commit: {commit}{how.get('commit', '')}. "
+            f"Command: `{self.machine['command']}`{how.get('command', '')}. Data: {file}.</small>"
         )
 
     def _shown(self, version: str) -> bool:

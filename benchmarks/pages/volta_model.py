@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .markdown import number, page, ratio, table
+from .markdown import error, number, page, ratio, table
 from .results import Result
 
 INTRODUCTION = """\
 **No V100 has run our kernels.** The figures on this page are counted in machine code or predicted by a model of one
-multiprocessor, except those that others measured on V100s. The model is judged on PyTorch's CUTLASS kernel, where it
-errs by up to {largest:.0%}, on the fast side. It has no power limit and no bank conflicts, and its figures are unchecked
-where tensor cores are busy more than 40% of the time, as ours are predicted to be. So the last ratio assumes that our
-kernel alone misses its prediction by 25%. [Volta](../internals/volta.md) explains the kernel and how to check it."""
+multiprocessor, except those that others measured on V100s. The model is judged on PyTorch's CUTLASS kernel, which it
+predicts up to {largest:.0%} too fast. It has no power limit and no bank conflicts. It is unchecked where tensor cores
+are busy more than about 40% of the time, as ours are predicted to be. So the last ratio assumes that our kernel alone
+misses its prediction by 25%. [Volta](../internals/volta.md) explains the kernel and how to check it."""
 PREDICTED = "none, predicted for a V100 of 80 SMs at 1530 MHz"
 COUNTED = "none, counted in sm_70 machine code"
 
@@ -34,13 +34,13 @@ def build() -> str:
         _compared(model.data["predicted"]["compared"]),
         source,
         "## If the figures of the chip are wrong",
-        "Half and twice each figure that nobody knows for certain, at 4096 tokens without a mask. Differences of 5% and "
-        "less mean nothing. The error is the largest one on the published measurements.",
+        "Half and twice each figure that nobody knows for certain, at 4096 tokens without a mask. Differences of 5% "
+        "and less mean nothing. The error is the largest one on the published measurements.",
         _assumptions(model.data["predicted"]["assumptions"]),
         source,
         "## Issue cycles",
-        f"Counts for a tile of keys without a mask, per {counts.data['tensor_cycles']} tensor cycles of a warp from the "
-        "issue cycles on. They are counts, not times.",
+        f"Counts for a tile of keys without a mask, per {counts.data['tensor_cycles']} tensor cycles of a warp from "
+        "the issue cycles on. They are counts, not times.",
         _counts(counts.data["kernels"]),
         counts.provenance(COUNTED),
     )
@@ -55,7 +55,7 @@ def _published(records: list[dict[str, Any]]) -> str:
     rows = []
     for one in records:
         predicted = one["predicted"]
-        rates = [number(one["measured_tflops"]), number(predicted["tflops"]), f"{predicted['error']:+.1%}"]
+        rates = [number(one["measured_tflops"]), number(predicted["tflops"]), error(predicted["error"])]
         rows.append([_problem(predicted["problem"]), *rates, f"{predicted['unit_shares']['tensor']:.0%}"])
     return table(["heads of, mask, tokens", "measured", "predicted", "error", "tensor cores busy"], rows)
 
@@ -72,9 +72,7 @@ def _compared(records: list[dict[str, Any]]) -> str:
 
 
 def _assumptions(records: list[dict[str, Any]]) -> str:
-    rows = [
-        [one["change"], f"{one['largest_error']:+.1%}", *(ratio(value) for value in one["ratios"])] for one in records
-    ]
+    rows = [[one["change"], error(one["largest_error"]), *(ratio(value) for value in one["ratios"])] for one in records]
     return table(["changed figure", "largest error", "ratio, heads of 64", "ratio, heads of 128"], rows)
 
 
@@ -84,4 +82,6 @@ def _counts(kernels: list[dict[str, Any]]) -> str:
 
 
 def _count(value: str | float) -> str:
-    return value if isinstance(value, str) else number(value)
+    if isinstance(value, str):
+        return value
+    return number(value) if value % 1 else str(int(value))

@@ -12,8 +12,9 @@ INTRODUCTION = """\
 where a heading says measured. Others measured and published those times of NPUs. Two constants of the simulator were
 fitted to published cycle counts, and none to the times of whole kernels. Those times were in sight when the model
 was built, so the validation is weaker evidence than a blind test. The simulator leaves out contention in the
-second-level cache, so rates of large tiles are on the optimistic side. [The simulator](../internals/ascend-simulator.md) explains the
-model. The last section measures our Triton kernel on an H200, which says nothing of the speed of an NPU."""
+second-level cache, so rates of large tiles are on the optimistic side.
+[The simulator](../internals/ascend-simulator.md) explains the model. The last section measures our Triton kernel on an
+H200, which says nothing of the speed of an NPU."""
 PREDICTED = "none, predicted for a 910B"
 
 

@@ -57,8 +57,8 @@ def _decode() -> list[str]:
         "## Decode",
         "One query against a cache stored heads first, as Transformers stores it: (batch_size, nheads_k, seqlen, "
         'headdim). "Tokens first" is (batch_size, seqlen, nheads_k, headdim), as flash-attn stores it. "Heads folded" '
-        'and "torch matmul" are written by hand in torch. A dash means that the peer does not serve the call, or that '
-        "the variant makes no difference there.",
+        'and "torch matmul" are written by hand in torch. A dash: the peer does not serve the call, or the variant '
+        "does not apply to it.",
     ]
     for name in ("decode", "xeon_amx/decode"):
         result = Result.load(name)

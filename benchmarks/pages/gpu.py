@@ -13,7 +13,7 @@ PREFILL_INTRODUCTION = f"""\
 in which all kernels take turns in one process, timed by the GPU. `sm80` is our code path for Ampere and newer.
 `sm75` is our path for Turing, run on the same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are
 the three kernels behind torch's SDPA ("flash", "cudnn", "efficient"); CUTLASS is what Turing and Volta owners have.
-**Bold** ratios are losses: cuDNN uses Hopper's own matrix instructions, which our kernels do not have yet.
+**Bold** ratios are losses: cuDNN uses Hopper's own matrix instructions, and our kernels do not.
 {NOT_MEASURED}"""
 DECODE_INTRODUCTION = f"""\
 One query a sequence against its cache, heads of 128, float16, calls replayed from a CUDA graph. GB/s count the keys and

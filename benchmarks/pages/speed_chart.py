@@ -18,6 +18,7 @@ def build() -> str:
         (0.25, 0.5, 1, 2, 4, 8, 16),
         (_cpu(), _gpu_prefill(), _gpu_decode()),
         (
+            "Prefill is causal with heads of 128. Decode is one query a sequence, heads of 128.",
             "The path for Turing was run on the H200. No V100, T4, P100 or Ascend NPU has been measured.",
             "All shapes, devices and losses: docs/benchmarks",
         ),

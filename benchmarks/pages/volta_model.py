@@ -8,8 +8,8 @@ from .markdown import error, number, page, ratio, table
 from .results import Result
 
 INTRODUCTION = """\
-**No V100 has run our kernels.** The figures on this page are counted in machine code or predicted by a model of one
-multiprocessor, except those that others measured on V100s. The model is judged on PyTorch's CUTLASS kernel, which it
+**No V100 has run our kernels.** Our figures on this page are counted in machine code, or predicted by a model of one
+multiprocessor. Measured ones are by others. The model is judged on PyTorch's CUTLASS kernel, which it
 predicts up to {largest:.0%} too fast. It has no power limit and no bank conflicts. It is unchecked where tensor cores
 are busy more than about 40% of the time, as ours are predicted to be. So the last ratio assumes that our kernel alone
 misses its prediction by 25%. [Volta](../internals/volta.md) explains the kernel and how to check it."""

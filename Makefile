@@ -18,7 +18,7 @@ check: $(VENV)/.installed  ## formatting, lint, types and prose
 	scripts/check
 
 docs: .venv-docs/.installed  ## the documentation site, into build/site; a warning is an error
-	.venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 sanitize: $(VENV)/.installed  ## the native library under address, undefined-behaviour and thread sanitizers
 	scripts/sanitize

@@ -7,14 +7,18 @@ import re
 from importlib.metadata import requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 import fastattention
+from fastattention.integrations import flash_attn
 from fastattention.integrations.transformers.versions import OLDEST
 
 ROOT = Path(__file__).parents[2]
 INSTALLATION = (ROOT / "docs" / "get-started" / "installation.md").read_text()
 CONFIG = (ROOT / "fastattention" / "config.py").read_text()
+RUNNABLE = ["README.md", "docs/index.md", "docs/get-started/first-calls.md"]  # of README.md the first block
+RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "flash-attn")]
 OUR_EXTRAS = ("transformers", "plot", "cuda12", "cuda13")
 
 
@@ -57,6 +61,18 @@ def test_reference_documents_every_public_name() -> None:
     documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
     assert {f"fastattention.{name}" for name in fastattention.__all__} <= documented
     assert {f"fastattention.distributed.{name}" for name in exported("distributed/__init__.py")} <= documented
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_code_on_the_page_runs(page: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, object] = {}
+    try:
+        for block in blocks[:1] if page == "README.md" else blocks:
+            exec(compile(block, page, "exec"), names)
+    finally:
+        flash_attn.uninstall()
+    assert names
 
 
 def exported(path: str) -> list[str]:

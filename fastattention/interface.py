@@ -93,7 +93,7 @@ def fast_attn_func(
     - `k`: (batch_size, seqlen_k, nheads_k, headdim)
     - `v`: (batch_size, seqlen_k, nheads_k, headdim_v)
 
-    The other arguments, the mask and the errors are those of `fastattention.interface`.
+    The other arguments, the mask and the errors are those that all functions share (`fastattention.interface`).
 
     Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
     (out, lse, S_dmask).
@@ -202,7 +202,8 @@ def fast_attn_varlen_func(
     - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
         read.
 
-    The other arguments, the mask (aligned per sequence) and the errors are those of `fastattention.interface`.
+    The other arguments, the mask (aligned per sequence) and the errors are those that all functions share
+    (`fastattention.interface`).
 
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
@@ -335,7 +336,8 @@ def fast_attn_with_kvcache(
     - `k_scale`, `v_scale`: float32, shaped as the caches without their last axis, any strides: the scales of quantised
         caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale.
 
-    The other arguments and the errors are those of `fastattention.interface`. There is no backward.
+    The other arguments and the errors are those that all functions share (`fastattention.interface`). There is no
+    backward.
 
     Returns out (batch_size, seqlen_q, nheads, headdim_v), with return_softmax_lse or return_lse (out, lse).
 

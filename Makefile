@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
-.PHONY: demo test test-ascend check docs sanitize wheel clean
+.PHONY: demo test test-all test-deep test-ascend check docs sanitize wheel clean
 
 VENV := .venv
 KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
@@ -8,8 +8,22 @@ KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
 demo: $(VENV)/.installed  ## continue a real source file with three kinds of attention, and compare them
 	$(VENV)/bin/fastattention demo
 
-test: $(VENV)/.installed  ## every test
-	scripts/test
+PYTEST := scripts/test -n auto --dist worksteal
+
+test: $(VENV)/.installed  ## the quick tests, in about three minutes
+	$(PYTEST) --tier quick
+
+test-all: $(VENV)/.installed  ## what every change must pass: Ascend kernels and sanitizers too
+	$(PYTEST) --tier all
+	TIER=all scripts/test_ascend
+	scripts/sanitize --tier quick
+
+test-deep: $(VENV)/.installed  ## everything there is, new random cases, 64-bit Arm; for releases and after changes of kernels
+	$(PYTEST) --tier deep
+	TIER=deep scripts/test_ascend
+	scripts/sanitize --tier deep
+	scripts/check_aarch64
+	scripts/mutants
 
 test-ascend:  ## kernels for Ascend NPUs and the vendor's operators, without an NPU
 	scripts/test_ascend

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 
 from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.measure import Measurement
@@ -48,6 +49,7 @@ def check_schema(report: dict[str, Any], question: str) -> None:
             assert (one["fastattention_speedup"] is None) == (one["peer"] == "fastattention")
 
 
+@slow
 def test_bench_answers_every_question(
     run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path
 ) -> None:
@@ -62,6 +64,7 @@ def test_bench_answers_every_question(
         assert all(workload.label in output for workload in workloads)
 
 
+@slow
 def test_bench_measures_the_limits_of_this_machine(run_command: Callable[..., Finished], tmp_path: Path) -> None:
     arguments = ("--seqlen", 16, "--seconds", 0, "--threads", 1, "--output", "results")
     assert run_command("bench", "overhead", *arguments).exit_code == 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import slow
 
 from fastattention.cli import demo
 from fastattention.cli.demo_messages import Job, Result
@@ -14,6 +15,7 @@ from fastattention.cli.demo_messages import Job, Result
 from .conftest import Finished
 
 
+@slow
 def test_demo_compares_three_implementations(
     run_command: Callable[..., Finished], byte_model: Path, tmp_path: Path
 ) -> None:

@@ -387,4 +387,6 @@ CASES: list[Case] = [
     *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *FEW_QUERIES, *TILES, *MANY_QUERIES, *HEADS,
     *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED,
 ]  # fmt: skip
+# Chosen for the tiles of kernels for GPUs: kernels of CPUs have one tile for all of them.
+FOR_GPUS: list[Case] = [*TILES, *MANY_QUERIES]
 assert len({case.name for case in CASES}) == len(CASES), "the names of cases are their ids and must differ"

@@ -68,10 +68,8 @@ class PackedStoreEngine(StoreEngine):
         return PackedKVStore
 
 
-STORE_ENGINES: list[Engine] = [
-    *(DenseStoreEngine(*engine) for engine in ENGINES if engine.backend in ("cpu", "sdpa")),
-    *(PackedStoreEngine(*engine) for engine in ENGINES if engine.backend == "cpu"),
-]
+DENSE_STORE_ENGINES = [DenseStoreEngine(*engine) for engine in ENGINES if engine.backend in ("cpu", "sdpa")]
+PACKED_STORE_ENGINES = [PackedStoreEngine(*engine) for engine in ENGINES if engine.backend == "cpu"]
 
 
 def has_store(case: Case) -> bool:

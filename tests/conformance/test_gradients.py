@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiers import thin
 from torch import Tensor
 
 from conformance.calls import Call, build_call
@@ -52,6 +53,7 @@ def through_reference(call: Call, compute_dtype: torch.dtype | None) -> tuple[Te
     return out, lse
 
 
+@thin(quick=11, all=3)
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_gradients_is_at_most_three_times_that_of_torch(dtype: torch.dtype, case: Case) -> None:

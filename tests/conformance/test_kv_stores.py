@@ -1,4 +1,7 @@
-"""What is promised of calls with a cache holds for calls of a store that has the same tokens."""
+"""What is promised of calls with a cache holds for calls of a store that has the same tokens.
+
+A store on tensors calls fast_attn_with_kvcache, which has its own tests: below the deep tier each case runs once.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,36 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import given
+from tiers import Tier, combinations, tier_of
 
 from conformance import strategies
 from conformance.case import KvCacheCase
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.engines import Engine
-from conformance.store_engine import STORE_ENGINES, has_store
+from conformance.store_engine import DENSE_STORE_ENGINES, PACKED_STORE_ENGINES, has_store
 from conformance.test_conformance import DTYPES
 
 STORE_CASES = [case for case in CASES if has_store(case)]
 
 
-@pytest.mark.parametrize("engine", STORE_ENGINES, ids=[engine.name for engine in STORE_ENGINES])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-@pytest.mark.parametrize("case", STORE_CASES, ids=[case.name for case in STORE_CASES])
-def test_a_store_is_right_repeats_and_writes_nothing_else(
-    engine: Engine, dtype: torch.dtype, case: KvCacheCase
-) -> None:
-    check(engine, case, dtype)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "engine" not in metafunc.fixturenames:
+        return
+    tier = tier_of(metafunc.config)
+    runs = combinations(tier, STORE_CASES, PACKED_STORE_ENGINES, list(DTYPES))
+    on_tensors = Tier.DEEP if tier is Tier.DEEP else Tier.QUICK
+    runs += combinations(on_tensors, STORE_CASES, DENSE_STORE_ENGINES, list(DTYPES))
+    ids = [f"{case.name}-{dtype}-{engine.name}" for case, engine, dtype in runs]
+    metafunc.parametrize(("case", "engine", "dtype"), runs, ids=ids)
+
+
+def test_a_store_is_right_repeats_and_writes_nothing_else(case: KvCacheCase, engine: Engine, dtype: str) -> None:
+    check(engine, case, DTYPES[dtype])
 
 
 @given(case=strategies.kvcache_cases(), dtype=strategies.DTYPES)
 def test_random_calls_of_stores(case: KvCacheCase, dtype: torch.dtype) -> None:
-    for engine in STORE_ENGINES:
+    for engine in (*DENSE_STORE_ENGINES, *PACKED_STORE_ENGINES):
         hypothesis.note(f"engine: {engine.name}")
         check(engine, replace(case, leftpad=None, stored="as_q"), dtype)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import math
-import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -44,6 +44,12 @@ class Range(ctypes.Structure):
     _fields_: ClassVar = [("address", ctypes.c_uint64), ("bytes", ctypes.c_int64)]
 
 
+class Grid(ctypes.Structure):
+    """The CTAs of a launch. shuffle: 0, or a seed for the order in which CTAs, and warps within each, run."""
+
+    _fields_: ClassVar = [("num_blocks", ctypes.c_int64), ("shuffle", ctypes.c_uint64)]
+
+
 class Wavefronts(ctypes.Structure):
     """Of shared memory: those it took, and those it would take without bank conflicts."""
 
@@ -75,12 +81,18 @@ def _compiled(name: str, arguments: Sequence[str], folders: tuple[Path, ...]) ->
     if path.exists():
         return path
     CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{name}.lock").open("w") as lock:
+        # Of several processes that need it, one compiles it; the others wait.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return path if path.exists() else _compile(path, arguments)
+
+
+def _compile(path: Path, arguments: Sequence[str]) -> Path:
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        made = Path(folder) / name
+        made = Path(folder) / path.name
         done = subprocess.run([*COMPILE, *arguments, "-o", str(made)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{name} does not compile:\n{done.stderr}"
-        os.replace(made, path)
-    return path
+        assert done.returncode == 0, f"{path.name} does not compile:\n{done.stderr}"
+        return made.replace(path)
 
 
 def build(name: str, source: Path, macros: Mapping[str, str]) -> Path:
@@ -98,15 +110,21 @@ def build_variant(variant: Variant) -> Path:
     return build(variant.name, SOURCES / variant.source.replace(".cuh", ".cpp"), variant.macros())
 
 
-def build_all(variants: Iterable[Variant]) -> None:
-    """Fills the cache, on all processors."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build_variant, variants))
-
-
 @functools.cache
 def _library(variant: Variant) -> ctypes.CDLL:
     return ctypes.CDLL(str(build_variant(variant)))
+
+
+_shuffle = 0
+
+
+@contextmanager
+def shuffled(seed: int) -> Iterator[None]:
+    """Launches run CTAs, and warps within each, in an order that follows from the seed. A GPU promises none."""
+    global _shuffle
+    _shuffle, before = seed, _shuffle
+    yield
+    _shuffle = before
 
 
 def launch(step: Step, params: Params, ranges: Sequence[Range]) -> Report:
@@ -122,8 +140,8 @@ def checked(
     """Calls a library's function. Raises EmulatorError, with the name of the kernel, when it failed."""
     report = Report()
     array = (Range * len(ranges))(*ranges)
-    num_ranges = ctypes.c_int64(len(ranges))
-    if emulate(ctypes.byref(params), ctypes.c_int64(num_blocks), array, num_ranges, ctypes.byref(report)) != 0:
+    grid, num_ranges = Grid(num_blocks, _shuffle), ctypes.c_int64(len(ranges))
+    if emulate(ctypes.byref(params), ctypes.byref(grid), array, num_ranges, ctypes.byref(report)) != 0:
         raise EmulatorError(f"{name}: {report.error.decode()}")
     return report
 

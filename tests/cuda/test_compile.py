@@ -7,16 +7,19 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiers import Tier, slow, thin, tier_of
 
 from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.variants import (
+    HEADDIMS,
     UNQUANTISED,
     Feature,
     choose_decode_feature,
@@ -44,7 +47,13 @@ sys.modules[specification.name] = kernel_resources
 specification.loader.exec_module(kernel_resources)
 
 REASON = compiler.why_unavailable()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+@pytest.fixture
+def headdims(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """Below the deep tier that of most models."""
+    return HEADDIMS if tier_of(request.config) is Tier.DEEP else (128,)
 
 
 # Decodes are many. Those of head dimensions in between, of the other dtype and of float8 take no more. The emulator
@@ -52,11 +61,12 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 DECODED = (Feature.PLAIN, Feature.PAGED, Feature.INT8)
 
 
-def kernels_of(chip: str) -> list[Variant]:
-    """Every forward of a GPU, and those of its other kernels that take the most."""
+def kernels_of(chip: str, headdims: Sequence[int]) -> list[Variant]:
+    """Forwards of a GPU for some head dimensions, and those of its other kernels that take the most."""
     limits = CHIPS[chip]
     dtype = torch.bfloat16 if limits.arch >= 80 else torch.float16
-    forwards = [kernel for kernel in variants_of(limits, features=UNQUANTISED) if kernel.source == "forward.cuh"]
+    all_forwards = variants_of(limits, headdims, features=UNQUANTISED)
+    forwards = [kernel for kernel in all_forwards if kernel.source == "forward.cuh"]
     return list(dict.fromkeys([*forwards, *variants_of(limits, (128,), (dtype,), features=DECODED)]))
 
 
@@ -64,19 +74,19 @@ measure = functools.cache(kernel_resources.measure)
 
 
 @functools.cache
-def usages_of(chip: str) -> list[Any]:
+def usages_of(chip: str, headdims: tuple[int, ...]) -> list[Any]:
     """kernel_resources.measure for kernels of a GPU; the compiler releases Python's lock."""
     arch = CHIPS[chip].arch
     if (reason := compiler.why_not_target(arch)) is not None:
         pytest.skip(reason)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda kernel: measure(kernel, arch), kernels_of(chip)))
+        return list(pool.map(lambda kernel: measure(kernel, arch), kernels_of(chip, headdims)))
 
 
-def attending(chip: str, headdim: int, *, decodes: bool) -> list[Any]:
-    """Forwards or decodes up to a head dimension."""
-    usages = [usage for usage in usages_of(chip) if isinstance(usage.kernel, KernelConfig)]
-    return [usage for usage in usages if usage.kernel.headdim <= headdim and usage.kernel.decodes == decodes]
+def attending(chip: str, headdims: tuple[int, ...], most: int, *, decodes: bool) -> list[Any]:
+    """Forwards or decodes for head dimensions up to `most`."""
+    usages = [usage for usage in usages_of(chip, headdims) if isinstance(usage.kernel, KernelConfig)]
+    return [usage for usage in usages if usage.kernel.headdim <= most and usage.kernel.decodes == decodes]
 
 
 def spills(usages: list[Any]) -> dict[str, int]:
@@ -84,37 +94,40 @@ def spills(usages: list[Any]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("chip", kernel_resources.CHIP_NAMES)
-def test_kernels_compile(chip: str) -> None:
-    assert len(attending(chip, 256, decodes=False)) >= 6 * 3  # head dimensions, features
-    assert len(attending(chip, 256, decodes=True)) >= len(DECODED)
-    for usage in usages_of(chip):
+def test_kernels_compile(headdims: tuple[int, ...], chip: str) -> None:
+    assert len(attending(chip, headdims, 256, decodes=False)) >= 3 * len(headdims)  # plain, scores, pages
+    assert len(attending(chip, headdims, 256, decodes=True)) >= len(DECODED)
+    for usage in usages_of(chip, headdims):
         assert usage.resources.keys() == {entry.name for entry in usage.kernel.entries}
         assert all(0 < resources.registers <= MAX_REGISTERS for resources in usage.resources.values())
         assert usage.code_bytes > 5_000
 
 
 @pytest.mark.parametrize(
-    ("chip", "headdim"), [("V100", 256), ("T4", 192), ("A100", 256), ("RTX 3090", 256)], ids=lambda value: str(value)
+    ("chip", "most"), [("V100", 256), ("T4", 192), ("A100", 256), ("RTX 3090", 256)], ids=lambda value: str(value)
 )
-def test_no_register_is_spilled_up_to_a_head_dimension(chip: str, headdim: int) -> None:
-    assert spills([usage for usage in attending(chip, headdim, decodes=False) if not usage.kernel.paged]) == {}
+def test_no_register_is_spilled_up_to_a_head_dimension(headdims: tuple[int, ...], chip: str, most: int) -> None:
+    assert spills([usage for usage in attending(chip, headdims, most, decodes=False) if not usage.kernel.paged]) == {}
 
 
-@pytest.mark.parametrize(("chip", "headdim"), [("V100", 256), ("T4", 192), ("A100", 256), ("RTX 3090", 256)])
-def test_pages_make_a_forward_spill_a_few_words_at_most(chip: str, headdim: int) -> None:
+@pytest.mark.parametrize(("chip", "most"), [("V100", 256), ("T4", 192), ("A100", 256), ("RTX 3090", 256)])
+def test_pages_make_a_forward_spill_a_few_words_at_most(headdims: tuple[int, ...], chip: str, most: int) -> None:
     """Those that are read once a tile: where pages lie."""
-    paged = [usage for usage in attending(chip, headdim, decodes=False) if usage.kernel.paged]
+    paged = [usage for usage in attending(chip, headdims, most, decodes=False) if usage.kernel.paged]
     assert max(spills(paged).values(), default=0) <= 48
 
 
 # On a V100 kernels of more columns read a few spilled words once a tile, and most of them outside of the main loop.
-@pytest.mark.parametrize(("chip", "headdim"), [("P100", 128), ("T4", 128), ("A100", 128), ("RTX 3090", 128)])
-def test_no_register_of_a_decode_is_spilled_up_to_a_head_dimension(chip: str, headdim: int) -> None:
-    decodes = attending(chip, headdim, decodes=True)
+@pytest.mark.parametrize(("chip", "most"), [("P100", 128), ("T4", 128), ("A100", 128), ("RTX 3090", 128)])
+def test_no_register_of_a_decode_is_spilled_up_to_a_head_dimension(
+    headdims: tuple[int, ...], chip: str, most: int
+) -> None:
+    decodes = attending(chip, headdims, most, decodes=True)
     assert spills([usage for usage in decodes if not usage.kernel.paged]) == {}
     assert max(spills(decodes).values(), default=0) <= 48  # where pages lie, read once a tile
 
 
+@thin(all=3)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_merge_or_a_sum_spills_nothing(chip: str) -> None:
     target = CHIPS[chip].target
@@ -135,6 +148,7 @@ def test_bulk_copies_compile_from_hopper_on() -> None:
     assert compiler.compile_kernel(kernel, 90).resources.keys() == {"fastattention_all_reduce"}
 
 
+@thin(all=5)
 @pytest.mark.parametrize("num_ranks", range(2, MOST_PARTS + 1))
 @pytest.mark.parametrize("bulk_copies", [False, True], ids=["registers", "bulk"])
 def test_a_sum_over_gpus_compiles_for_every_number_of_them(num_ranks: int, bulk_copies: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -9,12 +11,14 @@ from unittest import mock
 import emulator
 import pytest
 import torch
-from conformance.calls import build_call
+from conformance.calls import Call, build_call
 from conformance.case import Case
-from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
+from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
 from emulator import EmulatedCudaBackend
+from tiers import Tier, slow, tier_of
+from torch import Tensor
 
 from fastattention.backends import registry
 from fastattention.backends.cuda.jit.variants import variants_of
@@ -32,6 +36,11 @@ class EmulatedEngine(RegisteredEngine):
     @property
     def registered(self) -> dict[str, str]:
         return {backend.name: f"emulator:{backend.__name__}" for backend in emulator.EMULATED}
+
+    def run_in_another_order(self, call: Call) -> tuple[Tensor, Tensor]:
+        """CTAs and warps in another order, as a GPU may run them."""
+        with emulator.shuffled(seed=1):
+            return self.run(call)
 
 
 class Run(NamedTuple):
@@ -64,14 +73,7 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def libraries(request: pytest.FixtureRequest) -> None:
-    """Compiles what the selected tests need, on all processors at once."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    runs = [param["run"] for param in params if isinstance(param.get("run"), Run)]
-    emulator.build_all({variant for run in runs for variant in variants_for(run)})
-
-
+@functools.cache
 def problem_of(case: Case, dtype: torch.dtype) -> Problem:
     problem, _ = build_call(case, dtype).prepare()
     return problem
@@ -84,6 +86,7 @@ def variants_for(run: Run) -> set[Variant]:
     return {step.variant for step in (*append, *plan.attention)}
 
 
+@slow
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
 def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
     ran = {variant for run in RUNS if run.backend is backend for variant in variants_for(run)}
@@ -117,22 +120,39 @@ def features_of(kernel: Variant) -> tuple[object, ...]:
     return kernel.cache_format, kernel.modifies_scores, kernel.paged
 
 
-@pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
+def runs_in(tier: Tier) -> list[Run]:
+    """Below the deep tier each case runs on one GPU, one after the other, and cases of tiles on two."""
+    if tier is Tier.DEEP:
+        return RUNS
+    runs_of_cases = [(case, list(runs)) for case, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
+    if tier is Tier.QUICK:
+        return [runs[i % len(runs)] for i, (_, runs) in enumerate(runs_of_cases) if i % 6 == 0]
+    return [
+        run
+        for i, (case, runs) in enumerate(runs_of_cases)
+        for run in (runs[i % 2 :: 2] if case in FOR_GPUS else runs[i % len(runs) :][:1])
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "run" in metafunc.fixturenames:
+        runs = runs_in(tier_of(metafunc.config))
+        metafunc.parametrize("run", runs, ids=[run.name for run in runs])
+
+
 def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
     check(EmulatedEngine(run.backend.name), run.case, run.dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_only_float32_is_refused(case: Case) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_only_float32_is_refused(dtype: torch.dtype) -> None:
     """The other tests skip what is refused."""
-    for backend in emulator.EMULATED:
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            reason = backend().why_not(problem_of(case, dtype))
-            if dtype is torch.float32:
-                assert reason is not None
-                assert "float32" in reason
-            else:
-                assert reason is None
+    for case in CASES:
+        problem = problem_of(case, dtype)
+        for backend in emulator.EMULATED:
+            reason = backend().why_not(problem)
+            assert (reason is not None) == (dtype is torch.float32), f"{case.name} on {backend.name}: {reason}"
+            assert reason is None or "float32" in reason
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import emulator
 import pytest
 import torch
 from emulated_ranks import Call, Host
+from tiers import thin
 
 from fastattention.backends.cuda.all_reduce import PACKET_BYTES
 from fastattention.backends.cuda.kernel_config import ALL_REDUCE_WARPS, AllReduceConfig
@@ -20,16 +20,6 @@ PIECE = 32 * ALL_REDUCE_WARPS  # packets that a CTA takes at once
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_size = pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 every_way = pytest.mark.parametrize("bulk_copies", [False, True], ids=["registers", "bulk"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def libraries(request: pytest.FixtureRequest) -> None:
-    """Compiles what the selected tests need, on all processors at once."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = ("dtype", "num_ranks", "bulk_copies")
-    emulator.build_all(
-        {AllReduceConfig(*(param[name] for name in names)) for param in params if param.keys() >= {*names}}
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +47,7 @@ def assert_right(host: Host, num_ranks: int) -> None:
     host.check()
 
 
+@thin(quick=23, all=7)
 @every_dtype
 @every_size
 @every_way
@@ -76,6 +67,7 @@ def test_calls_of_all_sizes_one_after_the_other(dtype: str, num_ranks: int, bulk
     assert_right(Host(AllReduceConfig(dtype, num_ranks, bulk_copies), calls), num_ranks)
 
 
+@thin(quick=23, all=7)
 @every_dtype
 @every_size
 @every_way
@@ -91,6 +83,7 @@ def test_every_cta_takes_many_pieces(dtype: str, num_ranks: int, bulk_copies: bo
     assert_right(Host(AllReduceConfig(dtype, num_ranks, bulk_copies), calls), num_ranks)
 
 
+@thin(quick=23, all=7)
 @every_dtype
 @every_size
 @every_way
@@ -108,6 +101,7 @@ def test_blocks_are_awaited_in_whatever_order_they_are_computed(dtype: str, num_
     assert_right(Host(AllReduceConfig(dtype, num_ranks, bulk_copies), calls), num_ranks)
 
 
+@thin(quick=71, all=17)
 @every_dtype
 @every_size
 @every_way

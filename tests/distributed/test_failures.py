@@ -15,12 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.case import DenseCase
+from tiers import slow
 
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention.distributed import agreement
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.transports import c10d
+
+pytestmark = slow
 
 ONE = Sum(DenseCase(name="broken", batch_size=2, seqlen_q=12, seqlen_k=12), (4, 6, 14))
 TIMEOUT = 2.0

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed.layers import HIDDEN, assert_as_exact_as, causal, exact, parallel, thirds, whole
-from distributed.team import NEEDS_TWO_GPUS, Team, meet
+from distributed.team import Team, meet, skip_module_without_two_gpus
 from fastattention import UnsupportedError
 from fastattention.distributed import TilingAllReduce
 from fastattention.distributed.transports import TRANSPORTS
 
-pytestmark = NEEDS_TWO_GPUS
+skip_module_without_two_gpus()
 
 BATCH_SIZE, SEQLEN = 3, 611
 TURNS = 5

@@ -16,14 +16,14 @@ from conformance.case import DenseCase, KvCacheCase
 from torch import Tensor
 
 from distributed.sums import Sum, arguments_of, check, check_repeated, run_part, run_repeated
-from distributed.team import GPU_PATIENCE, MOST_GPUS, NEEDS_TWO_GPUS, Team, meet
+from distributed.team import GPU_PATIENCE, MOST_GPUS, Team, meet, skip_module_without_two_gpus
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import agreement
 from fastattention.distributed.blocks import AttentionLinear
 from fastattention.distributed.transports import TRANSPORTS
 
-pytestmark = NEEDS_TWO_GPUS
+skip_module_without_two_gpus()
 
 TURNS = 12
 CYCLES = 3_000_000  # about two milliseconds: longer than any block here

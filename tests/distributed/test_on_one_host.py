@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiers import thin
 from torch import Tensor
 
 from distributed.pretended_calls import BRAIN, CALLS, HALF, SINGLE, check, sum_on, summed
@@ -30,6 +31,7 @@ def kind(request: pytest.FixtureRequest) -> type[OnOneHost]:
     return transport
 
 
+@thin(quick=4, all=4)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_all_sizes_one_after_the_other_are_right_however_streams_run(kind: type[OnOneHost], size: int) -> None:
     calls = list(enumerate([*CALLS.values(), *reversed(CALLS.values())] * 2))
@@ -59,6 +61,7 @@ def test_blocks_are_summed_while_later_ones_are_computed(kind: type[OnOneHost]) 
         check(found, kind, 3, 0, blocks, **like)
 
 
+@thin(quick=5)
 @pytest.mark.parametrize(
     ("blocks", "fails_at"),
     [((5, 6, 7), 0), ((5, 6, 7), 1), ((5, 6, 7), 2), ((18,), 0), ((1,) * 37, 20), ((5, 6, 7, 9, 2), 4)],

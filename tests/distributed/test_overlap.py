@@ -14,6 +14,7 @@ import tiled_allreduce
 import torch
 import torch.distributed as dist
 from overlap import Activity, common, length, union
+from tiers import deep, slow
 from tiled_allreduce_trace import activities as activities_of
 from tiled_allreduce_trace import after_mark
 
@@ -140,6 +141,7 @@ def test_times_of_a_trace_begin_with_the_first_on_the_device_and_lose_no_nanosec
     assert activities_of(profiler) == [("ncclDevKernel", 0.0, 1e-6), ("gemm", 2_001 / 1e9, 2_004 / 1e9)]
 
 
+@deep
 def test_the_benchmark_measures_every_case_on_processes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTENTION_CACHE", str(tmp_path / "cache"))
     cases = (
@@ -181,12 +183,14 @@ def stay(device: torch.device) -> None:
     torch.multiprocessing.get_context().Event().wait()
 
 
+@slow
 def test_a_rank_that_fails_ends_all(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ranks.RankFailedError, match=r"rank [01] failed with exit status 1"):
         ranks.run_ranks(fail_on_rank_1, [], 2, "cpu", 60.0)
     assert "RuntimeError: broken" in capfd.readouterr().err
 
 
+@slow
 def test_ranks_have_a_time_limit() -> None:
     with pytest.raises(ranks.RankFailedError, match=r"ranks \[0, 1\] have not ended in time"):
         ranks.run_ranks(stay, [], 2, "cpu", 5.0)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiers import thin
 from torch import Tensor
 
 from distributed.pretended_calls import BRAIN, CALLS, HALF, SINGLE, check, sum_on
@@ -106,6 +107,7 @@ def test_once_the_kernel_waits_it_needs_nothing_more_of_the_host() -> None:
             check(found, PeerKernel, 3, call, blocks, **SMALL)
 
 
+@thin(quick=7)
 @pytest.mark.parametrize("failing", [None, (3, 2), (37, 20), (16, 15), (16, 0)], ids=str)
 @pytest.mark.parametrize("count", [2, 3, 15, 16, 17, 20, 33, 48, 49])
 def test_a_flag_is_up_when_all_blocks_that_are_summed_together_are_computed(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.case import DenseCase
+from tiers import thin
 
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
@@ -78,6 +79,7 @@ def way_of(candidate: Candidate) -> tuple[int, ...]:
     return (*candidate.attended, 0)
 
 
+@thin(quick=8, all=3)
 @pytest.mark.parametrize(
     ("seconds", "rows"),
     [

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiers import slow
 
 from fastattention.distributed.transports import watch
 from fastattention.distributed.transports.watch import Watch
@@ -68,6 +69,7 @@ def test_a_call_that_is_never_finished_ends_the_process(
     assert f"copy_engine: a sum over the ranks is not done within the {SECONDS:g} seconds" in caplog.text
 
 
+@slow
 def test_calls_that_are_finished_in_time_may_go_on_for_longer(one: Watch, ended: threading.Event) -> None:
     for number in range(1, 9):
         one.finish(0)
@@ -77,6 +79,7 @@ def test_calls_that_are_finished_in_time_may_go_on_for_longer(one: Watch, ended:
     assert ended.wait(30.0)
 
 
+@slow
 def test_nothing_to_do_is_no_reason_to_end(one: Watch, ended: threading.Event) -> None:
     one.finish(0)
     finish(one, 1)

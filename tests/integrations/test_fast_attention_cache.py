@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from offload.pretend import PretendDevice
+from tiers import slow, thin
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -32,6 +33,7 @@ def generate(name: str, cache: FastAttentionCache | None, **changed: Any) -> Ten
     return tokens
 
 
+@thin(quick=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
@@ -53,6 +55,7 @@ def test_nothing_leaves_the_device_while_the_budget_suffices(name: str) -> None:
     assert device.downloaded_bytes == 0
 
 
+@thin(quick=9, all=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
@@ -221,6 +224,7 @@ def test_a_model_in_the_place_of_its_config_is_refused() -> None:
         FastAttentionCache(deep("llama", NUM_LAYERS), kv_budget=SMALL)  # type: ignore[arg-type]
 
 
+@slow
 def test_torch_compile_is_refused() -> None:
     model, cache = deep("llama", NUM_LAYERS), make_cache("llama")
     ids = prompts(4)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from offload.pretend import PretendDevice
+from tiers import thin
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
@@ -57,6 +58,7 @@ def assert_close(given: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
 
 
+@thin(quick=5)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
@@ -73,6 +75,7 @@ def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
     assert (device.cpu_bytes > 0) == (chosen != "classical")
 
 
+@thin(quick=5, all=2)
 @pytest.mark.parametrize(
     "how",
     [
@@ -178,6 +181,7 @@ class Failing:
         self._handle.remove()
 
 
+@thin(quick=5)
 @pytest.mark.parametrize("sequences", [[2], [1], [2, 1]], ids=["first half", "second half", "both"])
 @pytest.mark.parametrize("layer", [0, 3, 5])
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.team import GPU_PATIENCE, NEEDS_TWO_GPUS, Team
+from distributed.team import GPU_PATIENCE, Team, skip_module_without_two_gpus
 from torch import Tensor
 
 from fastattention.integrations.transformers.tensor_parallel import tile_allreduce
@@ -18,7 +18,7 @@ from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from .models import make_cache, padding_mask, pair, prompts
 from .test_tensor_parallel import LAYERS, TILED, divided, halves, projected
 
-pytestmark = NEEDS_TWO_GPUS
+skip_module_without_two_gpus()
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow, thin
 
 from fastattention.offload import balance
 from fastattention.offload.balance import MOST_CHANGE, MOST_WAITING, Seen, ShareBalance
@@ -43,6 +44,8 @@ def fixed(num_layers: int, on_cpu: int, share: float, rates: Rates) -> float:
         return clocked.steps(STEPS)
 
 
+@slow
+@thin(all=12)
 @every_machine
 @pytest.mark.parametrize("wrong", [0.7, 1.3])
 @pytest.mark.parametrize("part", ["link", "cpu"])
@@ -110,6 +113,8 @@ def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
     return (device.now - begin) / STEPS
 
 
+@slow
+@thin(all=4)
 @pytest.mark.parametrize("ratio", [0.7, 2.0])
 @pytest.mark.parametrize("wrong", [0.7, 1.3])
 def test_two_stores_share_link_and_cpu(monkeypatch: pytest.MonkeyPatch, ratio: float, wrong: float) -> None:

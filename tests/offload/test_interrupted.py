@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from tiers import thin
 
 from fastattention.errors import CacheFullError
 from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
@@ -49,6 +50,7 @@ def interrupt_everywhere(
     raise AssertionError
 
 
+@thin(quick=5)
 @every_fault
 @every_share
 def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: bool) -> None:
@@ -62,6 +64,7 @@ def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: 
     assert faults > 8
 
 
+@thin(quick=5)
 @every_fault
 @every_share
 def test_a_step_of_several_tokens_is_undone_by_a_shorter_one(share: float, error: BaseException, late: bool) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import long_context
 import pytest
 import torch
+from tiers import slow
 
 from fastattention.offload.hardware import PRESETS
 from fastattention.offload.model_shape import ModelShape
 
 from .pretend import PretendDevice
+
+pytestmark = slow
 
 TINY = ModelShape("tiny", 4, 4, 2, 16, 64, 96, 128, dtype_bytes=4)
 CASES = (

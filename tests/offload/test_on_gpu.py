@@ -20,7 +20,8 @@ from fastattention.offload.layer import AttendOptions, Padding
 from fastattention.offload.pages import PageShape
 from fastattention.quantised import dequantise, quantise
 
-pytestmark = pytest.mark.skipif(get_backend("cuda").why_unavailable() is not None, reason="needs a GPU")
+if get_backend("cuda").why_unavailable() is not None:
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 NUM_LAYERS, BATCH_SIZE, NHEADS, NHEADS_K, HEADDIM = 6, 2, 8, 4, 128
 PAGE_SIZE, PROMPT, STEPS = 64, 3000, 150  # several pages fill during the steps

@@ -117,8 +117,7 @@ class RandomSteps(RuleBasedStateMachine):
 
 TestRandomSteps = RandomSteps.TestCase
 TestRandomSteps.settings = settings(
-    max_examples=60,
-    derandomize=True,
+    max_examples=max(settings.default.max_examples // 3, 1),
     stateful_step_count=20,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -13,6 +13,7 @@ from conformance.calls import build_call
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.engines import Engine
+from tiers import Tier, slow, tier_of
 
 from fastattention import backends
 from fastattention.backends import registry
@@ -66,13 +67,14 @@ def test_the_call_on_the_page_prints_what_the_page_says(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == wanted
 
 
+@slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_backend_of_the_page_passes_conformance(dtype: torch.dtype) -> None:
+def test_the_backend_of_the_page_passes_conformance(request: pytest.FixtureRequest, dtype: torch.dtype) -> None:
     served = [case for case in CASES if PLAIN.refusal(build_call(case, dtype).prepare()[0]) is None]
     features = {feature for case in served for feature in ("causal", "window") if getattr(case, feature)}
     assert features == {"causal", "window"}
     assert any(case.name.startswith("heads-") for case in served)
-    for case in served:
+    for case in served[:: 1 if tier_of(request.config) is Tier.DEEP else 5]:
         check(PLAIN, case, dtype)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import slow
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -72,6 +73,7 @@ def test_compiled_gradients_are_eager_ones(call: Call) -> None:
         torch.testing.assert_close(got[name], gradient)
 
 
+@slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
 @needs_compiler
 def test_inductor_gives_the_same() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import thin
 from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
@@ -60,6 +61,7 @@ OPTIONS = {
 WITH_OPTIONS = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 
 
+@thin(quick=17, all=5)
 @WITH_OPTIONS
 @pytest.mark.parametrize("lengths", [(37, 53), (53, 37), (37, 37), (1, 53), (37, 1), (37, 0)], ids=str)
 @pytest.mark.parametrize("extra", ["plain", "bias", "alibi", "sinks"])

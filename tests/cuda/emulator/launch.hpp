@@ -5,8 +5,8 @@
 
 #define FA_EMULATED(name, kernel, Params, num_warps, shared_bytes)                                                          \
     extern "C" __attribute__((visibility("default"))) int name(                                                             \
-        const fastattention::Params* params, std::int64_t num_blocks, const emulator::Range* ranges,                       \
+        const fastattention::Params* params, const emulator::Grid* grid, const emulator::Range* ranges,                    \
         std::int64_t num_ranges, emulator::Report* report) {                                                               \
         const auto run = [](const void* p) { kernel(*static_cast<const fastattention::Params*>(p)); };                     \
-        return !emulator::launch(run, params, num_blocks, num_warps, shared_bytes, ranges, num_ranges, *report);           \
+        return !emulator::launch(run, params, *grid, num_warps, shared_bytes, ranges, num_ranges, *report);                \
     }

@@ -1,8 +1,11 @@
 #include "machine.hpp"
 
 #include <cstdarg>
+#include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <numeric>
+#include <random>
 
 #include "collectives.hpp"
 #include "shared_memory.hpp"
@@ -21,6 +24,7 @@ struct Launch {
     const void* params;
     std::vector<Thread> threads;
     std::vector<Warp> warps;
+    std::vector<Warp*> turns;          // the warps in the order in which they take turns
     int live_warps, waiting_warps;     // those that have threads; of them those whose threads all wait at a barrier
     const Thread* returned_late;       // after the first barrier
     const Range *ranges, *last_range;
@@ -71,7 +75,7 @@ Thread& next_thread(const Thread& thread) {
     const std::size_t count = now->warps.size();
     for (;; finish_bulk_copies(thread))
         for (std::size_t i = 1; i <= count; ++i) {
-            const Warp& warp = now->warps[(static_cast<std::size_t>(thread.index / kLanes) + i) % count];
+            const Warp& warp = *now->turns[(thread.warp->turn + i) % count];
             if (warp.stopped != kAllLanes) return next_lane(warp.threads[kLanes - 1]);
         }
 }
@@ -123,6 +127,7 @@ void run_thread() {
 }
 
 void prepare_block(const Stacks& stacks) {
+    for (std::size_t i = 0; i < now->turns.size(); ++i) now->turns[i]->turn = i;
     for (Thread& thread : now->threads) {
         thread.num_groups = 0;
         thread.fences = {};
@@ -149,6 +154,7 @@ void prepare_launch(int num_warps) {
         thread.warp = &now->warps[i / kLanes];
     }
     for (int i = 0; i < num_warps; ++i) now->warps[i].threads = &now->threads[i * kLanes];
+    for (Warp& warp : now->warps) now->turns.push_back(&warp);
 }
 
 }  // namespace
@@ -221,20 +227,26 @@ void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignm
     fail(*current, "%s %u bytes of global memory at %p, which is in none of the ranges given", does, bytes, address);
 }
 
-bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,
+bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, int num_warps,
             std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report) {
     const auto here = std::make_unique<Launch>();
     now = here.get();
-    *now = Launch{kernel, params, {}, {}, 0, 0, nullptr, ranges, ranges, num_ranges, &report, {}};
+    *now = Launch{kernel, params, {}, {}, {}, 0, 0, nullptr, ranges, ranges, num_ranges, &report, {}};
     report = {};
     matrix_wavefronts = {};
     prepare_launch(num_warps);
     const Stacks stacks(num_warps * kLanes);
-    for (block = 0; block < num_blocks && report.error[0] == '\0'; ++block) {
+    std::vector<std::int64_t> blocks(static_cast<std::size_t>(grid.num_blocks));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    std::mt19937 random(grid.shuffle);
+    if (grid.shuffle != 0) std::shuffle(blocks.begin(), blocks.end(), random);
+    for (std::size_t i = 0; i < blocks.size() && report.error[0] == '\0'; ++i) {
+        block = blocks[i];
+        if (grid.shuffle != 0) std::shuffle(now->turns.begin(), now->turns.end(), random);
         prepare_block(stacks);
         begin_shared_memory(shared_bytes, now->threads.size());
         begin_flags();
-        current = &now->threads[0];
+        current = now->turns[0]->threads;
         Fiber::switch_stacks(now->outside, current->fiber);
         for (Thread& thread : now->threads) abandon_copies(thread);
         abandon_bulk_copies();

@@ -35,6 +35,12 @@ struct Range {
     std::int64_t bytes;
 };
 
+// The CTAs of a launch; ../emulator.py mirrors it.
+struct Grid {
+    std::int64_t num_blocks;
+    std::uint64_t shuffle;  // 0: CTAs, and warps within each, run in their order; else a seed for another one
+};
+
 // What a launch leaves behind; ../emulator.py mirrors it.
 struct Report {
     Wavefronts loads, stores, matrices, copies;
@@ -68,6 +74,7 @@ struct Thread {
 
 struct Warp {
     Thread* threads;  // of its 32 lanes
+    std::size_t turn;  // its place in the order in which warps take turns
     int live, arrived;
     std::uint32_t returned, stopped;  // lanes, as bits; stopped are those that arrived, paused or returned
     const Collective* at;       // where those that arrived wait
@@ -104,8 +111,8 @@ void check_global(const void* address, std::uint32_t bytes, const char* does, bo
 // Likewise, where the address need not be a multiple of the bytes.
 void check_global(const void* address, std::uint32_t bytes, std::uint32_t alignment, const char* does, bool accessed);
 
-// Runs `kernel` for each CTA; false, with a message in the report, when it failed.
-bool launch(void (*kernel)(const void* params), const void* params, std::int64_t num_blocks, int num_warps,
+// Runs `kernel` for each CTA of the grid; false, with a message in the report, when it failed.
+bool launch(void (*kernel)(const void* params), const void* params, const Grid& grid, int num_warps,
             std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report);
 
 }  // namespace emulator

@@ -1,0 +1,71 @@
+"""The three tiers of tests, and how many combinations of a list each of them runs.
+
+`quick` is `make test`, `all` is `make test-all` and the default, `deep` is `make test-deep`. A test without a mark runs
+in every tier; `slow` keeps one out of `quick`, and `deep` out of `quick` and `all`. `thin(quick=7, all=3)` is for tests
+with many parameters: below the deep tier every seventh or third set of them runs. A number that shares no factor with
+the lengths of the lists lets all of their values, and most pairs of them, meet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import TypeVar
+
+import pytest
+
+A, B, C = TypeVar("A"), TypeVar("B"), TypeVar("C")
+
+slow = pytest.mark.slow
+deep = pytest.mark.deep
+thin = pytest.mark.thin
+
+
+class Tier(IntEnum):
+    """Each tier includes those before it."""
+
+    QUICK = 0
+    ALL = 1
+    DEEP = 2
+
+
+def tier_of(config: pytest.Config) -> Tier:
+    """The tier of this run."""
+    return Tier[config.getoption("--tier").upper()]
+
+
+def select(items: Sequence[pytest.Item], tier: Tier) -> list[pytest.Item]:
+    """The tests that a tier runs."""
+    seen: Counter[str] = Counter()  # sets of parameters, by test
+    selected = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        thinning = item.get_closest_marker("thin")
+        step = thinning.kwargs.get(tier.name.lower(), 1) if thinning else 1
+        lowest = Tier.DEEP if item.get_closest_marker("deep") else Tier.ALL if item.get_closest_marker("slow") else tier
+        if lowest <= tier and seen[test] % step == 0:
+            selected.append(item)
+        seen[test] += 1
+    return selected
+
+
+def combinations(tier: Tier, firsts: Sequence[A], seconds: Sequence[B], thirds: Sequence[C]) -> list[tuple[A, B, C]]:
+    """What a tier runs of a list (first, second, third), e.g. (case, engine, dtype).
+
+    deep: the cross product. all: every first with every second, and thirds in turn, so that any two values meet, as in
+    pairwise testing. quick: every first once, with seconds and thirds in turn.
+    """
+    if tier is Tier.DEEP:
+        return list(itertools.product(firsts, seconds, thirds))
+    if tier is Tier.ALL:
+        return [
+            (first, second, thirds[(i + j) % len(thirds)])
+            for i, first in enumerate(firsts)
+            for j, second in enumerate(seconds)
+        ]
+    return [
+        (first, seconds[i % len(seconds)], thirds[(i + i // len(seconds)) % len(thirds)])
+        for i, first in enumerate(firsts)
+    ]

@@ -59,7 +59,7 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each contender. Default: torch's.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
-    """Measure this machine against every peer that is installed: its GPU or NPU if it has one, and its processor."""
+    """Benchmark this machine's GPU or NPU, and its CPU, against every peer that is installed."""
     from fastattention.cli.bench import command
 
     with errors_as_messages():
@@ -82,7 +82,7 @@ def generate(
         typer.Option(help="GPU memory for keys and values, e.g. 8GiB; layers beyond it are kept by the CPU."),
     ] = None,
 ) -> None:
-    """Continue a prompt with any Transformers model folder, and say how fast that was."""
+    """Continue a prompt with any Transformers model folder, and report the speed."""
     from fastattention.cli import generate as command
 
     with errors_as_messages():
@@ -124,7 +124,7 @@ def compile_variant(
     decode: Annotated[bool, typer.Option("--decode", help="For one query over a cache, rather than many.")] = False,
     cache: Annotated[CacheFormat | None, typer.Option(help="With --decode: dtype of a quantised cache.")] = None,
 ) -> None:
-    """Compile one GPU kernel into a file and say what it takes. Needs no GPU.
+    """Compile one GPU kernel into a file and print its resource usage. Needs no GPU.
 
     Causal and window masks, packed sequences and sinks are chosen at run time: every kernel has them.
     """
@@ -155,7 +155,7 @@ def warmup(
         list[KernelDtype] | None, typer.Option(help="Of q, k and v; may be repeated. Default: both.")
     ] = None,
 ) -> None:
-    """Compile and load the GPU kernels that calls will need, and say where each came from."""
+    """Compile and load the GPU kernels that calls will need, and print where each came from."""
     from fastattention.cli import warmup as command
 
     with errors_as_messages():

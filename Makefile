@@ -19,11 +19,7 @@ test-all: $(VENV)/.installed  ## what every change must pass: Ascend kernels and
 	scripts/sanitize --tier quick
 
 test-deep: $(VENV)/.installed  ## everything there is, new random cases, 64-bit Arm; for releases and after changes of kernels
-	$(PYTEST) --tier deep
-	TIER=deep scripts/test_ascend
-	scripts/sanitize --tier deep
-	scripts/check_aarch64
-	scripts/mutants
+	scripts/test_deep
 
 test-ascend:  ## kernels for Ascend NPUs and the vendor's operators, without an NPU
 	scripts/test_ascend

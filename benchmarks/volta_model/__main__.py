@@ -2,8 +2,9 @@
 
     python benchmarks/volta_model
 
-Predicts both from their machine code (docs/volta.md), and that of PyTorch also where others have measured it. Needs no
-GPU; needs NVRTC 12, and once pip for PyTorch's wheel and a disassembler. Whatever is not called measured is predicted.
+Predicts both from their machine code (docs/internals/volta.md), and that of PyTorch also where others have measured it.
+Needs no GPU; needs NVRTC 12, and once pip for PyTorch's wheel and a disassembler.
+Whatever is not called measured is predicted.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Backend(abc.ABC):
     def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(out, lse) of parts that `why_not_merge` accepted, as `fastattention.merge_attn_states` defines them.
 
-        Any strides, but the last axis of outs is contiguous. lses: float32, (batch_size, nheads, seqlen_q) or packed.
+        Any strides, but the last axis of outs is contiguous. lses: float32, (batch_size, nheads, seqlen_q) or varlen.
         """
         return merge_parts(outs, lses)
 

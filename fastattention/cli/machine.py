@@ -1,4 +1,4 @@
-"""What this machine is: what a number in a benchmark, or a report of a fault, has to be read with."""
+"""Describes this machine, for benchmarks and for bug reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of keys and values: a fixed number of them in each memory, handed out, shared and taken back."""
+"""Page pools of keys and values: a fixed number of pages per memory, handed out, shared and taken back."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fastattention.cli.bench.peaks import Limits
 from fastattention.cli.bench.report import Report, fastattention_speedup, fraction_of_limit
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.timing import Timing
-from fastattention.cli.bench.workload import Workload
+from fastattention.cli.bench.workload import BenchWorkload
 
 from .conftest import Finished
 
@@ -104,7 +104,7 @@ def make_report(*measurements: Measurement, limits: Limits) -> Report:
 
 
 def test_speedup_and_fraction_are_those_of_the_medians() -> None:
-    workload = Workload("decode", "float32", (1,), (1000,), 1, 1, 125)  # a megabyte
+    workload = BenchWorkload("decode", "float32", (1,), (1000,), 1, 1, 125)  # a megabyte
     ours = Measurement(workload, "fastattention", timing=Timing(1e-3, 1e-3, 1e-3, 3), max_error=0.0)
     peer = Measurement(workload, "torch SDPA", timing=Timing(5e-4, 4e-4, 9e-4, 3), max_error=0.0)
     assert ours.gbytes_per_s == pytest.approx(1.0)

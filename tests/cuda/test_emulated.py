@@ -107,7 +107,7 @@ def decodes(kernel: Variant) -> bool:
 def tile_of(kernel: Variant) -> tuple[object, ...]:
     assert isinstance(kernel, KernelConfig)
     sizes = (kernel.tile_m, kernel.tile_n, kernel.num_warps, kernel.num_stages)
-    return (*sizes, kernel.warps_share_rows, kernel.queries_in_registers, kernel.num_value_parts)
+    return (*sizes, kernel.split_keys_across_warps, kernel.queries_in_registers, kernel.num_value_parts)
 
 
 def headdim_of(kernel: Variant) -> int:

@@ -34,7 +34,7 @@ class Enqueued:
 @pytest.fixture
 def enqueued() -> Iterator[Enqueued]:
     made = Enqueued()
-    with mock.patch.object(watch, "write_number", made.write):
+    with mock.patch.object(watch, "stream_write_value32", made.write):
         yield made
 
 

@@ -81,7 +81,7 @@ def test_the_backend_of_the_page_passes_conformance(request: pytest.FixtureReque
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("packed", "packed calls"),
+        ("varlen", "varlen calls"),
         ("append-one", "kvcache calls"),
         ("softcap", "softcap"),
         ("alibi-causal", "alibi_slopes"),

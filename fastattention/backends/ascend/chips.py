@@ -1,4 +1,4 @@
-"""What an Ascend 910B offers a kernel: buffers, units and paths to memory, each figure with the place it comes from.
+"""Hardware figures of the Ascend 910B (buffers, units, bandwidths), each with its source.
 
 Sources, by the letter that stands behind a figure:
 

@@ -1,4 +1,4 @@
-"""The question "gpu_decode": how fast is one query a sequence against its cache on a GPU, and how close to memory?
+"""The question "gpu_decode": the speed of one query per sequence against its cache on a GPU.
 
 float16, heads of 128. Beside torch's kernels for the same call: pages of several sizes in random order, quantised
 caches, and the code paths of older GPUs. Calls are captured in graphs and replayed, so that the processor does not

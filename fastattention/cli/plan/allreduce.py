@@ -1,4 +1,4 @@
-"""`fastattention plan allreduce`: how much of an all-reduce hides under attention, and in which blocks, predicted."""
+"""`fastattention plan allreduce`: predicts how much of an all-reduce attention hides, and in which blocks."""
 
 from __future__ import annotations
 

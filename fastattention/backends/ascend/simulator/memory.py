@@ -1,4 +1,4 @@
-"""How fast a core reads: from the second-level cache, or from memory what nobody has brought into the cache yet."""
+"""The bandwidth at which a core reads, from the L2 cache or from memory."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ public:
         : first_(static_cast<int64_t>(cta) * kPiece), stride_(static_cast<int64_t>(num_ctas) * kPiece) {
         if (thread_index() == 0)
             for (int stage = 0; stage < kStages; ++stage) bulk_begin(counter(stage));
-        block_barrier();
+        cta_barrier();
     }
 
     // As above.
@@ -110,7 +110,7 @@ public:
                 const int64_t at = piece + i * kAllReduceThreads + thread_index();
                 if (at < ranges.longest) use(at, packets[i]);
             }
-            block_barrier();
+            cta_barrier();
         }
     }
 

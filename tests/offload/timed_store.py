@@ -1,4 +1,4 @@
-"""A store on the pretended device whose steps are timed: every layer takes W seconds beside its attention."""
+"""A store on the fake device whose steps are timed: every layer takes W seconds beside its attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
 from fastattention.offload.pages import PageShape
-from offload.pretend import PretendDevice, Rates
+from offload.fake_device import FakeDevice, Rates
 
 W = 1.0
 TOKENS = 512
@@ -15,13 +15,13 @@ SHAPE = PageShape(page_size=4, nheads_k=1, headdim=16, headdim_v=16, dtype=torch
 S = TOKENS * SHAPE.token_bytes
 
 
-class Clocked:
+class TimedStore:
     """A prompt of TOKENS, with room on the device for all but `on_cpu` layers; buffers take an eighth of it."""
 
     def __init__(
-        self, num_layers: int, on_cpu: int, share: float, rates: Rates, device: PretendDevice | None = None
+        self, num_layers: int, on_cpu: int, share: float, rates: Rates, device: FakeDevice | None = None
     ) -> None:
-        self.device, self.share, self._num_layers = device or PretendDevice(rates), share, num_layers
+        self.device, self.share, self._num_layers = device or FakeDevice(rates), share, num_layers
         layer = TOKENS // SHAPE.page_size + 2
         pages = (num_layers - on_cpu) * layer + on_cpu + layer  # the prompt of a layer passes through
         caps = MemoryCaps(pages * SHAPE.nbytes * 8 // 7, 1 << 24)
@@ -33,7 +33,7 @@ class Clocked:
         assert sum(self.store.layers_on_cpu) == on_cpu
 
     @property
-    def balanced(self) -> float:
+    def last_share(self) -> float:
         """The share of the last step."""
         return self.store._staging.share
 

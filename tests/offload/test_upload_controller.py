@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiers import slow, thin
 
-from fastattention.offload import balance
-from fastattention.offload.balance import MOST_CHANGE, MOST_WAITING, Seen, ShareBalance
+from fastattention.offload import upload_controller
 from fastattention.offload.device import CpuJob, CudaDevice, Span, Upload
-from offload.clocked import Clocked, S, W, hybrid_share
-from offload.pretend import PretendDevice, Rates
-from offload.twin import Twin
+from fastattention.offload.upload_controller import MOST_CHANGE, MOST_WAITING, LayerTiming, UploadController
+from offload.fake_device import FakeDevice, Rates
+from offload.reference_cache import CachePair
+from offload.timed_store import S, TimedStore, W, hybrid_share
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -38,10 +38,10 @@ def best_fixed(machine: str) -> float:
 
 def fixed(num_layers: int, on_cpu: int, share: float, rates: Rates) -> float:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balance, "GAIN", 0.0)
-        clocked = Clocked(num_layers, on_cpu, share, rates)
-        clocked.steps(SETTLING)
-        return clocked.steps(STEPS)
+        patch.setattr(upload_controller, "GAIN", 0.0)
+        timed = TimedStore(num_layers, on_cpu, share, rates)
+        timed.steps(SETTLING)
+        return timed.steps(STEPS)
 
 
 @slow
@@ -54,60 +54,60 @@ def test_wrong_bandwidths_cost_next_to_nothing(machine: str, part: str, wrong: f
     believed = (wrong * link, cpu) if part == "link" else (link, wrong * cpu)
     share = hybrid_share(num_layers, on_cpu, *believed)
     assert share < 1.0
-    clocked = Clocked(num_layers, on_cpu, share, Rates(link, cpu))
-    clocked.steps(SETTLING)
-    assert clocked.steps(STEPS) < 1.03 * best_fixed(machine)
+    timed = TimedStore(num_layers, on_cpu, share, Rates(link, cpu))
+    timed.steps(SETTLING)
+    assert timed.steps(STEPS) < 1.03 * best_fixed(machine)
 
 
 @every_machine
 def test_the_right_prediction_stays(machine: str) -> None:
     num_layers, on_cpu, link, cpu = MACHINES[machine]
     share = hybrid_share(num_layers, on_cpu, link, cpu)
-    clocked = Clocked(num_layers, on_cpu, share, Rates(link, cpu))
+    timed = TimedStore(num_layers, on_cpu, share, Rates(link, cpu))
     for _ in range(SETTLING):
-        clocked.step()
-        assert clocked.balanced == pytest.approx(share, abs=0.03)
-    assert clocked.steps(STEPS) < 1.02 * fixed(num_layers, on_cpu, share, Rates(link, cpu))
+        timed.step()
+        assert timed.last_share == pytest.approx(share, abs=0.03)
+    assert timed.steps(STEPS) < 1.02 * fixed(num_layers, on_cpu, share, Rates(link, cpu))
 
 
 @every_machine
 def test_a_link_that_slows_down_is_followed(machine: str) -> None:
     num_layers, on_cpu, link, cpu = MACHINES[machine]
-    clocked = Clocked(num_layers, on_cpu, hybrid_share(num_layers, on_cpu, 1.4 * link, cpu), Rates(1.4 * link, cpu))
-    clocked.steps(4)
-    clocked.device.rates.link = link
-    clocked.steps(SETTLING)
-    assert clocked.steps(STEPS) < 1.03 * best_fixed(machine)
+    timed = TimedStore(num_layers, on_cpu, hybrid_share(num_layers, on_cpu, 1.4 * link, cpu), Rates(1.4 * link, cpu))
+    timed.steps(4)
+    timed.device.rates.link = link
+    timed.steps(SETTLING)
+    assert timed.steps(STEPS) < 1.03 * best_fixed(machine)
 
 
 @every_machine
 @pytest.mark.parametrize("part", ["link", "cpu"])
 def test_a_step_in_which_the_host_stalls_does_not_throw_it_off(machine: str, part: str) -> None:
     num_layers, on_cpu, link, cpu = MACHINES[machine]
-    clocked = Clocked(num_layers, on_cpu, hybrid_share(num_layers, on_cpu, link, cpu), Rates(link, cpu))
-    before = clocked.steps(6)
-    share = clocked.balanced
-    setattr(clocked.device.rates, part, 0.02 * getattr(clocked.device.rates, part))
-    assert clocked.step() > 5 * before
-    clocked.device.rates = Rates(link, cpu)
+    timed = TimedStore(num_layers, on_cpu, hybrid_share(num_layers, on_cpu, link, cpu), Rates(link, cpu))
+    before = timed.steps(6)
+    share = timed.last_share
+    setattr(timed.device.rates, part, 0.02 * getattr(timed.device.rates, part))
+    assert timed.step() > 5 * before
+    timed.device.rates = Rates(link, cpu)
     for _ in range(SETTLING):
-        clocked.step()
-        assert abs(clocked.balanced - share) < 2.5 * MOST_CHANGE  # what it uploaded late is used by the step after it
-    assert clocked.steps(STEPS) < 1.03 * best_fixed(machine)
+        timed.step()
+        assert abs(timed.last_share - share) < 2.5 * MOST_CHANGE  # what it uploaded late is used by the step after it
+    assert timed.steps(STEPS) < 1.03 * best_fixed(machine)
 
 
 def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
     """A step of two stores, all of whose layers are on the CPU: they share the device and take turns in every layer."""
-    device = PretendDevice(rates)
-    halves = [Clocked(num_layers, num_layers, share, rates, device) for _ in range(2)]
+    device = FakeDevice(rates)
+    halves = [TimedStore(num_layers, num_layers, share, rates, device) for _ in range(2)]
     begin = computed = device.now
     for number in range(SETTLING + STEPS):
         ends = [device.now] * 2  # of the line of each
         begin = device.now if number == SETTLING else begin
         for index in range(num_layers):
-            for half, clocked in enumerate(halves):
+            for half, timed in enumerate(halves):
                 device.now = computed = max(computed, ends[half]) + W
-                clocked.attend(index)
+                timed.attend(index)
                 ends[half] = device.now
         device.now = max(ends)
     return (device.now - begin) / STEPS
@@ -120,11 +120,11 @@ def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
 def test_two_stores_share_link_and_cpu(monkeypatch: pytest.MonkeyPatch, ratio: float, wrong: float) -> None:
     rates = Rates(S / 8, ratio * S / 8)
     balanced = seconds_in_halves(8, wrong / (1 + ratio), rates)
-    monkeypatch.setattr(balance, "GAIN", 0.0)
+    monkeypatch.setattr(upload_controller, "GAIN", 0.0)
     assert balanced < 1.03 * min(seconds_in_halves(8, share / 16, rates) for share in range(2, 14))
 
 
-class NeverOver(PretendDevice):
+class NeverOver(FakeDevice):
     """Whose events are all still to come."""
 
     over = False
@@ -136,14 +136,14 @@ class NeverOver(PretendDevice):
 def test_events_that_are_not_over_are_not_waited_for_nor_kept_without_end() -> None:
     num_layers, on_cpu, link, cpu = MACHINES["all layers"]
     device = NeverOver(Rates(link, cpu))
-    clocked = Clocked(num_layers, on_cpu, 0.6, device.rates, device)
-    seconds = clocked.steps(10)
-    assert clocked.balanced == 0.6
-    assert len(clocked.store._balance._waiting) == MOST_WAITING
+    timed = TimedStore(num_layers, on_cpu, 0.6, device.rates, device)
+    seconds = timed.steps(10)
+    assert timed.last_share == 0.6
+    assert len(timed.store._controller._waiting) == MOST_WAITING
     assert seconds == pytest.approx(fixed(num_layers, on_cpu, 0.6, device.rates), rel=0.05)
     device.over = True
-    clocked.steps(SETTLING)
-    assert clocked.steps(STEPS) < 1.03 * best_fixed("all layers")
+    timed.steps(SETTLING)
+    assert timed.steps(STEPS) < 1.03 * best_fixed("all layers")
 
 
 class CudaEvent:
@@ -177,32 +177,34 @@ class Times:
         return end - begin
 
 
-def make_balance() -> ShareBalance:
-    return ShareBalance(Times())  # type: ignore[arg-type]
+def make_controller() -> UploadController:
+    return UploadController(Times())  # type: ignore[arg-type]
 
 
-def seen(uploads: Sequence[tuple[float, float]], on_cpu: tuple[float, float]) -> Seen:
+def timing(uploads: Sequence[tuple[float, float]], on_cpu: tuple[float, float]) -> LayerTiming:
     """Of 100 tokens, 40 were uploaded, after an upload that ended at 0."""
     ends = [0.0, *(end for _, end in uploads)]
-    return Seen([Upload(before, *one) for before, one in zip(ends, uploads, strict=False)], Span(*on_cpu), 40, 60)
+    return LayerTiming(
+        [Upload(before, *one) for before, one in zip(ends, uploads, strict=False)], Span(*on_cpu), 40, 60
+    )
 
 
-def step(found: ShareBalance, *visits: Seen | None, predicted: float = 0.4) -> float:
+def step(found: UploadController, *visits: LayerTiming | None, predicted: float = 0.4) -> float:
     """A step with these visits; the share that it was given."""
     share = found.begin_step(predicted, 1000)
     for visit in visits:
-        found.saw(visit)
+        found.observe(visit)
     found.end_step()
     return share
 
 
-EVEN = seen([(4.0, 8.0)], (2.0, 8.0))
-LATE = seen([(4.0, 8.0)], (3.0, 9.0))
+EVEN = timing([(4.0, 8.0)], (2.0, 8.0))
+LATE = timing([(4.0, 8.0)], (3.0, 9.0))
 
 
-def share_after(*visits: Seen | None) -> float:
+def share_after(*visits: LayerTiming | None) -> float:
     """The share that is used once a step with these visits, after another one, has been looked at."""
-    found = make_balance()
+    found = make_controller()
     step(found, EVEN)
     step(found, *visits)
     step(found)
@@ -213,47 +215,47 @@ def share_after(*visits: Seen | None) -> float:
 @pytest.mark.parametrize(
     ("visit", "best"),
     [
-        pytest.param(seen([(4.0, 6.0), (6.0, 8.0)], (3.0, 9.0)), 0.45, id="the CPU ends 1 s late, the link was idle"),
-        pytest.param(seen([(0.5, 2.5), (2.5, 4.5)], (3.0, 9.0)), 0.425, id="the link was idle for half a second only"),
-        pytest.param(seen([(0.0, 2.0), (2.0, 4.0)], (3.0, 9.0)), 0.4, id="uploads are ahead of a busy link"),
-        pytest.param(seen([(4.0, 8.0), (8.0, 10.0)], (3.0, 9.0)), 0.36, id="uploads of 6 s end 1 s late"),
+        pytest.param(timing([(4.0, 6.0), (6.0, 8.0)], (3.0, 9.0)), 0.45, id="the CPU ends 1 s late, the link was idle"),
+        pytest.param(timing([(0.5, 2.5), (2.5, 4.5)], (3.0, 9.0)), 0.425, id="the link was idle for 0.5 s only"),
+        pytest.param(timing([(0.0, 2.0), (2.0, 4.0)], (3.0, 9.0)), 0.4, id="uploads are ahead of a busy link"),
+        pytest.param(timing([(4.0, 8.0), (8.0, 10.0)], (3.0, 9.0)), 0.36, id="uploads of 6 s end 1 s late"),
         pytest.param(EVEN, 0.4, id="both end at once"),
     ],
 )
-def test_half_the_way_to_the_share_with_which_both_end_at_once(visit: Seen, best: float) -> None:
+def test_half_the_way_to_the_share_with_which_both_end_at_once(visit: LayerTiming, best: float) -> None:
     assert share_after(visit, visit) == pytest.approx(0.4 + (best - 0.4) / 2)
 
 
 @pytest.mark.parametrize(
     ("visit", "seconds"),
     [
-        pytest.param(seen([(1000.0, 1004.0)], (3.0, 9.0)), -4.0, id="uploads that began late, by what they took"),
-        pytest.param(seen([(500.0, 504.0)], (1000.0, 1006.0)), 6.0, id="a CPU that began late, by what it took"),
+        pytest.param(timing([(1000.0, 1004.0)], (3.0, 9.0)), -4.0, id="uploads that began late, by what they took"),
+        pytest.param(timing([(500.0, 504.0)], (1000.0, 1006.0)), 6.0, id="a CPU that began late, by what it took"),
     ],
 )
-def test_a_visit_counts_by_no_more_than_it_took(visit: Seen, seconds: float) -> None:
+def test_a_visit_counts_by_no_more_than_it_took(visit: LayerTiming, seconds: float) -> None:
     best = (8 * 40 + seconds / 0.2) / 800
     assert share_after(visit, *[EVEN] * 7) == pytest.approx(0.4 + (best - 0.4) / 2)
 
 
 def test_one_step_changes_little_however_long_it_took() -> None:
-    for stalled in (seen([(4.0, 8.0)], (0.0, 1e6)), seen([(4.0, 1e6)], (0.0, 6.0))):
+    for stalled in (timing([(4.0, 8.0)], (0.0, 1e6)), timing([(4.0, 1e6)], (0.0, 6.0))):
         assert abs(share_after(stalled) - 0.4) <= MOST_CHANGE + 1e-9
 
 
 @pytest.mark.parametrize(
     "visits", [(), (None,), (LATE, None), (None, LATE)], ids=["none", "whole", "last whole", "first whole"]
 )
-def test_steps_in_which_a_layer_had_one_part_alone_do_not_count(visits: tuple[Seen | None, ...]) -> None:
+def test_steps_in_which_a_layer_had_one_part_alone_do_not_count(visits: tuple[LayerTiming | None, ...]) -> None:
     assert share_after(LATE) > 0.4
     assert share_after(*visits) == 0.4
 
 
 def test_an_interrupted_step_does_not_count_nor_does_the_one_after_it() -> None:
-    found = make_balance()
+    found = make_controller()
     step(found, EVEN)
     found.begin_step(0.4, 1000)
-    found.saw(LATE)
+    found.observe(LATE)
     step(found, LATE)
     step(found, EVEN)
     assert step(found) == 0.4
@@ -264,7 +266,7 @@ def test_an_interrupted_step_does_not_count_nor_does_the_one_after_it() -> None:
 
 
 def test_the_first_step_of_a_hybrid_does_not_count() -> None:
-    found = make_balance()
+    found = make_controller()
     step(found, None)
     step(found, LATE)
     step(found)
@@ -273,7 +275,7 @@ def test_the_first_step_of_a_hybrid_does_not_count() -> None:
 
 @pytest.mark.parametrize("predicted", [0.0, 1.0])
 def test_what_is_no_hybrid_is_not_corrected(predicted: float) -> None:
-    found = make_balance()
+    found = make_controller()
     for _ in range(4):
         step(found, LATE)
     assert step(found, predicted=predicted) == predicted
@@ -281,7 +283,7 @@ def test_what_is_no_hybrid_is_not_corrected(predicted: float) -> None:
 
 
 def test_the_correction_stays_when_the_prediction_moves() -> None:
-    found = make_balance()
+    found = make_controller()
     for _ in range(4):
         step(found, LATE)
     assert found.begin_step(0.4, 1000) > 0.43
@@ -290,13 +292,13 @@ def test_the_correction_stays_when_the_prediction_moves() -> None:
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3, 50])
 def test_a_hybrid_leaves_a_page_to_either(num_pages: int) -> None:
-    found = make_balance()
+    found = make_controller()
     shares = [found.begin_step(predicted, num_pages) for predicted in (0.001, 0.4, 0.999)]
     pages = {round(share * num_pages) for share in shares}
     assert pages <= (set(range(1, num_pages)) or {0, 1})
 
 
-class Wavering(PretendDevice):
+class Wavering(FakeDevice):
     """Whose link and CPU are fast and slow in turns, so that the share never rests."""
 
     jobs = 0
@@ -311,7 +313,7 @@ class Wavering(PretendDevice):
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["as q", "int8"])
 def test_results_are_right_while_the_share_moves(cache_dtype: torch.dtype | None) -> None:
     """Whatever is read ahead with the share of before: nothing is left out, and nothing attended to twice."""
-    pair = Twin(batch_size=2, gpu_pages=60, share=lambda layers, tokens: 0.5, padding=[3, 0], device=Wavering())
+    pair = CachePair(batch_size=2, gpu_pages=60, share=lambda layers, tokens: 0.5, padding=[3, 0], device=Wavering())
     pair.append(120)
     shares = set()
     for number in range(60):
@@ -326,7 +328,7 @@ def test_results_are_right_while_the_share_moves(cache_dtype: torch.dtype | None
 
 def test_a_share_that_moves_uploads_nothing_in_vain() -> None:
     """What was read ahead is used, also when the share is another when its step begins."""
-    pair = Twin(gpu_pages=25, share=lambda layers, tokens: 0.5, device=Wavering())
+    pair = CachePair(gpu_pages=25, share=lambda layers, tokens: 0.5, device=Wavering())
     pair.append(120)
     pair.steps(4)
     assert all(pair.store.layers_on_cpu)
@@ -335,7 +337,7 @@ def test_a_share_that_moves_uploads_nothing_in_vain() -> None:
     uploaded, used, shares = device.uploaded_bytes, 0, set()
     for _ in range(30):
         pair.attend(1)
-        used += sum(visit.uploaded_tokens for visit in pair.store._balance._visits if visit is not None)
+        used += sum(visit.uploaded_tokens for visit in pair.store._controller._visits if visit is not None)
         shares.add(staging.share)
     ahead = sum(visit.issued for visit in staging._visits) - issued
     assert len(shares) > 5

@@ -15,7 +15,7 @@ static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
 
 // Where the rows of one block lie, and those to prefetch; past the last key they repeat it. Short blocks share a table.
 template <class Element>
-struct BlockRows {
+struct KeyBlockRows {
     static constexpr int64_t kTable = kBlockKeys + kAheadKeys;
     char* table[kTable];
     int64_t table_begin = 0, table_end = 0;  // keys
@@ -47,8 +47,8 @@ struct ScaleRows {
 
 // The keys and values of `heads` neighbouring heads.
 template <class Element>
-struct Block {
-    BlockRows<Element> keys, values;
+struct KeyBlock {
+    KeyBlockRows<Element> keys, values;
     ScaleRows scales;
     int64_t first;  // key
     int64_t n;      // keys
@@ -96,11 +96,11 @@ struct Run {
 template <class Element>
 class PrefetchCursor {
 public:
-    PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head)
+    PrefetchCursor(const KeyBlockRows<Element>& rows, const KeyBlock<Element>& block, int64_t head)
         : PrefetchCursor(rows, block, head, block.ahead) {}
 
     // from: the row of `rows` with which the block's first head begins.
-    PrefetchCursor(const BlockRows<Element>& rows, const Block<Element>& block, int64_t head, int64_t from)
+    PrefetchCursor(const KeyBlockRows<Element>& rows, const KeyBlock<Element>& block, int64_t head, int64_t from)
         : row_(rows.addresses + from + head * block.n / block.heads),
           head_(head * block.n % block.heads),
           rows_left_(block.size),

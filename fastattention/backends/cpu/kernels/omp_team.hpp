@@ -17,30 +17,30 @@ struct OpenMp {
     void (*parallel)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags) = nullptr;
     int (*max_threads)() = nullptr;
 };
-void lend_threads(OpenMp openmp);
+void set_omp_team(OpenMp openmp);
 
 // The calling thread does without them from now on.
-void decline_lent_threads();
+void decline_omp_team();
 
 // What a clock shows: a thread's, of what it has spent on processors, or another.
 double clock_seconds(clockid_t clock);
 
-// Whether they are awake, as it was found a few of the system's ticks ago. Calls come one at a time.
-class Wakefulness {
+// Whether the OpenMP threads are awake, sampled every few ticks of the system. Calls come one at a time.
+class OmpActivityProbe {
 public:
-    // Whether it is time to look again.
+    // Whether it is time to sample again.
     bool is_due();
-    // worker_seconds: that workers of ours, which are not lent, have spent on processors.
-    void look(double worker_seconds);
-    bool are_awake() const { return are_awake_; }
+    // worker_seconds: that workers of our own pool have spent on processors.
+    void sample(double worker_seconds);
+    bool is_active() const { return is_active_; }
 
 private:
-    double looked_at_ = 0.0;
+    double sampled_at_ = 0.0;
     double used_ = 0.0;  // seconds that the rest of the process had spent on processors then
-    bool are_awake_ = false;
+    bool is_active_ = false;
 };
 
-// parallel_for on lent threads, of which the caller is one. False, with nothing done, if there are not as many.
-bool run_on_lent_threads(int64_t count, int num_threads, Task task, void* context);
+// parallel_for on the OpenMP team, of which the caller is one. False, with nothing done, if there are not as many.
+bool run_on_omp_team(int64_t count, int num_threads, Task task, void* context);
 
 }  // namespace fastattention

@@ -44,7 +44,7 @@ def paged_arguments() -> dict[str, Any]:
     return arguments() | changes
 
 
-@pytest.mark.parametrize("given", [arguments(), paged_arguments()], ids=["packed", "paged"])
+@pytest.mark.parametrize("given", [arguments(), paged_arguments()], ids=["varlen", "paged"])
 def test_the_call_without_changes_is_accepted(given: dict[str, Any]) -> None:
     assert fast_attn_varlen_func(**given).shape == (5, 4, 24)
 
@@ -70,8 +70,8 @@ def test_the_call_without_changes_is_accepted(given: dict[str, Any]) -> None:
     Refusal("cu_k_start", {"cu_seqlens_k": int32(-1, 4, 7)}, ("cu_seqlens_k must start at 0", "got -1")),
     Refusal("cu_q_falls", {"cu_seqlens_q": int32(0, 6, 5)}, ("cu_seqlens_q must not decrease", "6 then 5 at index 2")),
     Refusal("cu_k_falls", {"cu_seqlens_k": int32(0, 8, 7)}, ("cu_seqlens_k must not decrease", "8 then 7 at index 2")),
-    Refusal("cu_q_end", {"cu_seqlens_q": int32(0, 2, 4)}, ("cu_seqlens_q must end at", "packed tokens, 5", "got 4")),
-    Refusal("cu_k_end", {"cu_seqlens_k": int32(0, 4, 9)}, ("cu_seqlens_k must end at", "packed tokens, 7", "got 9")),
+    Refusal("cu_q_end", {"cu_seqlens_q": int32(0, 2, 4)}, ("cu_seqlens_q must end at", "tokens, 5", "got 4")),
+    Refusal("cu_k_end", {"cu_seqlens_k": int32(0, 4, 9)}, ("cu_seqlens_k must end at", "tokens, 7", "got 9")),
     Refusal("max_q", {"max_seqlen_q": 2}, ("max_seqlen_q=2", "longest sequence, 3", "None derives it")),
     Refusal("max_k", {"max_seqlen_k": 3}, ("max_seqlen_k=3", "longest sequence, 4", "None derives it")),
     Refusal("max_q_negative", {"max_seqlen_q": -1}, ("max_seqlen_q=-1", "longest sequence, 3")),
@@ -95,8 +95,8 @@ def test_wrong_argument_is_refused(refusal: Refusal) -> None:
 
 
 @refusals(
-    Refusal("k_packed", {"k": torch.zeros(7, 2, 16)}, ("k must be (num_blocks, page_block_size", "(7, 2, 16)")),
-    Refusal("v_packed", {"v": torch.zeros(7, 2, 24)}, ("v must be", "headdim_v)", "(7, 2, 24)")),
+    Refusal("k_not_paged", {"k": torch.zeros(7, 2, 16)}, ("k must be (num_blocks, page_block_size", "(7, 2, 16)")),
+    Refusal("v_not_paged", {"v": torch.zeros(7, 2, 24)}, ("v must be", "headdim_v)", "(7, 2, 24)")),
     Refusal("v_pages", {"v": torch.zeros(3, 2, 2, 24)}, ("k and v must hold the same tokens", "(3, 2, 2, 24)")),
     Refusal(
         "empty_pages",

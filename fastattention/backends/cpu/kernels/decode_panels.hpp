@@ -1,8 +1,8 @@
-// Decode from a packed cache: few query rows against panels of keys and values in place.
+// Decode from a cache in interleaved panels: few query rows against panels of keys and values in place.
 //
 // A vector of units is the same head dimensions of neighbouring keys, so that scores need no sums across a vector, and those
 // of a row lie side by side, as in prefill. A panel of keys is multiplied, goes through the softmax row by row, and is
-// multiplied with its values, both products in the order of memory. Each piece of it is read while the next is fetched.
+// multiplied with its values, both products in the order of memory. Each part of it is read while the next is fetched.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -48,9 +48,9 @@ static void multiply_few_rows(Unit, const float* a, int64_t a_stride, const type
 
 // Rows first_row ... first_row + num_rows - 1 of one split.
 template <class Element, class Unit>
-class PackedDecode {
+class PanelDecode {
 public:
-    PackedDecode(const Call& call, const DecodeSplit& split, int64_t first_row, int64_t num_rows)
+    PanelDecode(const Call& call, const DecodeSplit& split, int64_t first_row, int64_t num_rows)
         : call_(call),
           split_(split),
           sequence_(call.sequences[split.sequence]),
@@ -83,8 +83,8 @@ public:
 
 private:
     static constexpr int64_t kMostRows = FewRows<Unit>::kMostRows;
-    static constexpr int64_t kElements = PackedCache<Element>::kElements;
-    using Stored = typename PackedCache<Element>::Stored;
+    static constexpr int64_t kElements = PanelCache<Element>::kElements;
+    using Stored = typename PanelCache<Element>::Stored;
     // What is fetched ahead: more or less than this is slower, and so is fetching far ahead
     // (docs/decisions/0011-fetch-panels-in-short-turns.md).
     static constexpr int64_t kPieceBytes = sizeof(Element) == 4 ? 4096 : 8192;
@@ -147,7 +147,7 @@ private:
     const Call& call_;
     const DecodeSplit& split_;
     const Sequence& sequence_;
-    const PackedCache<Element> cache_;
+    const PanelCache<Element> cache_;
     const RowSoftmax<Unit> softmax_;
     const int64_t first_row_, num_rows_, query_stride_, columns_;
     QueryRow rows_[kMostRows];
@@ -161,10 +161,10 @@ private:
 };
 
 template <class Element, class Unit>
-static void decode_packed_split(const Call& call, const DecodeSplit& split) {
+static void decode_panel_split(const Call& call, const DecodeSplit& split) {
     const int64_t rows = call.rows(call.sequences[split.sequence]);
     for (int64_t row = 0; row < rows; row += FewRows<Unit>::kMostRows)
-        PackedDecode<Element, Unit>(call, split, row, smaller(FewRows<Unit>::kMostRows, rows - row)).run();
+        PanelDecode<Element, Unit>(call, split, row, smaller(FewRows<Unit>::kMostRows, rows - row)).run();
 }
 
 }  // namespace FA_NAMESPACE

@@ -1,4 +1,4 @@
-"""A device that is not there: it computes on the CPU at once, copies as late as can be, and counts time.
+"""A fake device: computes on the CPU at once, copies as late as possible, and simulates a clock.
 
 It notices what would be a race on a real device: copies that touch the same memory with nothing that orders them.
 """
@@ -26,7 +26,7 @@ class Rates:
 
     link: float = 50e9
     cpu: float = 150e9
-    hand_over: float = 0.0
+    handover: float = 0.0
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ def may_fail(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a device that Faults count."""
 
     @functools.wraps(method)
-    def call(self: PretendDevice, *args: Any) -> Any:
+    def call(self: FakeDevice, *args: Any) -> Any:
         known = {*self._up, *self._down}
         try:
             return self.faults.call(functools.partial(method, self), *args)
@@ -94,7 +94,7 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a device that one thread at a time may be in."""
 
     @functools.wraps(method)
-    def call(self: PretendDevice, *args: Any) -> Any:
+    def call(self: FakeDevice, *args: Any) -> Any:
         with self._lock:
             return method(self, *args)
 
@@ -108,7 +108,7 @@ class Line(threading.local):
 
 
 @dataclass
-class PretendDevice(Device):
+class FakeDevice(Device):
     """Computes in the order in which it was asked to, which is one of those that a real device may choose.
 
     Time passes for the computation (`now`, advanced by `compute`), for uploads, downloads and work on the CPU, each in
@@ -215,7 +215,7 @@ class PretendDevice(Device):
             target.copy_(source)
         job.work.run()
         begin = max([self.cpu_until, *(event.time for event in after)])
-        self.cpu_until = begin + self.rates.hand_over + nbytes / self.rates.cpu
+        self.cpu_until = begin + self.rates.handover + nbytes / self.rates.cpu
         return Span(Point(begin), Point(self.cpu_until))
 
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:

@@ -1,9 +1,9 @@
-"""In which order layers leave the device."""
+"""The order in which layers are evicted from the device."""
 
 from __future__ import annotations
 
 
-def leaving_order(count: int) -> list[int]:
+def eviction_order(count: int) -> list[int]:
     """0 to count - 1 in an order whose every beginning is spread over the depth: the last, the middle, the quarters.
 
     The upload of a layer has the time of the layers since the one before. A layer that has left does not come back, so

@@ -1,4 +1,4 @@
-// A cache kept packed: where its tokens lie, how new ones get in, and how prefill reads them.
+// A cache in interleaved panels: where its tokens lie, how new ones get in, and how prefill reads them.
 //
 // Keys and values of a head lie in panels of kCachePanel tokens, in units: two neighbouring bfloat16 (of a key, or of two
 // tokens' values), one float16 or one float. The layout is the same for every instruction set:
@@ -27,7 +27,7 @@ struct CacheUnit<Bfloat16> {
 
 // One head of one sequence.
 template <class Element>
-struct PackedCache {
+struct PanelCache {
     static constexpr int64_t kElements = CacheUnit<Element>::kElements;
     using Stored = typename CacheUnit<Element>::Stored;
 
@@ -36,7 +36,7 @@ struct PackedCache {
     int64_t key_units;  // of a key
     int64_t headdim_v;
 
-    PackedCache(const Call& call, const Sequence& s, int64_t kv_head)
+    PanelCache(const Call& call, const Sequence& s, int64_t kv_head)
         : keys(reinterpret_cast<Stored*>(call.keys(s, kv_head).base)),
           values(reinterpret_cast<Stored*>(call.values(s, kv_head).base)),
           key_units((call.params->headdim + kElements - 1) / kElements),
@@ -60,13 +60,13 @@ struct PackedCache {
 
 // Writes new token `token` of a sequence, all of its heads, behind what the cache holds.
 template <class Element>
-static void append_packed_token(const Call& call, const Sequence& s, int64_t token) {
+static void append_panel_token(const Call& call, const Sequence& s, int64_t token) {
     constexpr int64_t kElements = CacheUnit<Element>::kElements;
     const FaAttentionParams& p = *call.params;
     const int64_t row = s.mask.seqlen_k - p.seqlen_new + token;
     Element key[kMaxHeaddim + kElements];
     for (int64_t head = 0; head < p.nheads_k; ++head) {
-        const PackedCache<Element> cache(call, s, head);
+        const PanelCache<Element> cache(call, s, head);
         append_key(p, s, token, head, key);
         key[p.headdim] = {};
         for (int64_t u = 0; u < cache.key_units; ++u)
@@ -77,13 +77,13 @@ static void append_packed_token(const Call& call, const Sequence& s, int64_t tok
     }
 }
 
-// pack_panel of prefill from a packed cache. CachedUnit: as what its units are loaded.
+// pack_panel of prefill from a cache in panels. CachedUnit: as what its units are loaded.
 template <class Element, class CachedUnit, class Unit>
-static void pack_cached_panel(const Call& call, const PackedHead& head, int64_t panel, Unit) {
+static void pack_cached_panel(const Call& call, const HeadPanels& head, int64_t panel, Unit) {
     constexpr int kOperands = CachedUnit::kOperands;
     const Sequence& s = call.sequences[head.sequence];
-    const PackGeometry g = pack_geometry<Unit>(*call.params);
-    const PackedCache<Element> cache(call, s, head.kv_head);
+    const PanelGeometry g = panel_geometry<Unit>(*call.params);
+    const PanelCache<Element> cache(call, s, head.kv_head);
     const int64_t first = panel * kPanel;
     const int64_t n = smaller(kPanel, s.mask.seqlen_k - first);
     float* keys = head.keys + first * g.key_units;
@@ -96,7 +96,7 @@ static void pack_cached_panel(const Call& call, const PackedHead& head, int64_t 
                 store(keys + (u * kOperands + o) * kPanel + j, units[o]);
         }
     // Values of tokens that are not there must be 0: their weights are, and 0 times anything else might be NaN.
-    typename PackedCache<Element>::Stored tail[kCachePanel * kMaxHeaddim / PackedCache<Element>::kElements + Vec::kWidth];
+    typename PanelCache<Element>::Stored tail[kCachePanel * kMaxHeaddim / PanelCache<Element>::kElements + Vec::kWidth];
     constexpr int64_t kPiece = kPanel < kCachePanel ? kPanel : kCachePanel;
     for (int64_t j = 0; j < kPanel; j += kPiece) {
         const auto* from = cache.value(first + j);
@@ -105,7 +105,7 @@ static void pack_cached_panel(const Call& call, const PackedHead& head, int64_t 
             from = tail;
         }
         float* to = head.values + (first + j) / g.keys_per_unit * g.value_columns;
-        for (int64_t unit = 0; unit < kPiece / PackedCache<Element>::kElements; ++unit)
+        for (int64_t unit = 0; unit < kPiece / PanelCache<Element>::kElements; ++unit)
             for (int64_t c = 0; c < g.value_columns; c += Vec::kWidth) {
                 Vec units[kOperands];
                 CachedUnit::load_units(from + unit * cache.headdim_v + c, units);

@@ -1,4 +1,4 @@
-// Few rows on AMX tiles: the products of decode_packed.hpp. Tiles of A and C have no more rows than there are, and the last
+// Few rows on AMX tiles: the products of decode_panels.hpp. Tiles of A and C have no more rows than there are, and the last
 // units of a key, when they do not fill a tile, have tiles of their own size.
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Chunks of a part computed one by one, so that memory is that of one of them, with gradients too."""
+"""Computes the chunks of a part one after another, which bounds memory, also for gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Given = TypeVar("Given")
 Result = TypeVar("Result")
 
 
-def one_by_one(compute: Callable[[Given], Result], chunks: Sequence[Given], with_gradients: bool) -> list[Result]:
+def compute_chunked(compute: Callable[[Given], Result], chunks: Sequence[Given], with_gradients: bool) -> list[Result]:
     """What `compute` makes of every chunk, in their order.
 
     The last is computed first: under a causal mask it has the most keys, and what it frees has room for all others.

@@ -1,4 +1,4 @@
-"""Threads of another library do the work while they are awake, and only then (a pretended OpenMP)."""
+"""The OpenMP team of torch does the work while it is awake, and only then (a fake OpenMP)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOBODY = 1000  # threads, of which no machine has so many at work
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class PretendOpenMp:
+class FakeOpenMp:
     """A team of Python's threads. When the library looks how many must be at work, it hears `looked_for`: 0 are."""
 
     def __init__(self, team: int = 2, most: int = 2, looked_for: int = 0) -> None:
@@ -35,8 +35,8 @@ class PretendOpenMp:
         self._parallel = Callback(self._run, arguments=(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint))
         self._max_threads = Callback(self._number, result=ctypes.c_int, arguments=())
 
-    def lend(self) -> None:
-        load_library().lend_threads(OpenMp(self._parallel.address, self._max_threads.address))
+    def install(self) -> None:
+        load_library().set_omp_team(OpenMp(self._parallel.address, self._max_threads.address))
         time.sleep(DUE)
 
     def _number(self) -> int:
@@ -59,7 +59,7 @@ def two_threads() -> Iterator[None]:
     fastattention.set_num_threads(2)
     yield
     fastattention.set_num_threads(None)
-    load_library().lend_threads(find_openmp())
+    load_library().set_omp_team(find_openmp())
 
 
 def attend_and_check() -> None:
@@ -75,29 +75,29 @@ def attend_and_check() -> None:
 @pytest.mark.parametrize("team", [1, 2, 5])
 def test_a_team_that_is_awake_does_the_work(team: int) -> None:
     """Of whatever size it turns out to be: within a parallel region it is the caller alone."""
-    openmp = PretendOpenMp(team)
-    openmp.lend()
+    openmp = FakeOpenMp(team)
+    openmp.install()
     attend_and_check()
     assert openmp.teams > 0
 
 
 def test_threads_that_sleep_are_left_alone() -> None:
-    openmp = PretendOpenMp(looked_for=NOBODY)
-    openmp.lend()
+    openmp = FakeOpenMp(looked_for=NOBODY)
+    openmp.install()
     attend_and_check()
     assert openmp.teams == 0
 
 
 def test_fewer_than_are_wanted_are_left_alone() -> None:
-    openmp = PretendOpenMp(most=1)
-    openmp.lend()
+    openmp = FakeOpenMp(most=1)
+    openmp.install()
     attend_and_check()
     assert openmp.teams == 0
 
 
 def test_what_was_found_holds_for_a_while_and_is_looked_at_again() -> None:
-    openmp = PretendOpenMp()
-    openmp.lend()
+    openmp = FakeOpenMp()
+    openmp.install()
     attend_and_check()
     before, openmp._asked, openmp._looked_for = openmp.teams, 0, NOBODY
     time.sleep(DUE)
@@ -105,7 +105,7 @@ def test_what_was_found_holds_for_a_while_and_is_looked_at_again() -> None:
     assert openmp.teams == before
 
 
-def _attend_in_child(openmp: PretendOpenMp) -> None:
+def _attend_in_child(openmp: FakeOpenMp) -> None:
     torch.set_num_threads(1)  # torch's own pool does not survive a fork
     time.sleep(DUE)
     attend_and_check()
@@ -114,8 +114,8 @@ def _attend_in_child(openmp: PretendOpenMp) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_none() -> None:
-    openmp = PretendOpenMp()
-    openmp.lend()
+    openmp = FakeOpenMp()
+    openmp.install()
     child = multiprocessing.get_context("fork").Process(target=_attend_in_child, args=(openmp,), daemon=True)
     child.start()
     try:
@@ -128,8 +128,8 @@ def test_a_forked_child_has_none() -> None:
 
 def test_the_thread_of_a_work_queue_does_without() -> None:
     """OpenMP would start a team of threads for it."""
-    openmp = PretendOpenMp()
-    openmp.lend()
+    openmp = FakeOpenMp()
+    openmp.install()
     numbers = Numbers()
     data = torch.ones(64 << 20, dtype=torch.uint8)
     job = Callback(lambda argument: load_library().read_loop(data, 2))

@@ -1,4 +1,4 @@
-"""Queries down to the CPU, its results up again."""
+"""Attention on the CPU beside the device: copies queries down, queues the work, copies results up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Results(NamedTuple):
 Prepare = Callable[[Tensor, Tensor, Tensor, int], CpuWork]
 
 
-class HandOver:
-    """Memory for queries and results that both sides reach, used by one layer after another.
+class CpuAttentionQueue:
+    """Queues attention on the CPU through memory that both sides reach, used by one layer after another.
 
     Jobs of the CPU are in order, and the device has used the results of one before it gives it the next queries: the
     same memory serves all layers.

@@ -1,6 +1,6 @@
-"""What do sequences of uneven length cost without padding?
+"""What do variable-length sequences cost without padding?
 
-    python benchmarks/packed.py
+    python benchmarks/varlen.py
 
 Eight causal sequences, 3584 tokens in all, against a loop over torch SDPA and against padding to 16384 tokens.
 """
@@ -12,14 +12,14 @@ from pathlib import Path
 import typer
 
 from fastattention.cli.bench.session import run_question
-from fastattention.cli.bench.suite import packed
+from fastattention.cli.bench.suite import varlen
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(longest: int = 2048, seconds: float = 5.0, output: Path = RESULTS) -> None:
     """Spend about `seconds` on each problem; write packed.json and packed.png into `output`."""
-    run_question("packed", packed(longest), seconds, output)
+    run_question("packed", varlen(longest), seconds, output)
 
 
 if __name__ == "__main__":

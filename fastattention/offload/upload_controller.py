@@ -1,4 +1,4 @@
-"""How much a hybrid uploads, by what its steps are seen to take.
+"""Adjusts the share of the KV cache that a hybrid step uploads, from the measured times of earlier steps.
 
 In a visit to a layer the device waits for two things: the last upload, and the CPU's results. The share is right when
 neither is waited for longer than the other. It is too small by as much as the CPU is late and the link is idle at the
@@ -19,8 +19,8 @@ MOST_CHANGE = 0.03  # of the caches, by one step: a host that stalls once does n
 MOST_WAITING = 4  # steps whose events may not be over yet; more are not looked at
 
 
-class Seen(NamedTuple):
-    """One visit to a layer: its uploads, at least one, and the CPU's job beside them."""
+class LayerTiming(NamedTuple):
+    """Events of one visit to a layer: its uploads, at least one, and the CPU's job beside them."""
 
     uploads: Sequence[Upload]
     on_cpu: Span
@@ -28,14 +28,14 @@ class Seen(NamedTuple):
     cpu_tokens: int
 
 
-class Step(NamedTuple):
-    """What was asked for in a step."""
+class StepTimings(NamedTuple):
+    """The visits of one step, whose events may not be over yet."""
 
     predicted: float  # share
-    visits: Sequence[Seen]
+    visits: Sequence[LayerTiming]
 
 
-class Seconds(NamedTuple):
+class VisitSeconds(NamedTuple):
     """What a visit took."""
 
     uploads: float
@@ -43,8 +43,8 @@ class Seconds(NamedTuple):
     short: float  # how much longer uploads could have gone on without being waited for; negative: they were too long
 
 
-class ShareBalance:
-    """Turns the predicted share of the caches that is uploaded into one that steps are seen to need.
+class UploadController:
+    """Corrects the predicted share of the caches that is uploaded by the measured times of steps.
 
     The correction is a factor, which stays while the prediction follows the length: a link, or a CPU, whose bandwidth
     is another than was measured makes the predicted share wrong by about the same factor at any length.
@@ -58,9 +58,9 @@ class ShareBalance:
         self._device = device
         self._factor = 1.0
         self._predicted = 0.0
-        self._visits: list[Seen | None] = []  # of the step under way
+        self._visits: list[LayerTiming | None] = []  # of the step under way
         self._ended = self._follows = False  # whether a hybrid's step has come to its end, and whether the one before
-        self._waiting: deque[Step] = deque()
+        self._waiting: deque[StepTimings] = deque()
 
     def begin_step(self, predicted: float, num_pages: int) -> float:
         """The share of a step. num_pages: of a sequence, that a layer has in CPU memory.
@@ -73,7 +73,7 @@ class ShareBalance:
             return predicted
         return min(max(predicted * self._factor, 1 / num_pages), 1 - 1 / num_pages)
 
-    def saw(self, visit: Seen | None) -> None:
+    def observe(self, visit: LayerTiming | None) -> None:
         """A visit of this step has been asked for; None for one that had no uploads, or left nothing to the CPU."""
         self._visits.append(visit)
 
@@ -89,14 +89,14 @@ class ShareBalance:
         visits = [visit for visit in self._visits if visit is not None]
         self._ended = 0 < len(visits) == len(self._visits)
         if self._ended and self._follows and len(self._waiting) < MOST_WAITING:
-            self._waiting.append(Step(self._predicted, visits))
+            self._waiting.append(StepTimings(self._predicted, visits))
 
     def _approach(self, factor: float) -> None:
         if 0.0 < self._predicted < 1.0:
             most = MOST_CHANGE / self._predicted
             self._factor += min(max(GAIN * (factor - self._factor), -most), most)
 
-    def _best_share(self, step: Step) -> float | None:
+    def _best_share(self, step: StepTimings) -> float | None:
         """The share that would have made both equally long, 0 to 1; None when the step is not over."""
         seconds = []
         for visit in reversed(step.visits):  # the last to end first
@@ -108,7 +108,7 @@ class ShareBalance:
         per_token = sum(one.uploads for one in seconds) / uploaded + sum(one.cpu for one in seconds) / left
         return (uploaded + sum(one.short for one in seconds) / per_token) / (uploaded + left)
 
-    def _seconds(self, visit: Seen) -> Seconds | None:
+    def _seconds(self, visit: LayerTiming) -> VisitSeconds | None:
         uploads, on_cpu = visit.uploads, visit.on_cpu
         late = self._device.seconds_between(uploads[-1].end, on_cpu.end)
         cpu = self._device.seconds_between(on_cpu.begin, on_cpu.end)
@@ -117,7 +117,7 @@ class ShareBalance:
         if late is None or cpu is None or uploading is None or idle is None:
             return None
         # Neither can give the other more than all that it does.
-        return Seconds(uploading, cpu, max(min(late, cpu, idle), -uploading))
+        return VisitSeconds(uploading, cpu, max(min(late, cpu, idle), -uploading))
 
     def _sum(self, pairs: Iterable[tuple[Event, Event]]) -> float | None:
         total = 0.0

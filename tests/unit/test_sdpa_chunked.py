@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattention import fast_attn_func
 from fastattention.backends.sdpa import masks
-from fastattention.backends.sdpa.one_by_one import one_by_one
+from fastattention.backends.sdpa.chunked import compute_chunked
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 5.0},
@@ -71,5 +71,5 @@ def test_gradients_have_the_dropout_mask_of_the_result(monkeypatch: pytest.Monke
 
 def test_the_last_chunk_is_computed_first() -> None:
     order: list[int] = []
-    results = one_by_one(lambda chunk: order.append(chunk) or chunk, [1, 2, 3], with_gradients=False)  # type: ignore[func-returns-value]
+    results = compute_chunked(lambda chunk: order.append(chunk) or chunk, [1, 2, 3], with_gradients=False)  # type: ignore[func-returns-value]
     assert (results, order) == ([1, 2, 3], [3, 2, 1])

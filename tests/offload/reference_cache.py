@@ -1,4 +1,4 @@
-"""A store beside plain tensors that hold the same, and what must be true of it at any time."""
+"""A store compared with a reference of plain tensors that hold the same, and its invariants."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastattention.quantised import dequantise, quantise
 from fastattention.reference import reference_attention
 from fastattention.validation import prepare_dense
 from fastattention.validation.common import Options
-from offload.pretend import PretendDevice
+from offload.fake_device import FakeDevice
 
 # Of numbers near 1, rounded once a part and once when the parts are merged.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -32,7 +32,7 @@ def page_shape(
 
 
 @dataclass
-class Twin:
+class CachePair:
     """gpu_pages, cpu_pages: the budgets, in pages of each memory; buffers take some of the device's."""
 
     num_layers: int = 4
@@ -44,7 +44,7 @@ class Twin:
     nheads: int = 2 * NHEADS_K
     options: dict[str, Any] = field(default_factory=dict)  # softcap, sinks
     padding: list[int] | None = None
-    device: PretendDevice = field(default_factory=PretendDevice)
+    device: FakeDevice = field(default_factory=FakeDevice)
 
     def __post_init__(self) -> None:
         on_device = page_shape(self.shape.dtype, page_size=self.shape.page_size)
@@ -172,16 +172,16 @@ class Twin:
 class Expected:
     """A step may be refused for want of room, but only before its first layer, and then everything is as it was."""
 
-    def __init__(self, twin: Twin, index: int) -> None:
-        self._twin, self._index = twin, index
+    def __init__(self, make_pair: CachePair, index: int) -> None:
+        self._pair, self._index = make_pair, index
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is CacheFullError and not self._twin.device.faults.fired:
+        if kind is CacheFullError and not self._pair.device.faults.fired:
             assert self._index == 0, "refused in the middle of a step"
-            self._twin.check()
+            self._pair.check()
 
 
 def nbytes(pool: PagePool) -> int:
@@ -203,7 +203,7 @@ def poison(store: CooperativeKVStore) -> None:
             tensor.fill_(77 if tensor.dtype is torch.int8 else torch.nan)
 
 
-def watch(store: CooperativeKVStore, device: PretendDevice) -> None:
+def watch(store: CooperativeKVStore, device: FakeDevice) -> None:
     """Taking pages counts among the calls that may fail."""
 
     def watched(take: Callable[[int], list[int]]) -> Callable[[int], list[int]]:

@@ -14,7 +14,7 @@ cpu_attention.py        the attention that the CPU computes
 cpu_stream.py           work on the CPU in stream order
 micro_batches.py        parts of a batch at once, each with a thread and a stream of its own
 device.py               the interface of a device, and torch's
-placement.py            which layers go where, and what that costs; docs/long_context.md has the model
+placement.py            which layers go where, and what that costs; docs/internals/long-contexts.md has the model
 prediction.py           the predicted time of a step
 policy.py               what a decode step does with layers on the CPU: upload, attend there, or both
 memory.py               the predicted bytes of a plan

@@ -210,6 +210,30 @@ def test_an_error_says_which_kernel_and_block() -> None:
         probe("fail_in_the_second_cta", num_ctas=3)
 
 
+def turns(num_ctas: int) -> list[list[int]]:
+    """When each warp of each CTA has run."""
+    out = aligned(np.zeros(1 + 2 * num_ctas, np.int32))
+    probe("take_turns", target=out, num_ctas=num_ctas)
+    assert out[0] == 2 * num_ctas
+    return [[int(turn) for turn in cta] for cta in out[1:].reshape(num_ctas, 2)]
+
+
+def test_ctas_and_warps_run_in_their_order_or_shuffled() -> None:
+    in_order = [[2 * cta, 2 * cta + 1] for cta in range(20)]
+    assert turns(20) == in_order
+    with emulator.shuffled(1):
+        first = turns(20)
+        assert turns(20) == first
+    with emulator.shuffled(2):
+        second = turns(20)
+    assert turns(20) == in_order
+    for shuffled in (first, second):
+        assert sorted(sorted(cta) for cta in shuffled) == in_order  # each CTA by itself
+        assert [min(cta) for cta in shuffled] != [min(cta) for cta in in_order]
+        assert {cta[0] < cta[1] for cta in shuffled} == {False, True}
+    assert first != second
+
+
 def test_a_launch_after_an_error_starts_afresh() -> None:
     with pytest.raises(EmulatorError):
         probe("copy_without_wait")

@@ -12,7 +12,7 @@ tests/mutants/*.toml has one table per mutant, one file per area:
     old = "a + b"                     # text that occurs once in it
     new = "a - b"                     # what takes its place
     why = "Merging adds up"           # the promise that is broken
-    tests = ["tests/unit/test_merge.py"]  # files, or ids of tests
+    tests = ["tests/unit/test_merge.py"]  # files, folders, or ids of tests
     words = ["adds"]                  # optional: only tests whose id contains one of these
     env = "ascend"                    # optional: runs in .venv-ascend instead of .venv
 
@@ -35,12 +35,8 @@ from pathlib import Path
 from typing import Annotated
 from xml.etree import ElementTree
 
+import tomli
 import typer
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
@@ -97,7 +93,7 @@ def read_mutants() -> list[Mutant]:
     """All mutants, in the order of the lists."""
     mutants = []
     for path in sorted(LISTS.glob("*.toml")):
-        for name, fields in tomllib.loads(path.read_text()).items():
+        for name, fields in tomli.loads(path.read_text()).items():
             lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
             mutants.append(Mutant(name=name, area=path.stem, **{**fields, **lists}))
     return mutants
@@ -124,10 +120,21 @@ def misfits(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def empty_selections(mutants: Sequence[Mutant]) -> list[str]:
-    """Selections without a test, by one collection of all their files. Those of other environments are not looked at."""
+    """Selections without a test, by one collection of all their files; those of other environments are not checked."""
     mutants = [mutant for mutant in mutants if mutant.env == "main"]
     files = sorted({test.partition("::")[0] for mutant in mutants for test in mutant.tests})
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--collect-only", "-q", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        "-q",
+        *files,
+    ]
     collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     ids = [line for line in collected.stdout.splitlines() if "::" in line]
     if collected.returncode != 0:
@@ -136,7 +143,7 @@ def empty_selections(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def _selects(mutant: Mutant, test_id: str) -> bool:
-    chosen = any(test_id == test or test_id.startswith((f"{test}[", f"{test}::")) for test in mutant.tests)
+    chosen = any(test_id == test or test_id.startswith((f"{test}[", f"{test}::", f"{test}/")) for test in mutant.tests)
     return chosen and (not mutant.words or any(word.lower() in test_id.lower() for word in mutant.words))
 
 

@@ -20,12 +20,14 @@ from emulator import EmulatedCudaBackend
 from tiers import Tier, slow, tier_of
 from torch import Tensor
 
+from fastattention import fast_attn_with_kvcache
 from fastattention.backends import registry
 from fastattention.backends.cuda.jit.variants import variants_of
 from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
+from fastattention.quantised import LARGEST_STORED, quantise
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.validation import lengths as lengths_module
 
@@ -214,6 +216,26 @@ def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone(
     for cache, old in zip(caches, before, strict=True):
         changed = (cache != old).flatten(2).any(-1).nonzero().tolist()
         assert changed == [[b, int(lengths[b]) + i] for b in (0, 3) for i in range(seqlen_q)]
+
+
+@pytest.mark.parametrize("stored", LARGEST_STORED, ids=["int8", "float8"])
+def test_numbers_between_two_stored_ones_are_rounded_to_even(stored: torch.dtype) -> None:
+    """The largest number of each row makes its scale 1, so that all others are ties."""
+    largest = LARGEST_STORED[stored]
+    grid = torch.arange(127, dtype=torch.uint8).view(stored).float()  # what can be stored, from 0 on, without NaN
+    ties = torch.nn.functional.pad((grid[1:] + grid[:-1]) / 2, (1, 1), value=largest).clamp(max=largest)
+    new = torch.stack((ties, -ties))[None, :, None].half()  # (1, 2 tokens, 1 head, 128)
+    caches = [torch.zeros(1, 4, 1, 128).to(stored) for _ in range(2)]
+    scales = [torch.zeros(1, 4, 1) for _ in range(2)]
+    engine = EmulatedEngine("cuda-sm80")
+    with engine.active():
+        fast_attn_with_kvcache(
+            new[:, :1], *caches, new, new, cache_seqlens=1, k_scale=scales[0], v_scale=scales[1], backend=engine.backend
+        )
+    wanted, scale = quantise(new, stored)
+    for cache, given in zip(caches, scales, strict=True):
+        assert torch.equal(cache[:, 1:3].float(), wanted.float())
+        assert torch.equal(given[:, 1:3], scale)
 
 
 def assert_right_alone(

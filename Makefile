@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
-.PHONY: demo test test-ascend check sanitize wheel clean
+.PHONY: demo test test-all test-deep test-ascend check docs sanitize wheel clean
 
 VENV := .venv
 KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
@@ -8,14 +8,27 @@ KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
 demo: $(VENV)/.installed  ## continue a real source file with three kinds of attention, and compare them
 	$(VENV)/bin/fastattention demo
 
-test: $(VENV)/.installed  ## every test
-	scripts/test
+PYTEST := scripts/test -n auto --dist worksteal
+
+test: $(VENV)/.installed  ## the quick tests, in about three minutes
+	$(PYTEST) --tier quick
+
+test-all: $(VENV)/.installed  ## what every change must pass: Ascend kernels and sanitizers too
+	$(PYTEST) --tier all
+	TIER=all scripts/test_ascend
+	scripts/sanitize --tier quick
+
+test-deep: $(VENV)/.installed  ## everything there is, new random cases, 64-bit Arm; for releases and after changes of kernels
+	scripts/test_deep
 
 test-ascend:  ## kernels for Ascend NPUs and the vendor's operators, without an NPU
 	scripts/test_ascend
 
-check: $(VENV)/.installed  ## formatting, lint and types
+check: $(VENV)/.installed  ## formatting, lint, types and prose
 	scripts/check
+
+docs: .venv-docs/.installed  ## the documentation site, into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 sanitize: $(VENV)/.installed  ## the native library under address, undefined-behaviour and thread sanitizers
 	scripts/sanitize
@@ -28,5 +41,9 @@ $(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
 	scripts/install
 	@touch $@
 
+.venv-docs/.installed: pyproject.toml scripts/install_docs
+	scripts/install_docs
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-ascend build dist fastattention/backends/cuda/cubins
+	rm -rf $(VENV) .venv-ascend .venv-docs build dist fastattention/backends/cuda/cubins

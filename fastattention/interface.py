@@ -4,46 +4,49 @@ All of them compute
 
     out = softmax(softcap(q @ k^T * softmax_scale) + alibi + attn_bias, masked) @ v
 
-in one pass and without storing the seqlen_q x seqlen_k matrix. Where torch has no kernel for it, backend sdpa computes
-rows chunk by chunk, and with gradients each once more.
-
-Arguments that all of them share:
-
-softmax_scale: factor on q @ k^T. Default headdim ** -0.5.
-causal: query i sees key j iff j <= i + seqlen_k - seqlen_q, i.e. the mask is aligned to the bottom right:
-        seqlen_q=2, seqlen_k=4:      seqlen_q=4, seqlen_k=2:
-            1 1 1 0                      0 0
-            1 1 1 1                      0 0
-                                         1 0
-                                         1 1
-    A row without keys gives out 0 and lse -inf.
-window_size: (left, right), both inclusive, -1 unlimited: query i sees keys from i + seqlen_k - seqlen_q - left to
-    i + seqlen_k - seqlen_q + right. A tensor of two integers is read. causal sets right to 0.
-softcap: scores become softcap * tanh(score / softcap) before bias and mask; 0 turns it off.
-alibi_slopes: float (nheads,) or (batch_size, nheads); adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
-dropout_p: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. Drawn from torch's
-    generator, so torch.manual_seed repeats it. Use 0.0 in inference.
-deterministic: asks for a deterministic backward. The forward always is.
-return_attn_probs: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout, else
-    (batch_size, nheads, seqlen_q, seqlen_k) in the dtype of q: the softmax weights, negative where dropped. For packed
-    calls these are the longest lengths, and 0 fills the rest.
-
-Keyword-only, ours:
-
-attn_bias: added to the scores after softcap; float32 or the dtype of q; broadcasts to (batch_size, nheads, seqlen_q,
-    seqlen_k), for packed calls to (nheads, total_q, max_seqlen_k). -inf masks a key out.
-sinks: float (nheads,), one logit a head that takes part in the softmax without a value. lse includes it, so a row
-    without keys has lse = sink.
-return_lse: also returns lse, float32 (batch_size, nheads, seqlen_q), packed (nheads, total_q): the natural logarithm of
-    the softmax's denominator, what merge_attn_states needs.
-backend: "auto", or the name of the only backend to use (`fastattention info` lists them).
+in one pass, without storing the seqlen_q x seqlen_k matrix. Where torch has no kernel for a call, the `sdpa` backend
+computes it in chunks of rows. With gradients it computes each chunk once more.
 
 q, k and v are float16, bfloat16 or float32, all of one dtype and on one device (caches may be quantised, see
-fast_attn_with_kvcache); headdim and headdim_v are 1 to 256 and may differ; nheads_k divides nheads. Any strides are
+`fast_attn_with_kvcache`). headdim and headdim_v are 1 to 256 and may differ; nheads_k divides nheads. Any strides are
 served in place; a strided last axis is copied first.
 
-All functions work under torch.compile, where a call becomes one operator; the dropout mask of return_attn_probs is the
-only thing they cannot give there. They raise ArgumentError (a ValueError) for a wrong argument and UnsupportedError (a
+Shared arguments, in flash-attn's order:
+
+- `softmax_scale`: factor on q @ k^T. Default headdim ** -0.5.
+- `causal`: True hides the keys after each query. The mask is aligned to the bottom right, as drawn below.
+- `window_size`: (left, right), both inclusive, -1 unlimited. Query i sees the keys from i + seqlen_k - seqlen_q - left
+    to i + seqlen_k - seqlen_q + right. A tensor of two integers is read. `causal` sets right to 0.
+- `softcap`: scores become softcap * tanh(score / softcap) before bias and mask; 0 turns it off.
+- `alibi_slopes`: float (nheads,) or (batch_size, nheads); adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
+- `dropout_p`: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. Drawn from
+    torch's generator, so torch.manual_seed repeats it. Use 0.0 in inference.
+- `deterministic`: asks for a deterministic backward. The forward always is.
+- `return_attn_probs`: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout.
+    Otherwise it holds the softmax weights, negative where dropped: (batch_size, nheads, seqlen_q, seqlen_k) in the
+    dtype of q. For varlen calls the lengths are the longest ones, and 0 fills the rest.
+
+Shared arguments beyond flash-attn's, keyword-only:
+
+- `attn_bias`: added to the scores after softcap; float32 or the dtype of q; -inf masks a key out. Broadcasts to
+    (batch_size, nheads, seqlen_q, seqlen_k), for varlen calls to (nheads, total_q, max_seqlen_k).
+- `sinks`: float (nheads,), one logit a head that takes part in the softmax without a value. lse includes it, so a row
+    without keys has lse = sink.
+- `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
+    natural logarithm of the softmax's denominator, which `merge_attn_states` needs.
+- `backend`: "auto", or the name of the only backend to use (`fastattention info` lists them).
+
+With `causal`, query i sees key j if and only if j <= i + seqlen_k - seqlen_q. A row without keys gives out 0 and lse
+-inf:
+
+    seqlen_q=2, seqlen_k=4:      seqlen_q=4, seqlen_k=2:
+        1 1 1 0                      0 0
+        1 1 1 1                      0 0
+                                     1 0
+                                     1 1
+
+All functions work under torch.compile, where a call becomes one operator. Only the dropout mask of return_attn_probs
+is not available there. They raise `ArgumentError` (a ValueError) for a wrong argument, and `UnsupportedError` (a
 NotImplementedError) with every backend's reason when none can serve the call.
 """
 
@@ -86,11 +89,12 @@ def fast_attn_func(
 ) -> Any:
     """Exact attention: softmax(q @ k^T * softmax_scale) @ v.
 
-    q: (batch_size, seqlen_q, nheads, headdim)
-    k: (batch_size, seqlen_k, nheads_k, headdim)
-    v: (batch_size, seqlen_k, nheads_k, headdim_v)
+    - `q`: (batch_size, seqlen_q, nheads, headdim)
+    - `k`: (batch_size, seqlen_k, nheads_k, headdim)
+    - `v`: (batch_size, seqlen_k, nheads_k, headdim_v)
 
-    The other arguments, the mask and the errors are those of `fastattention.interface`.
+    The other arguments, the mask and the errors are those that all functions share (`fastattention.interface`).
+
     Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
     (out, lse, S_dmask).
     """
@@ -122,9 +126,12 @@ def fast_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     **keyword_only: Any,
 ) -> Any:
-    """fast_attn_func on one tensor: qkv (batch_size, seqlen, 3, nheads, headdim). Views, no copies.
+    """`fast_attn_func` with q, k and v in one tensor. Views, no copies.
 
-    Takes the keyword-only arguments of fast_attn_func and returns what it returns.
+    - `qkv`: (batch_size, seqlen, 3, nheads, headdim)
+    - `keyword_only`: the keyword-only arguments of `fast_attn_func`
+
+    Returns what `fast_attn_func` returns.
     """
     q, k, v = _unstack("qkv", qkv, 3, 5)
     return fast_attn_func(
@@ -146,9 +153,13 @@ def fast_attn_kvpacked_func(
     return_attn_probs: bool = False,
     **keyword_only: Any,
 ) -> Any:
-    """fast_attn_func with keys and values in one tensor: kv (batch_size, seqlen_k, 2, nheads_k, headdim). No copies.
+    """`fast_attn_func` with keys and values in one tensor. Views, no copies.
 
-    Takes the keyword-only arguments of fast_attn_func and returns what it returns.
+    - `q`: (batch_size, seqlen_q, nheads, headdim)
+    - `kv`: (batch_size, seqlen_k, 2, nheads_k, headdim)
+    - `keyword_only`: the keyword-only arguments of `fast_attn_func`
+
+    Returns what `fast_attn_func` returns.
     """
     k, v = _unstack("kv", kv, 2, 5)
     return fast_attn_func(
@@ -180,17 +191,20 @@ def fast_attn_varlen_func(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """Exact attention over sequences of uneven length, packed one after another without padding.
+    """Exact attention over a varlen batch: sequences of any lengths, concatenated without padding.
 
-    q: (total_q, nheads, headdim)
-    k: (total_k, nheads_k, headdim), or pages (num_blocks, page_block_size, nheads_k, headdim) with block_table
-    v: as k, with headdim_v
-    cu_seqlens_q, cu_seqlens_k: int32 (batch_size + 1,), offsets from 0: sequence b is tokens cu_seqlens[b] to
+    - `q`: (total_q, nheads, headdim)
+    - `k`: (total_k, nheads_k, headdim), or pages (num_blocks, page_block_size, nheads_k, headdim) with block_table
+    - `v`: as k, with headdim_v
+    - `cu_seqlens_q`, `cu_seqlens_k`: int32 (batch_size + 1,), offsets from 0: sequence b is tokens cu_seqlens[b] to
         cu_seqlens[b + 1] - 1. Sequences may be empty.
-    max_seqlen_q, max_seqlen_k: longest sequences. None derives them (on a GPU that synchronises).
-    block_table: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not read.
+    - `max_seqlen_q`, `max_seqlen_k`: lengths of the longest sequences. None derives them, which synchronises on a GPU.
+    - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
+        read.
 
-    The other arguments, the mask (aligned per sequence) and the errors are those of `fastattention.interface`.
+    The other arguments, the mask (aligned per sequence) and the errors are those that all functions share
+    (`fastattention.interface`).
+
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
     with_lse = return_lse or return_attn_probs
@@ -225,9 +239,13 @@ def fast_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     **keyword_only: Any,
 ) -> Any:
-    """fast_attn_varlen_func on one tensor: qkv (total, 3, nheads, headdim). Views, no copies.
+    """`fast_attn_varlen_func` with q, k and v in one tensor. Views, no copies.
 
-    Takes the keyword-only arguments of fast_attn_varlen_func and returns what it returns.
+    - `qkv`: (total, 3, nheads, headdim)
+    - `cu_seqlens`, `max_seqlen`: as cu_seqlens_q and max_seqlen_q of `fast_attn_varlen_func`
+    - `keyword_only`: the keyword-only arguments of `fast_attn_varlen_func`
+
+    Returns what `fast_attn_varlen_func` returns.
     """
     q, k, v = _unstack("qkv", qkv, 3, 4)
     return fast_attn_varlen_func(
@@ -253,9 +271,14 @@ def fast_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     **keyword_only: Any,
 ) -> Any:
-    """fast_attn_varlen_func with keys and values in one tensor: kv (total_k, 2, nheads_k, headdim). Views, no copies.
+    """`fast_attn_varlen_func` with keys and values in one tensor. Views, no copies.
 
-    Takes the keyword-only arguments of fast_attn_varlen_func and returns what it returns.
+    - `q`: (total_q, nheads, headdim)
+    - `kv`: (total_k, 2, nheads_k, headdim)
+    - `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`, `max_seqlen_k`: as in `fast_attn_varlen_func`
+    - `keyword_only`: the keyword-only arguments of `fast_attn_varlen_func`
+
+    Returns what `fast_attn_varlen_func` returns.
     """
     k, v = _unstack("kv", kv, 2, 4)
     return fast_attn_varlen_func(
@@ -294,34 +317,43 @@ def fast_attn_with_kvcache(
 ) -> Any:
     """Appends k and v to the caches in place, rotates q and k, and attends to what the caches then hold.
 
-    q: (batch_size, seqlen_q, nheads, headdim)
-    k_cache: (batch_size_cache, seqlen_cache, nheads_k, headdim), or with block_table pages
+    - `q`: (batch_size, seqlen_q, nheads, headdim)
+    - `k_cache`: (batch_size_cache, seqlen_cache, nheads_k, headdim), or with block_table pages
         (num_blocks, page_block_size, nheads_k, headdim); written in place when k is given
-    v_cache: as k_cache, with headdim_v
-    k, v: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append at cache_seqlens[b], or None
-    rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), dtype of q; needs k. k[:, i] is rotated by position
+    - `v_cache`: as k_cache, with headdim_v
+    - `k`, `v`: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append at cache_seqlens[b], or None
+    - `rotary_cos`, `rotary_sin`: (seqlen_rotary, rotary_dim / 2), dtype of q; needs k. k[:, i] is rotated by position
         cache_seqlens[b] + i, and so is q[:, i] when causal or windowed; otherwise all of q by cache_seqlens[b].
-    rotary_interleaved: True pairs elements 0 and 1, 2 and 3 (GPT-J); False 0 and rotary_dim / 2 (GPT-NeoX, Llama).
-    cache_seqlens: int32 (batch_size,) or one int: tokens in the cache before this call; None means the cache is full.
-    cache_batch_idx: int32 (batch_size,), the row of the cache of each sequence; must not repeat when appending.
-    cache_leftpad: int32 (batch_size,), first token of each sequence within its cache row (and within cache_seqlens).
-    block_table: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not read.
-    num_splits: parts the keys are split into in decoding; 0 chooses.
-    k_scale, v_scale: float32, shaped as the caches without their last axis, any strides: the scales of quantised
-        caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale. Appended tokens are
-        quantised after rotary embedding, and their scales written in place: amax / 127 (int8) or amax / 448 (float8),
-        amax being the largest |element| of the token in that head; with an element that is not finite NaN.
+    - `rotary_interleaved`: True pairs elements 0 and 1, 2 and 3 (GPT-J); False pairs 0 and rotary_dim / 2 (GPT-NeoX,
+        Llama).
+    - `cache_seqlens`: int32 (batch_size,) or one int: tokens in the cache before this call; None means the cache is
+        full.
+    - `cache_batch_idx`: int32 (batch_size,), the row of the cache of each sequence; must not repeat when appending.
+    - `cache_leftpad`: int32 (batch_size,), first token of each sequence within its cache row, counted in cache_seqlens.
+    - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
+        read.
+    - `num_splits`: parts the keys are split into in decoding (split-KV); 0 chooses.
+    - `k_scale`, `v_scale`: float32, shaped as the caches without their last axis, any strides: the scales of quantised
+        caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale.
 
-    Query i of seqlen_q is token cache_seqlens[b] + seqlen_new - seqlen_q + i: causal and window_size are aligned to the
-    bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads, seqlen_q,
-    capacity), alibi_slopes and attn_bias counting keys from cache_leftpad. There is no backward. The other arguments
-    and the errors are those of `fastattention.interface`; when an error is raised the caches are as they were.
+    The other arguments and the errors are those that all functions share (`fastattention.interface`). There is no
+    backward.
 
-    A sequence whose cache has no room for the append is an error on the CPU. On a GPU, where lengths are known to the
-    device alone, its cache is left as it was and its out and lse are NaN; so they are where cache_seqlens or
-    cache_leftpad makes no sense, or the rotary tables are too short. FASTATTENTION_CHECK_NUMBERS=1 makes all of these
-    errors there too, and every call wait for the GPU.
     Returns out (batch_size, seqlen_q, nheads, headdim_v), with return_softmax_lse or return_lse (out, lse).
+
+    **Masks.** Query i of seqlen_q is token cache_seqlens[b] + seqlen_new - seqlen_q + i: causal and window_size are
+    aligned to the bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads,
+    seqlen_q, capacity); alibi_slopes and attn_bias count keys from cache_leftpad.
+
+    **Quantised caches.** Appended tokens are quantised after rotary embedding, and their scales are written in place:
+    amax / 127 (int8) or amax / 448 (float8), where amax is the largest |element| of the token in that head. A token
+    with an element that is not finite gets scale NaN.
+
+    **Errors.** When an error is raised, the caches are as they were. A sequence whose cache has no room for the append
+    is an error on the CPU. On a GPU only the device knows the lengths: the cache is left as it was, and out and lse of
+    that sequence are NaN. The same holds for invalid values in cache_seqlens or cache_leftpad, and for rotary tables
+    that are too short. FASTATTENTION_CHECK_NUMBERS=1 makes all of these errors there too, and every call then waits for
+    the GPU.
     """
     with_lse = return_softmax_lse or return_lse
     options = read_options(softmax_scale, causal, window_size, softcap, return_lse=with_lse)
@@ -341,8 +373,9 @@ def fast_attn_with_kvcache(
 def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs: Any) -> Explanation:
     """Every backend's verdict on the call `function(*args, **kwargs)`, which is validated but not computed.
 
-    function: any of the functions above. Caches are not written. Raises ArgumentError as the call would, and when it
-    cannot be explained because it is being traced.
+    - `function`: any attention function of the package. Its caches are not written.
+
+    Raises ArgumentError as the call would, and under torch.compile, where a call cannot be explained.
     """
     if not callable(function):
         raise ArgumentError(f"function={function!r} must be one of fastattention's")

@@ -19,17 +19,19 @@ from fastattention.validation.common import Signature, last_axis_contiguous, nee
 def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
     """Attention over all keys from attention over disjoint parts of them.
 
-    outs: n tensors (batch_size, seqlen_q, nheads, headdim_v), or (total_q, nheads, headdim_v) when packed; all of one
-        shape and dtype. A tensor is split along its first axis.
-    lses: n float32 tensors (batch_size, nheads, seqlen_q), packed (nheads, total_q), as return_lse gives them.
+    - `outs`: n tensors (batch_size, seqlen_q, nheads, headdim_v), or (total_q, nheads, headdim_v) of varlen calls; all
+        of one shape and dtype. A single tensor is split along its first axis.
+    - `lses`: n float32 tensors (batch_size, nheads, seqlen_q), varlen (nheads, total_q), as return_lse gives them.
 
-    Returns (out, lse) in the same shapes and dtype of out:
+    Returns (out, lse) in the same shapes and the dtype of out, computed in float32:
+
         lse = log(sum_i exp(lse_i)),  out = sum_i exp(lse_i - lse) * out_i
-    computed in float32. A part without keys (lse -inf) takes no part; rows that no part has keys for give 0 and -inf.
-    Differentiable. Raises ArgumentError when counts, shapes or dtypes do not fit.
 
-    Where the cuda backend is available, parts in float16, bfloat16 or float32 on a GPU from Pascal on are merged by its
-    kernel when no gradient is needed: in one launch up to 8 parts, beyond in groups of 8 whose results are merged in
+    A part without keys (lse -inf) takes no part; rows that no part has keys for give 0 and -inf. Differentiable. Raises
+    ArgumentError when counts, shapes or dtypes do not fit.
+
+    Where the cuda backend is available, its kernel merges parts in float16, bfloat16 or float32 on a GPU from Pascal
+    on, when no gradient is needed: up to 8 parts in one launch, more in groups of 8 whose results are merged in
     float32. Everything else is operations of torch: other devices and dtypes, gradients, and calls under torch.compile,
     which fuses them.
     """

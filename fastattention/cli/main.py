@@ -45,7 +45,9 @@ def info() -> None:
 def bench(
     questions: Annotated[
         list[str] | None,
-        typer.Argument(help="prefill, decode, packed, overhead: the processor; gpu, gpu_decode; npu. All without any."),
+        typer.Argument(
+            help="prefill, decode, packed, overhead (CPU); gpu, gpu_decode; npu. Default: all for this machine."
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")
@@ -54,10 +56,10 @@ def bench(
         int | None, typer.Option(min=16, help="Tokens of the longest prompt; others follow. Implies --quick.")
     ] = None,
     seconds: Annotated[float | None, typer.Option(min=0.0, help="Time to spend on each problem.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of everyone. Default: as torch decides.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each contender. Default: torch's.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
-    """Measure this machine against every peer that is installed: its GPU or NPU if it has one, and its processor."""
+    """Benchmark this machine's GPU or NPU, and its CPU, against every peer that is installed."""
     from fastattention.cli.bench import command
 
     with errors_as_messages():
@@ -68,17 +70,19 @@ def bench(
 def generate(
     model: Annotated[Path, typer.Option(help="A Transformers model folder. Nothing is downloaded.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
-    attn: Annotated[Attention, typer.Option(help="Who computes attention.")] = Attention.FAST_ATTENTION,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
-    dtype: Annotated[ModelDtype, typer.Option(help="Of weights; auto is as stored.")] = ModelDtype.AUTO,
+    attn: Annotated[Attention, typer.Option(help="Attention implementation.")] = Attention.FAST_ATTENTION,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
+    dtype: Annotated[
+        ModelDtype, typer.Option(help="Dtype of the weights; auto keeps the stored one.")
+    ] = ModelDtype.AUTO,
     device: Annotated[str, typer.Option(help="As torch names it, e.g. cpu or cuda:0.")] = "cpu",
     kv_budget: Annotated[
         str | None,
         typer.Option(help="GPU memory for keys and values, e.g. 8GiB; layers beyond it are kept by the CPU."),
     ] = None,
 ) -> None:
-    """Continue a prompt with any Transformers model folder, and say how fast that was."""
+    """Continue a prompt with any Transformers model folder, and report the speed."""
     from fastattention.cli import generate as command
 
     with errors_as_messages():
@@ -118,9 +122,9 @@ def compile_variant(
     ] = False,
     paged: Annotated[bool, typer.Option("--paged", help="For keys and values in pages.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="For one query over a cache, rather than many.")] = False,
-    cache: Annotated[CacheFormat | None, typer.Option(help="With --decode: what a quantised cache holds.")] = None,
+    cache: Annotated[CacheFormat | None, typer.Option(help="With --decode: dtype of a quantised cache.")] = None,
 ) -> None:
-    """Compile one GPU kernel into a file and say what it takes. Needs no GPU.
+    """Compile one GPU kernel into a file and print its resource usage. Needs no GPU.
 
     Causal and window masks, packed sequences and sinks are chosen at run time: every kernel has them.
     """
@@ -151,7 +155,7 @@ def warmup(
         list[KernelDtype] | None, typer.Option(help="Of q, k and v; may be repeated. Default: both.")
     ] = None,
 ) -> None:
-    """Compile and load the GPU kernels that calls will need, and say where each came from."""
+    """Compile and load the GPU kernels that calls will need, and print where each came from."""
     from fastattention.cli import warmup as command
 
     with errors_as_messages():
@@ -160,18 +164,20 @@ def warmup(
 
 @plan.command("ascend")
 def plan_ascend(
-    seqlen: Annotated[int, typer.Option(min=1, help="Keys of every sequence, and its queries too.")],
-    seqlen_q: Annotated[int | None, typer.Option(min=1, help="Queries, if fewer or more: 1 for a decode.")] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Heads of queries.")] = 1,
-    heads_k: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values. Default: of queries.")] = None,
+    seqlen: Annotated[int, typer.Option(min=1, help="Length of every sequence: keys, and queries too.")],
+    seqlen_q: Annotated[
+        int | None, typer.Option(min=1, help="Queries per sequence; 1 for decoding. Default: --seqlen.")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 1,
+    heads_k: Annotated[int | None, typer.Option(min=1, help="Key/value heads. Default: --heads.")] = None,
     headdim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    causal: Annotated[bool, typer.Option("--causal", help="Every query sees the keys up to its own.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Apply a causal mask.")] = False,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
     chip: Annotated[str, typer.Option(help="910B1, 910B2, 910B3 or 910B4.")] = "910B2",
     output: Annotated[Path | None, typer.Option(help="Draw the timeline: a file ending in .png or .svg.")] = None,
 ) -> None:
-    """Tiles, latency, gains and timeline of attention on an Ascend NPU. All predicted; needs no NPU."""
+    """Predict tiles, latency, gains and timeline of attention on an Ascend NPU. Needs no NPU."""
     from fastattention.cli.plan import ascend as command
 
     with errors_as_messages():
@@ -207,16 +213,16 @@ def plan_offload(
     layers_cpu: Annotated[
         int | None, typer.Option(min=0, help="Layers in host memory. Default: as few as possible.")
     ] = None,
-    cache: Annotated[CacheFormat | None, typer.Option(help="What a quantised cache holds.")] = None,
-    gpu_bandwidth: Annotated[str | None, typer.Option(help="Of GPU memory, e.g. 800GB/s.")] = None,
-    link_bandwidth: Annotated[str | None, typer.Option(help="From the host to a GPU.")] = None,
-    cpu_bandwidth: Annotated[str | None, typer.Option(help="Of attention on the host's CPU.")] = None,
-    dram_bandwidth: Annotated[str | None, typer.Option(help="Of host memory.")] = None,
+    cache: Annotated[CacheFormat | None, typer.Option(help="Dtype of a quantised cache in host memory.")] = None,
+    gpu_bandwidth: Annotated[str | None, typer.Option(help="GPU memory bandwidth, e.g. 800GB/s.")] = None,
+    link_bandwidth: Annotated[str | None, typer.Option(help="Bandwidth from the host to a GPU.")] = None,
+    cpu_bandwidth: Annotated[str | None, typer.Option(help="Bandwidth of attention on the host's CPU.")] = None,
+    dram_bandwidth: Annotated[str | None, typer.Option(help="Host memory bandwidth.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Draw the time against the length: a file ending in .png or .svg.")
     ] = None,
 ) -> None:
-    """Which layers keep their KV cache in host memory, and the time of a token. All predicted; needs no GPU."""
+    """Plan which layers keep their KV cache in host memory, and predict the time per token. Needs no GPU."""
     from fastattention.cli.plan import offload as command
 
     bandwidths = {
@@ -251,7 +257,7 @@ def plan_allreduce(
     hardware: Annotated[str, typer.Option(help="Assumed rates: h200, v100-pcie or ascend-910b.")] = "h200",
     output: Annotated[Path | None, typer.Option(help="Draw the timeline: a file ending in .png or .svg.")] = None,
 ) -> None:
-    """Blocks of a prompt whose all-reduce runs under the attention of the next. All predicted; needs no device."""
+    """Predict row blocks of a prompt, the all-reduce of each overlapped with attention of the next. Needs no device."""
     from fastattention.cli.plan import allreduce as command
 
     options = command.Options(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)

@@ -1,31 +1,34 @@
-"""Attention, its output projection, and the sum over the ranks of a tensor-parallel group, one under the other.
+"""Attention, its output projection and the all-reduce over a tensor-parallel group, overlapped.
 
     out = sum over ranks of (attention of the rank's heads) @ w_o.T  +  bias
 
-computed by blocks of rows: while one block is summed, the next one is computed. docs/tensor_parallel.md has the model.
+The rows of a call are divided into blocks: while one block is summed over the ranks, the next one is computed.
 
-Arguments of both functions beside those of `fastattention.interface`:
+Arguments of both functions, beside those of `fastattention.interface`:
 
-w_o: (hidden, nheads * headdim_v), the columns of the projection's weight that belong to this rank's heads: of a weight
-    (hidden, group_size * nheads * headdim_v), as nn.Linear has it, the rank-th part along the second axis.
-bias: (hidden,), the whole bias on every rank. Added once, after the sum.
-group: the torch.distributed.ProcessGroup whose ranks have the heads; None is the default group.
-plan: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are counted through
-    all sequences, one after the other. A single block is computed, then summed. The same on every rank.
-transport: who sums: "auto", or a name of `fastattention.distributed.transports`. With blocks that are given "auto" is
-    one that sums them by themselves, not ring_product.
-out: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory with the other arguments.
+- `w_o`: (hidden, nheads * headdim_v), the columns of the projection's weight that belong to this rank's heads. Of a
+    whole weight (hidden, group_size * nheads * headdim_v), as nn.Linear has it, that is the rank-th part along the
+    second axis.
+- `bias`: (hidden,), the whole bias on every rank. Added once, after the sum.
+- `group`: the torch.distributed.ProcessGroup whose ranks have the heads; None is the default group.
+- `plan`: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are counted
+    through all sequences, one after the other. A single block is computed, then summed. The same on every rank.
+- `transport`: how blocks are summed: "auto", or a name of `fastattention.distributed.transports`. With given blocks
+    "auto" is one that sums them by themselves, not ring_product.
+- `out`: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory with the other arguments.
 
 All ranks of the group make the same calls in the same order, as with every collective. The first call of a kind
-(shapes, mask, plan) is compared over the ranks and, unless a plan is given, measured: it cannot be captured in a CUDA
+(shapes, mask, plan) is compared over the ranks and, unless a plan is given, autotuned: it cannot be captured in a CUDA
 graph, later ones can. There is no backward, and the call is no part of a graph of torch.compile. Calls on different
-streams may run one after the other; graphs of one group must not be replayed beside each other or beside calls.
+streams may run one after the other. Graphs of one group must not be replayed beside each other or beside calls.
 
-Raises ArgumentError for a wrong argument, and on all ranks where their calls differ and are new to all of them (other
-mistakes of one rank leave the others waiting); UnsupportedError where no backend or no transport can serve the call;
-both before any sum has begun. A sum that fails, or is not done within the timeout of the group, raises what
-torch.distributed raises, or by peer_kernel an error of CUDA; `out` then holds nothing of use. By NCCL, copy_engine and
-ring_product it ends the process; only replays of CUDA graphs by the last two wait on.
+Raises ArgumentError for a wrong argument, and on all ranks where their calls differ and are new to all of them; other
+mistakes of one rank leave the others waiting. Raises UnsupportedError where no backend or no transport can serve the
+call. Both come before any sum has begun.
+
+A sum that fails, or is not done within the timeout of the group, raises what torch.distributed raises; with peer_kernel
+it raises a CUDA error. `out` is then invalid. With NCCL, copy_engine and ring_product it ends the process; only replays
+of CUDA graphs by the last two wait on.
 """
 
 from __future__ import annotations
@@ -82,14 +85,15 @@ def attention_linear_allreduce(
     transport: str = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
-    """fast_attn_func on this rank's heads, times its part of the output projection, summed over the ranks.
+    """`fast_attn_func` on this rank's heads, times its part of the output projection, summed over the ranks.
 
-    q: (batch_size, seqlen_q, nheads, headdim), this rank's heads
-    k: (batch_size, seqlen_k, nheads_k, headdim)
-    v: (batch_size, seqlen_k, nheads_k, headdim_v)
+    - `q`: (batch_size, seqlen_q, nheads, headdim), this rank's heads
+    - `k`: (batch_size, seqlen_k, nheads_k, headdim)
+    - `v`: (batch_size, seqlen_k, nheads_k, headdim_v)
 
     The other arguments and the errors are those of this module and of `fastattention.interface`. With alibi_slopes and
     without causal, no block may begin within a sequence.
+
     Returns out (batch_size, seqlen_q, hidden) in the dtype of q, the same bits on every rank.
     """
     options = read_options(softmax_scale, causal, window_size, softcap)
@@ -135,10 +139,11 @@ def attention_linear_allreduce_with_kvcache(
     transport: str = "auto",
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same to a cache that already holds the tokens of q, as in a chunked prefill.
+    """`attention_linear_allreduce` over a cache that already holds the tokens of q, as in a chunked prefill.
 
-    k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, k_scale, v_scale: as in
-        `fast_attn_with_kvcache`. cache_seqlens counts the tokens of q too; nothing is appended.
+    - `k_cache`, `v_cache`, `block_table`, `cache_batch_idx`, `cache_leftpad`, `k_scale`, `v_scale`: as in
+        `fast_attn_with_kvcache`
+    - `cache_seqlens`: as there, the tokens of q included; nothing is appended
 
     The other arguments, the result and the errors are those of `attention_linear_allreduce`.
     """

@@ -22,12 +22,12 @@ _CACHE_OPTIONS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_ta
 
 
 class DeferredAttention:
-    """A call of attention that has not been made: it stands for its out, in the place of the tensor.
+    """A call of attention that has not been made. It stands in for the output tensor.
 
-    A projection under TilingAllReduce makes the call in row blocks. Everything else that wants its numbers, any
-    function of torch or numpy, method, or operator, gets the tensor, computed then. It can be given the shape that
-    projections ask for, (batch_size, seqlen_q, nheads * headdim_v), by `flatten(2)`, `reshape` or `view`, and still
-    waits. The tensors of the call must not change before it is made.
+    A projection under `TilingAllReduce` makes the call in row blocks. Any other use, by a function of torch or numpy, a
+    method or an operator, gets the tensor, computed then. `flatten(2)`, `reshape` or `view` to (batch_size, seqlen_q,
+    nheads * headdim_v), the shape that projections take, keep it deferred. The tensors of the call must not change
+    before it is made.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class DeferredAttention:
     ) -> None:
         """Of `attend`, which returns (batch_size, seqlen_q, nheads, headdim_v).
 
-        shape: what it stands for, that or (batch_size, seqlen_q, nheads * headdim_v)
-        tiled: the call with its projection, of (weight, bias, group=, plan=, transport=); or why there is none
-        tensors: arguments that gradients may be wanted of, all in the dtype of out
+        - `shape`: what it stands for, that or (batch_size, seqlen_q, nheads * headdim_v)
+        - `tiled`: the call with its projection, of (weight, bias, group=, plan=, transport=); or why there is none
+        - `tensors`: arguments that gradients may be wanted of, all in the dtype of out
         """
         self._attend, self.shape, self._tiled, self._tensors = attend, shape, tiled, tensors
 
@@ -54,13 +54,13 @@ class DeferredAttention:
         return self.shape[0] * self.shape[1]
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> DeferredAttention | Tensor:
-        """Waits when heads are flattened; otherwise as of tensors."""
+        """Stays deferred when only heads are flattened; otherwise computes the tensor."""
         if start_dim in (2, -2) and end_dim in (3, -1) and len(self.shape) == 4:
             return self._reshaped((*self.shape[:2], -1))
         return self.compute().flatten(start_dim, end_dim)
 
     def reshape(self, *shape: Any) -> DeferredAttention | Tensor:
-        """Waits when heads are flattened; otherwise as of tensors."""
+        """Stays deferred when only heads are flattened; otherwise computes the tensor."""
         return self._reshaped(shape if isinstance(shape[0], int) else tuple(shape[0]))
 
     view = reshape
@@ -93,8 +93,9 @@ class DeferredAttention:
     def project(self, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
         """attention_linear_allreduce of the call: (batch_size, seqlen_q, hidden).
 
-        weight: (hidden, nheads * headdim_v), this rank's columns; bias: (hidden,), added once
-        how: group, plan and transport of attention_linear_allreduce
+        - `weight`: (hidden, nheads * headdim_v), this rank's columns
+        - `bias`: (hidden,), added once
+        - `how`: group, plan and transport of attention_linear_allreduce
         """
         assert not isinstance(self._tiled, str)
         return self._tiled(weight, bias, **how)
@@ -138,22 +139,25 @@ for _name in (
 
 
 def deferred_attn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> DeferredAttention:
-    """fast_attn_func that waits for its projection.
+    """`fast_attn_func`, deferred until its projection.
 
-    q, k, v: as in fast_attn_func: the heads of this rank
-    options: softmax_scale, causal, window_size, softcap, alibi_slopes, attn_bias, sinks and backend of fast_attn_func
-    Raises ArgumentError for other options; what is wrong with the tensors is said when they are used.
+    - `q`, `k`, `v`: as in `fast_attn_func`: the heads of this rank
+    - `options`: softmax_scale, causal, window_size, softcap, alibi_slopes, attn_bias, sinks and backend, as there
+
+    Raises ArgumentError for other options. Wrong tensors raise when the call is made.
     """
     _check(options, _OPTIONS)
     return _deferred(fast_attn_func, attention_linear_allreduce, (q, k, v), options)
 
 
 def deferred_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> DeferredAttention:
-    """fast_attn_with_kvcache that waits for its projection. The caches already hold the tokens of q.
+    """`fast_attn_with_kvcache`, deferred until its projection. The caches already hold the tokens of q.
 
-    q, k_cache, v_cache: as in fast_attn_with_kvcache: the heads of this rank
-    options: those of deferred_attn, and cache_seqlens, cache_batch_idx, cache_leftpad, block_table, k_scale and v_scale
-    Raises ArgumentError for other options; what is wrong with the tensors is said when they are used.
+    - `q`, `k_cache`, `v_cache`: as in `fast_attn_with_kvcache`: the heads of this rank
+    - `options`: those of `deferred_attn`, and cache_seqlens, cache_batch_idx, cache_leftpad, block_table, k_scale and
+        v_scale
+
+    Raises ArgumentError for other options. Wrong tensors raise when the call is made.
     """
     _check(options, (*_OPTIONS, *_CACHE_OPTIONS))
     caches = (k_cache, v_cache)

@@ -23,7 +23,7 @@ PlanOf = Callable[[int], Sequence[int]]
 
 
 class NotTiledWarning(UserWarning):
-    """A projection runs after all of attention and before its sum over ranks, for the reason that is given."""
+    """Attention, projection and all-reduce are not overlapped, for the reason given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class TiledForward:
 
 
 class TilingAllReduce(RowwiseParallel):
-    """For the output projection of attention: RowwiseParallel, and attention, product and all-reduce in row blocks.
+    """RowwiseParallel for the output projection of attention, with attention, GEMM and all-reduce in row blocks.
 
         class Attention(nn.Module):
             def forward(self, x):
@@ -109,16 +109,15 @@ class TilingAllReduce(RowwiseParallel):
             "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": TilingAllReduce(),
         })
 
-    While the rows of one block are summed over the ranks, attention and product of the next are computed. Of a tensor
-    the layer is that of RowwiseParallel; so it is of deferred attention where gradients are wanted and under
-    torch.compile. A NotTiledWarning says so, unless the call has too few rows for blocks anyway, as in decoding. In a
-    model that is not parallelised deferred attention is computed by whatever layer is given it; only RowwiseParallel
-    itself must be given the tensor.
+    - `plan`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of
+        each block
+    - `transport`: how blocks are summed, as in `attention_linear_allreduce`. Or "npu_mm_all_reduce_base": no blocks,
+        but GEMM and sum as one operator of Ascend NPUs (not run: there was no NPU)
 
-    plan: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of each
-        block
-    transport: how blocks are summed, as in attention_linear_allreduce. Or "npu_mm_all_reduce_base": no blocks, but
-        product and sum as one operator of Ascend NPUs (not run: there was no NPU)
+    While the rows of one block are summed over the ranks, attention and GEMM of the next are computed. Given a tensor,
+    the layer is RowwiseParallel's. So it is for deferred attention where gradients are wanted, and under torch.compile:
+    a NotTiledWarning says so, unless the call has too few rows for blocks anyway, as in decoding. In a model that is
+    not parallelised any layer computes deferred attention; only RowwiseParallel itself must be given the tensor.
     """
 
     def __init__(self, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:

@@ -42,7 +42,8 @@ INTERFACE = {
 def install() -> None:
     """Puts modules flash_attn, flash_attn.flash_attn_interface and flash_attn.bert_padding into sys.modules.
 
-    They hide an installed flash-attn from imports that follow. Installing twice changes nothing.
+    They hide an installed flash-attn from later imports. Installing twice changes nothing.
+
     Raises FastAttentionError when another flash_attn has been imported: code may already hold its functions.
     """
     present = sys.modules.get("flash_attn")
@@ -101,9 +102,10 @@ def unpad_input(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Packs the tokens of a padded batch.
 
-    hidden_states: (batch_size, seqlen, ...)
-    attention_mask: bool or int (batch_size, seqlen), 1 is a token and 0 is padding
-    unused_mask: like it, 1 is a place that is kept though it is not used; None is none
+    - `hidden_states`: (batch_size, seqlen, ...)
+    - `attention_mask`: bool or int (batch_size, seqlen), 1 is a token and 0 is padding
+    - `unused_mask`: same shape, 1 is a token that is kept though it is not used; None is none
+
     Returns the kept tokens (total, ...), their indices into the flattened batch, int64 (total,), cu_seqlens, int32
     (batch_size + 1,), the longest sequence, and the number of used tokens a sequence, int32 (batch_size,).
     """

@@ -15,18 +15,19 @@ from fastattention.validation.common import DTYPES, MAX_HEADDIM, read_int, requi
 
 
 class KVStore(abc.ABC):
-    """Keys and values of a batch of sequences, in memory of their own.
+    """Keys and values of a batch of sequences, in memory of their own. The base class of all stores.
 
-    batch_size: sequences
-    capacity: tokens that each sequence has room for
-    nheads_k: key and value heads
-    headdim, headdim_v: of keys and of values, 1 to 256; headdim_v=None means headdim
-    dtype: float16, bfloat16 or float32, of keys, values and queries
+    - `batch_size`: sequences
+    - `capacity`: tokens that each sequence has room for
+    - `nheads_k`: key and value heads
+    - `headdim`, `headdim_v`: of keys and of values, 1 to 256; headdim_v=None means headdim
+    - `dtype`: float16, bfloat16 or float32, of keys, values and queries
+    - `device`: where the store lives
 
-    On the CPU a call that does not fit the capacity raises ArgumentError, and the store is as it was. Elsewhere reading
-    the lengths would wait for the device: they are trusted, and advance by an operation on the device, so that a call
+    On the CPU a call that does not fit the capacity raises ArgumentError, and the store is as it was. On other devices
+    reading the lengths would synchronise, so they are trusted. They advance by an operation on the device, so a call
     can be captured in a CUDA graph and replayed. Raises ArgumentError for sizes, dtypes and devices that are not
-    allowed, MemoryError where there is not as much memory.
+    allowed, MemoryError where there is not enough memory.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class KVStore(abc.ABC):
 
     @property
     def seqlens(self) -> Tensor:
-        """Tokens held, int32 (batch_size,) on `device`: the tensor that calls advance in place, only to be read."""
+        """Tokens held, int32 (batch_size,) on `device`. Calls advance it in place; do not write to it."""
         return self._seqlens
 
     @property
@@ -66,7 +67,7 @@ class KVStore(abc.ABC):
     def read(self) -> tuple[Tensor, Tensor]:
         """All tokens: k (batch_size, capacity, nheads_k, headdim) and v (batch_size, capacity, nheads_k, headdim_v).
 
-        What lies beyond `seqlens` is arbitrary. The tensors may be the store's own memory: they are only to be read.
+        What lies beyond `seqlens` is arbitrary. The tensors may be the store's own memory: do not write to them.
         """
 
     @abc.abstractmethod
@@ -95,8 +96,9 @@ class KVStore(abc.ABC):
     ) -> Any:
         """Appends k and v, attends to what the store then holds, and advances the lengths by the tokens of k.
 
-        q: (batch_size, seqlen_q, nheads, headdim)
-        k, v: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append to every sequence, or None
+        - `q`: (batch_size, seqlen_q, nheads, headdim)
+        - `k`, `v`: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append to every sequence, or
+            None
 
         The other arguments, the mask, the errors and what is returned are those of `fast_attn_with_kvcache`, whose
         cache_seqlens are `seqlens`.
@@ -129,9 +131,11 @@ class KVStore(abc.ABC):
         self.attend(no_queries, k, v, rotary_cos, rotary_sin, rotary_interleaved=rotary_interleaved, backend=backend)
 
     def truncate(self, seqlens: Tensor | int) -> None:
-        """Forgets all but the first `seqlens` tokens of each sequence: int32 (batch_size,), or one length for all.
+        """Forgets all but the first `seqlens` tokens of each sequence.
 
-        On the CPU raises ArgumentError unless every sequence holds that many; elsewhere that is trusted.
+        - `seqlens`: int32 (batch_size,), or one length for all
+
+        On the CPU raises ArgumentError unless every sequence holds that many; on other devices that is trusted.
         """
         if isinstance(seqlens, Tensor):
             self._check_lengths(seqlens)

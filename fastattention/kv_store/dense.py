@@ -13,9 +13,10 @@ from fastattention.kv_store.memory import allocate
 
 
 class DenseKVStore(KVStore):
-    """A store of two tensors, which `fast_attn_with_kvcache` reads and writes in place.
+    """A store of two plain tensors, for every device and backend.
 
-    They are kept heads first, (batch_size, nheads_k, capacity, headdim): every head is one long run of memory.
+    They are kept heads first, (batch_size, nheads_k, capacity, headdim), so that each head is contiguous. The arguments
+    are those of `KVStore`.
     """
 
     def __init__(

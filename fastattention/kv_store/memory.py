@@ -20,7 +20,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     """A contiguous tensor whose numbers are arbitrary.
 
     Large ones on the CPU lie in huge pages where Linux gives them on request: a cache is read from end to end, a fifth
-    to a third faster so (docs/experiments.md).
+    to a third faster so (docs/decisions/0012-keep-kv-stores-in-huge-pages.md).
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):

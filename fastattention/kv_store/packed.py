@@ -18,10 +18,10 @@ from fastattention.validation.common import Signature, read_options
 
 
 class PackedKVStore(KVStore):
-    """A store for the cpu backend, whose tokens lie as its kernels multiply them (backends/common/packed_cache.py).
+    """A store for the cpu backend, whose tokens are stored in interleaved panels, as its kernels read them.
 
-    Decoding reads it faster than tensors; writing a prompt takes a few times as long, which is little beside attending
-    to it. Calls cannot be traced.
+    Decoding reads it faster than plain tensors. Writing a prompt takes a few times as long, which is little beside
+    attending to it. The arguments are those of `KVStore`. Calls cannot be traced by torch.compile.
     """
 
     def __init__(

@@ -9,7 +9,10 @@ from fastattention.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU and what it has of its host. Raises ArgumentError if it cannot be."""
+    """One GPU and its share of the host, by bandwidths in bytes per second.
+
+    Raises ArgumentError for values that cannot be.
+    """
 
     name: str
     gpu_bandwidth: float  # reading GPU memory
@@ -92,7 +95,7 @@ PRESETS = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """The preset of that name. Raises ArgumentError for others."""
+    """The preset with this name. Raises ArgumentError for an unknown one."""
     if name not in PRESETS:
         raise ArgumentError(f"hardware={name!r} is not known; choose from {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -22,7 +22,8 @@ class HostMemory:
 
     slab_pages: pages that are pinned together; nothing must be copied across the end of a slab in one piece
 
-    Linux gives them huge pages where it can: a cache is read from end to end (docs/experiments.md).
+    Linux gives them huge pages where it can: a cache is read from end to end
+    (docs/decisions/0012-keep-kv-stores-in-huge-pages.md).
     """
 
     def __init__(self, shape: PageShape, device: Device) -> None:

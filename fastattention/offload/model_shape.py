@@ -11,7 +11,10 @@ SCALE_BYTES = 4  # a quantised cache has a float32 scale a token and head, for k
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal layers: attention without biases, an MLP, two norms. Raises ArgumentError if it cannot be."""
+    """A decoder of equal layers: attention without biases, an MLP, two norms.
+
+    Raises ArgumentError for dimensions that do not go together.
+    """
 
     name: str
     num_layers: int

@@ -25,7 +25,7 @@ from fastattention.offload.prediction import seconds_per_token, seconds_per_toke
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a policy would do: `seconds` a token, or the `reason` why it is out of the question."""
+    """What a policy would do: `seconds` per token, or the `reason` why it cannot be used."""
 
     policy: Policy
     num_layers_cpu: int
@@ -36,7 +36,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan. Times are predicted. `memory` is per GPU, and its `cpu_kv` the host memory that belongs to that GPU."""
+    """A plan. Times are predicted. `memory` is per GPU; its `cpu_kv` is that GPU's share of host memory."""
 
     model: ModelShape
     hardware: Hardware
@@ -77,15 +77,18 @@ def place(
 ) -> Placement:
     """The placement of `batch_size` sequences of `seqlen` tokens, prompt and answer together.
 
-    gpu_memory, cpu_memory, workspace: bytes; cpu_memory is for keys and values only, None as much as it takes;
-        workspace is what the GPU needs beside weights, keys and values, None what a chunk of a prompt takes
-    policy: "auto" (the fastest that fits, of equals the simpler), or the name of a Policy. When every layer fits on the
-        GPU, the policy is always resident
-    num_layers_cpu: of those that keep every token; None: the fewest that leave the GPU room
-    quantised: host memory holds int8 or float8 with a scale a token and head; layers on the GPU keep the model's dtype
+    - `model`, `hardware`: dimensions and bandwidths, of your own or a preset
+    - `gpu_memory`: bytes of the GPU that may be used
+    - `cpu_memory`: bytes of host memory for keys and values; None means as much as it takes
+    - `policy`: "auto" (the fastest that fits, of equals the simpler), or the name of a Policy. When every layer fits on
+        the GPU, the policy is always resident.
+    - `num_layers_cpu`: of the layers that keep every token; None means the fewest that leave the GPU room
+    - `workspace`: bytes that the GPU needs beside weights, keys and values; None means what a chunk of a prompt takes
+    - `quantised`: host memory holds int8 or float8 with a scale per token and head; layers on the GPU keep the model's
+        dtype
 
-    Of tensor-parallel GPUs, one: model.sharded(tp), hardware.shared(tp), and its share of cpu_memory. Raises
-    ArgumentError when nothing fits, with what to change.
+    With tensor parallelism, plan for one GPU: model.sharded(tp), hardware.shared(tp), and its share of cpu_memory.
+    Raises ArgumentError when nothing fits, with what to change.
     """
     wanted = read_policy(policy)
     workload = Workload(model, batch_size, seqlen, quantised)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -58,12 +56,6 @@ class CpuExecutedAscendBackend(AscendBackend):
 
     def _launch(self, launch: Launch) -> None:
         execute(launch)
-
-
-def build_all(variants: Iterable[Variant]) -> None:
-    """Fills the cache, on all processors."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda variant: _library(lower(variant)), set(variants)))
 
 
 def execute(launch: Launch) -> None:

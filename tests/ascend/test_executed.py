@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,10 +16,9 @@ from conformance.cases import CASES
 from conformance.check import check
 from hypothesis import given
 from hypothesis.strategies import SearchStrategy
+from tiers import Tier, tier_of
 
-from ascend.engine import BACKENDS, ExecutedEngine, launches_of
-from ascend.executor import build_all
-from ascend.lowering import variant_of
+from ascend.engine import BACKENDS, ExecutedEngine
 from fastattention.problem import Problem
 from fastattention.validation import Options, prepare_dense
 
@@ -61,15 +61,15 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def libraries(request: pytest.FixtureRequest) -> None:
-    """Compiles what the selected tests need, on all processors at once."""
-    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    runs = [param["run"] for param in params if isinstance(param.get("run"), Run)]
-    build_all({variant_of(launch) for case, dtype in runs for launch in launches_of(build_call(case, dtype))})
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Below the deep tier each case has one dtype, in turn."""
+    if "run" in metafunc.fixturenames:
+        runs_of_cases = [list(runs) for _, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
+        one_each = [runs[i // 2 % len(runs)] for i, runs in enumerate(runs_of_cases)]
+        runs = RUNS if tier_of(metafunc.config) is Tier.DEEP else one_each
+        metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 
-@pytest.mark.parametrize("run", RUNS, ids=[run.name for run in RUNS])
 def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
     check(ExecutedEngine.of(run.dtype), run.case, run.dtype)
 

@@ -1,4 +1,7 @@
-"""Every kernel that is shipped, for every chip: Triton-Ascend takes it, and nothing in it is known to go wrong."""
+"""Every kernel that is shipped, for every chip: Triton-Ascend takes it, and nothing in it is known to go wrong.
+
+Kernels of the list of cases are lowered by test_executed.py, in every tier that has these tests.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tiers import deep
 from triton.backends.ascend.compiler import NPUOptions
 
 from ascend import buffers, static_checks
@@ -15,6 +19,8 @@ from ascend.matrix import HEADDIMS, Shipped, shipped
 from fastattention.backends.ascend import kernels
 from fastattention.backends.ascend.chips import CHIPS
 from fastattention.backends.ascend.tiling import why_not_fit
+
+pytestmark = deep
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tiers import slow
+from tiers import deep, slow
 
 from fastattention.backends.cpu.library import available_isas
 from fastattention.cli.bench import session as sessions
@@ -57,6 +57,7 @@ def test_script_writes_numbers_and_a_picture(
     assert (tmp_path / f"{name}.png").stat().st_size > 0
 
 
+@deep
 def test_isa_script_measures_the_instruction_set_it_is_told(tmp_path: Path) -> None:
     isa = available_isas()[0]
     arguments = ("--seqlen", "16", "--seconds", "0", "--output", str(tmp_path))
@@ -68,6 +69,7 @@ def test_isa_script_measures_the_instruction_set_it_is_told(tmp_path: Path) -> N
     assert {one["workload"]["dtype"] for one in report["measurements"]} == {"float32"}
 
 
+@deep
 def test_quantised_cache_script_finds_what_rounding_costs(tmp_path: Path) -> None:
     load_script("quantised_cache").main(tokens=300, keys=64, seconds=0.0, output=tmp_path)
     report = read(tmp_path / "quantised_cache.json")
@@ -80,6 +82,7 @@ def test_quantised_cache_script_finds_what_rounding_costs(tmp_path: Path) -> Non
     assert len(report["times"]) == 4
 
 
+@deep
 def test_memory_script_finds_the_square_of_eager_attention(tmp_path: Path) -> None:
     load_script("memory").main(shortest=1024, longest=1024, output=tmp_path)
     peaks = {peak["peer"]: peak for peak in read(tmp_path / "memory.json")["peaks"]}

@@ -215,6 +215,12 @@ void return_before_others_shuffle(const Arguments&) {
     if (lane_index() == 0) return;
     shuffle_xor(1.0f, 1);
 }
+// out: a counter, then what it was when each warp of each CTA began.
+void take_turns(const Arguments& p) {
+    auto* out = static_cast<std::int32_t*>(p.out);
+    if (lane_index() == 0) out[1 + block_index() * kWarps + thread_index() / 32] = out[0]++;
+}
+
 void fail_in_the_second_block(const Arguments&) {
     if (block_index() == 1 && thread_index() == 33) load_shared_32(shared_memory());
 }
@@ -274,6 +280,7 @@ PROBE(probe_half_a_warp_waits_for_the_block, half_a_warp_waits_for_the_block)
 PROBE(probe_shuffle_without_a_lane, shuffle_without_a_lane)
 PROBE(probe_return_before_others_shuffle, return_before_others_shuffle)
 PROBE(probe_fail_in_the_second_block, fail_in_the_second_block)
+PROBE(probe_take_turns, take_turns)
 PROBE(probe_one_warp_returns_first, one_warp_returns_first)
 PROBE(probe_load_global, load_global)
 PROBE(probe_store_global, store_global)

@@ -54,22 +54,23 @@ def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:
     assert counted["stores"] + counted["copies"] > 0
 
 
+@thin(quick=5, all=5)
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm70(), emulator.EmulatedSm75(), emulator.EmulatedSm80()],
                          ids=["sm70", "sm75", "sm80"])  # fmt: skip
-@thin(quick=5)
 def test_main_loop_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: int) -> None:
     less, more = (of_forward(backend, headdim, 128, seqlen_k) for seqlen_k in (192, 256))
     assert_main_loop_has_no_conflicts(less, more)
 
 
+@thin(quick=5, all=2)
 @pytest.mark.parametrize(("headdim", "seqlen_q"), [(64, 64), (128, 64), (128, 256), (256, 64), (256, 128)])
 def test_nor_has_it_with_volta_s_other_tiles(headdim: int, seqlen_q: int) -> None:
     less, more = (of_forward(emulator.EmulatedSm70(), headdim, seqlen_q, seqlen_k) for seqlen_k in (192, 256))
     assert_main_loop_has_no_conflicts(less, more)
 
 
-@thin(quick=5)
+@thin(quick=7, all=3)
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])
@@ -78,6 +79,7 @@ def test_the_main_loop_of_a_decode_has_no_bank_conflicts(backend: EmulatedCudaBa
     assert_main_loop_has_no_conflicts(less, more)
 
 
+@thin(quick=3, all=3)
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 def test_nor_has_it_with_a_quantised_cache(cache: torch.dtype, headdim: int) -> None:

@@ -52,8 +52,8 @@ pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 @pytest.fixture
 def headdims(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    """Below the deep tier two of six: that of most models, and the one that takes the most registers."""
-    return HEADDIMS if tier_of(request.config) is Tier.DEEP else (128, 256)
+    """Below the deep tier that of most models."""
+    return HEADDIMS if tier_of(request.config) is Tier.DEEP else (128,)
 
 
 # Decodes are many. Those of head dimensions in between, of the other dtype and of float8 take no more. The emulator

@@ -123,7 +123,7 @@ def features_of(kernel: Variant) -> tuple[object, ...]:
 
 
 def runs_in(tier: Tier) -> list[Run]:
-    """Below the deep tier each case runs on one GPU, one after the other, and cases of tiles on each."""
+    """Below the deep tier each case runs on one GPU, one after the other, and cases of tiles on two."""
     if tier is Tier.DEEP:
         return RUNS
     runs_of_cases = [(case, list(runs)) for case, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
@@ -132,7 +132,7 @@ def runs_in(tier: Tier) -> list[Run]:
     return [
         run
         for i, (case, runs) in enumerate(runs_of_cases)
-        for run in (runs if case in FOR_GPUS else runs[i % len(runs) :][:1])
+        for run in (runs[i % 2 :: 2] if case in FOR_GPUS else runs[i % len(runs) :][:1])
     ]
 
 

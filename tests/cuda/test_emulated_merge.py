@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import emulator
 import pytest
 import torch
 from conformance.engines import forget_backends
@@ -37,6 +38,16 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedSm80]:
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_parts_are_merged_exactly_and_repeatably(dtype: torch.dtype, case: MergeCase) -> None:
     check_merge(merge_attn_states, *case.parts(dtype))
+
+
+@every_dtype
+def test_the_order_of_ctas_and_warps_does_not_change_a_bit(dtype: torch.dtype) -> None:
+    outs, lses = MergeCase("order", 3, (3, 37, 6, 128)).parts(dtype)
+    out, lse = merge_attn_states(outs, lses)
+    with emulator.shuffled(seed=1):
+        again, lse_again = merge_attn_states(outs, lses)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
 
 
 @every_dtype

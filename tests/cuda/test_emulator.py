@@ -210,6 +210,30 @@ def test_an_error_says_which_kernel_and_block() -> None:
         probe("fail_in_the_second_block", num_blocks=3)
 
 
+def turns(num_blocks: int) -> list[list[int]]:
+    """When each warp of each CTA has run."""
+    out = aligned(np.zeros(1 + 2 * num_blocks, np.int32))
+    probe("take_turns", target=out, num_blocks=num_blocks)
+    assert out[0] == 2 * num_blocks
+    return [[int(turn) for turn in block] for block in out[1:].reshape(num_blocks, 2)]
+
+
+def test_ctas_and_warps_run_in_their_order_or_shuffled() -> None:
+    in_order = [[2 * block, 2 * block + 1] for block in range(20)]
+    assert turns(20) == in_order
+    with emulator.shuffled(1):
+        first = turns(20)
+        assert turns(20) == first
+    with emulator.shuffled(2):
+        second = turns(20)
+    assert turns(20) == in_order
+    for shuffled in (first, second):
+        assert sorted(sorted(block) for block in shuffled) == in_order  # each CTA by itself
+        assert [min(block) for block in shuffled] != [min(block) for block in in_order]
+        assert {block[0] < block[1] for block in shuffled} == {False, True}
+    assert first != second
+
+
 def test_a_launch_after_an_error_starts_afresh() -> None:
     with pytest.raises(EmulatorError):
         probe("copy_without_wait")

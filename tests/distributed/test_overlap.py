@@ -14,7 +14,7 @@ import tiled_allreduce
 import torch
 import torch.distributed as dist
 from overlap import Activity, common, length, union
-from tiers import slow
+from tiers import deep, slow
 from tiled_allreduce_trace import activities as activities_of
 from tiled_allreduce_trace import after_mark
 
@@ -141,7 +141,7 @@ def test_times_of_a_trace_begin_with_the_first_on_the_device_and_lose_no_nanosec
     assert activities_of(profiler) == [("ncclDevKernel", 0.0, 1e-6), ("gemm", 2_001 / 1e9, 2_004 / 1e9)]
 
 
-@slow
+@deep
 def test_the_benchmark_measures_every_case_on_processes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTATTENTION_CACHE", str(tmp_path / "cache"))
     cases = (

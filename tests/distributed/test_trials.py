@@ -79,7 +79,7 @@ def way_of(candidate: Candidate) -> tuple[int, ...]:
     return (*candidate.attended, 0)
 
 
-@thin(quick=3)
+@thin(quick=8, all=3)
 @pytest.mark.parametrize(
     ("seconds", "rows"),
     [

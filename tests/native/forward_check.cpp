@@ -153,7 +153,7 @@ int main() {
     const Shape shapes[] = {{1, 700, 8, 2, 64, 64, -1}, {70, 70, 2, 2, 59, 59, 0}, {100, 130, 3, 1, 128, 40, 0},
                             {5, 3, 1, 1, 16, 16, 0},    {33, 300, 4, 4, 80, 80, -1}};
     const double tolerances[] = {2e-5, 3e-2, 4e-3};  // float32, bfloat16, float16
-    int failures = 0;
+    int checks = 0, failures = 0;
     for (int64_t isa = 0; isa < fastattention_num_isas(); ++isa)
         for (int64_t dtype = 0; dtype < 3; ++dtype) {
             double worst = 0.0;
@@ -162,9 +162,11 @@ int main() {
                 if (!(error <= worst)) worst = error;
             }
             const bool passes = worst <= tolerances[dtype];
+            ++checks;
             failures += !passes;
             std::printf("%-12s dtype %d: largest error %.2e, allowed %.0e: %s\n", fastattention_isa_name(isa),
                         static_cast<int>(dtype), worst, tolerances[dtype], passes ? "PASS" : "FAIL");
         }
+    std::printf("%d passed, %d failed\n", checks - failures, failures);
     return failures == 0 ? 0 : 1;
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import thin
 
 from fastattention import PackedKVStore, fast_attn_func
 from fastattention.backends.cpu.library import available_isas, load_library
@@ -41,6 +42,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
+@thin(quick=7, all=3)
 @ATTENTION
 @DTYPES
 @SHAPES
@@ -66,6 +68,7 @@ def test_a_bad_query_spoils_its_own_row_only(
     assert torch.equal(out[0, others], clean[0, others])
 
 
+@thin(quick=7, all=3)
 @ATTENTION
 @DTYPES
 @SHAPES
@@ -90,6 +93,7 @@ MODIFIED = {
 }
 
 
+@thin(quick=7, all=3)
 @ATTENTION
 @DTYPES
 @SHAPES

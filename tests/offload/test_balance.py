@@ -45,7 +45,7 @@ def fixed(num_layers: int, on_cpu: int, share: float, rates: Rates) -> float:
 
 
 @slow
-@thin(all=5)
+@thin(all=12)
 @every_machine
 @pytest.mark.parametrize("wrong", [0.7, 1.3])
 @pytest.mark.parametrize("part", ["link", "cpu"])

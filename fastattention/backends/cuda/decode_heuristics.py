@@ -18,7 +18,8 @@ from fastattention.problem import Layout, Problem
 
 # Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
 _MAX_ROWS = 128
-_LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS = 256, 1024  # of a sequence, without a cache (docs/experiments_gpu.md)
+# Keys of a sequence, without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).
+_LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS = 256, 1024
 _FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
 _MAX_WAVES = 4
 _MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes to launch another kernel
@@ -47,7 +48,9 @@ class _Tiles(NamedTuple):
 
 
 # For head dimensions up to the key, the candidates, best first: of those with the fewest rows that hold the call's, or
-# with the most if none does, the first that fits the GPU is taken (docs/experiments_gpu.md).
+# with the most if none does, the first that fits the GPU is taken
+# (docs/decisions/0025-swizzle-decode-copies-and-hint-128-bytes.md, and of quantised caches
+# docs/decisions/0029-decode-quantised-caches-with-eight-warps.md).
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         128: (

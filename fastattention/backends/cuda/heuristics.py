@@ -30,8 +30,10 @@ class _Tiles(NamedTuple):
 
 
 # For head dimensions up to the key, the candidates, best first: the first that suits the call and fits the GPU is
-# taken (docs/experiments_gpu.md). The first ones of 80 and 75 were chosen on an H200, those of 70 by the predictions of
-# benchmarks/volta_model, the others by counting: as many warps, and as few reads of shared memory, as then fit.
+# taken. The first ones of 80 and 75 were chosen on an H200 (docs/decisions/0018-choose-headdim-64-tiles-by-length.md),
+# those of 70 by the predictions of benchmarks/volta_model
+# (docs/decisions/0022-use-256-row-tiles-on-volta-at-headdim-128.md), the others by counting: as many warps, and
+# as few reads of shared memory, as then fit.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         64: (

@@ -9,7 +9,7 @@ that those cannot say. The attention function (attention.py) runs once a layer a
 cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
 of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. versions.py knows what
 Transformers has renamed, and warns of one that is too old.
-docs/transformers.md tells users what is covered and what costs what.
+docs/guides/transformers.md tells users what is covered and what costs what.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAME = "fast_attention"  # without "flash" in it: Transformers takes any name th
 
 
 def register() -> None:
-    """Makes "fast_attention" known to Transformers. Importing this module has done it; again, it changes nothing."""
+    """Registers "fast_attention" with Transformers. Importing this module does it; calling it again changes nothing."""
     AttentionInterface.register(NAME, fast_attention_forward)
     AttentionMaskInterface.register(NAME, fast_attention_mask)
 

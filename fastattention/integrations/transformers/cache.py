@@ -50,21 +50,23 @@ class FastAttentionCache(Cache):
         cache = FastAttentionCache(model.config, gpu_memory="16GiB")
         model.generate(**inputs, cache=cache)  # past_key_values=cache before Transformers 5.24
 
-    config: of the model, which must be loaded with attn_implementation="fast_attention"
-    gpu_memory: all that this process may take of the GPU, weights and all: a number of bytes, or "16GiB". What
+    - `config`: of the model, which must be loaded with attn_implementation="fast_attention"
+    - `gpu_memory`: all that this process may take of the GPU, weights included: a number of bytes, or "16GiB". What
         torch has allocated when the first tokens come, and `workspace`, are not the cache's.
-    kv_budget: instead of gpu_memory, what keys and values may take of the GPU
-    cpu_memory: what they may take of host memory; by default four fifths of what is free
-    policy: what is done about layers in host memory: "classical" uploads them for every token, "cooperative" has the
-        CPU attend to them, "hybrid" both, in parts; "auto" takes the fastest, by the model of docs/long_context.md
-    cpu_cache_dtype: torch.int8 or torch.float8_e4m3fn keeps host memory quantised: half the bytes, not exact
-    workspace: GPU memory for all else that the model computes; by default what 8192 tokens of a prompt take, about,
-        which is what prefill_chunk_size=8192 gives the model at once
-    hardware: bandwidths for the model; measured by default
+    - `kv_budget`: instead of gpu_memory, what keys and values may take of the GPU
+    - `cpu_memory`: what they may take of host memory; by default four fifths of what is free
+    - `policy`: what is done about layers in host memory. "classical" uploads them for every token, "cooperative" lets
+        the CPU attend to them, "hybrid" does both, each for a part. "auto" takes the policy that is predicted fastest.
+    - `cpu_cache_dtype`: torch.int8 or torch.float8_e4m3fn keeps host memory quantised: half the bytes, not exact
+    - `workspace`: GPU memory for everything else that the model computes. Default: about what 8192 tokens of a prompt
+        take, which is what prefill_chunk_size=8192 gives the model at once.
+    - `hardware`: bandwidths for the prediction, a `fastattention.offload.hardware.Hardware`; measured by default
+    - `page_size`: tokens of a sequence that are stored and moved together
+    - `device`: a `fastattention.offload.device.Device`; by default that of the first keys
 
-    Layers with a window keep that alone, on the GPU, as in a DynamicCache. All sequences of a batch have the same
-    length, with padding on the left. Raises ArgumentError for budgets and configurations that make no sense, and
-    CacheFullError, before any token is lost, when a budget is used up.
+    Layers with a sliding window keep only their window, on the GPU, as in a DynamicCache. All sequences of a batch have
+    the same length, with padding on the left. Raises ArgumentError for budgets and configurations that make no sense.
+    Raises CacheFullError when a budget is used up, before any token is lost.
     """
 
     def __init__(

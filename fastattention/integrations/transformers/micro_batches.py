@@ -22,20 +22,20 @@ from fastattention.offload.micro_batches import run_together
 
 
 class MicroBatchedCache(Cache):
-    """A FastAttentionCache for each half of a batch, whose decode steps are computed at once under `overlapped`.
+    """A `FastAttentionCache` for each half of a batch, whose decode steps overlap under `overlapped`.
 
         cache = MicroBatchedCache(model.config, gpu_memory="16GiB")
         with overlapped(model, cache):
             model.generate(**inputs, cache=cache)  # past_key_values=cache before Transformers 5.24
 
-    While the CPU attends for one half, the GPU computes layers of the other; it reads the weights twice for that, which
-    pays when the CPU's attention takes longer (`fastattention plan offload --batch` predicts it).
+    The arguments are those of `FastAttentionCache`. Each half gets its share of the budgets, by its number of
+    sequences. The first half has one sequence more when their number is odd. A single sequence is not divided.
 
-    Arguments are those of FastAttentionCache; each half gets its share of the budgets, by its number of sequences. The
-    first half has one sequence more when their number is odd. A single sequence is not divided.
+    While the CPU attends for one half, the GPU computes layers of the other. The weights are read twice for that, so it
+    pays only when the CPU's attention takes longer (`fastattention plan offload --batch` predicts it).
 
     Prompts, passes of more than 32 tokens and the first one pass through the model one half after the other. A forward
-    pass that fails in either half leaves no trace in both. Sequences stay where they are: beam search is refused.
+    pass that fails in either half leaves no trace in both. Beam search is refused, because sequences keep their place.
     """
 
     def __init__(self, config: PretrainedConfig, gpu_memory: int | str | None = None, **given: Any) -> None:
@@ -93,7 +93,8 @@ class MicroBatchedCache(Cache):
     def run(self, forward: Callable[..., ModelOutput], given: dict[str, Any]) -> ModelOutput:
         """A forward pass of the whole batch, by one for each half.
 
-        forward: takes the cache of a half, and arguments by name. given: these, of the whole batch.
+        - `forward`: takes the cache of a half, and arguments by name
+        - `given`: these arguments, of the whole batch
 
         Raises ArgumentError for another number of sequences than before, UnsupportedError for arguments that cannot
         be divided, and whatever either pass raises; the cache is then as it was.
@@ -141,9 +142,9 @@ class MicroBatchedCache(Cache):
 
 @contextlib.contextmanager
 def overlapped(model: PreTrainedModel, cache: MicroBatchedCache) -> Iterator[None]:
-    """Meanwhile `model.generate` and `model(...)` with this cache compute the halves of a batch at once.
+    """Within this context `model.generate` and `model(...)` with this cache compute both halves of a batch at once.
 
-    Calls with other caches are as ever. Raises UnsupportedError for models that change while they compute.
+    Calls with other caches do not change. Raises UnsupportedError for models that change while they compute.
     """
     _refuse_changing(model)
     forward, patched = model.forward, "forward" in vars(model)

@@ -29,21 +29,22 @@ NAME = "fast_attention_tiled"
 
 
 def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:
-    """Overlaps, from now on, the all-reduces that follow attention with attention and o_proj of the next rows.
+    """Overlaps the all-reduces that follow attention with attention and o_proj of the next rows.
 
         model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=4))
         tile_allreduce(model)
 
-    The model gets the attention implementation "fast_attention_tiled": that of "fast_attention", and prompts that are
-    padded on the left are not packed. Call it on every rank. Prompts are computed in row blocks where that is predicted
-    to pay, decoding and short prompts as before. What cannot be tiled runs as before, too, with a NotTiledWarning that
-    says why.
+    - `plan`: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of
+        each block
+    - `transport`: how blocks are summed, as in `TilingAllReduce`
 
-    plan: "auto" chooses the blocks; or a function from all rows of a call, batch_size * seqlen_q, to the rows of each
-        block
-    transport: how blocks are summed, as in TilingAllReduce
-    Raises ArgumentError for a plan or a transport that is none, UnsupportedError for a model without o_proj in its
-    attention, or with one that is not divided by rows.
+    The model gets the attention implementation "fast_attention_tiled". It is "fast_attention", except that prompts with
+    padding on the left are not packed. Call it on every rank. Prompts are computed in row blocks where that is
+    predicted to pay, decoding and short prompts as before. What cannot be tiled runs as before, too, with a
+    NotTiledWarning that says why.
+
+    Raises ArgumentError for an unknown plan or transport. Raises UnsupportedError for a model without o_proj in its
+    attention, or whose o_proj is not divided by rows.
     """
     check_options(plan, transport)
     found = [(name, linear) for name, linear in _projections(model) if not isinstance(linear.forward, TiledForward)]

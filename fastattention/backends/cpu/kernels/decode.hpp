@@ -4,9 +4,9 @@
 // key by key, the group's rows side by side: lane t * kGroup + g of a vector is key t, row g. Vertical operations then
 // serve all rows at once, and one reduction turns kWidth accumulators into one vector of scores.
 //
-// Caches stored tokens first keep the heads of a token side by side, in rows as short as 128 bytes: read head by head, memory
-// gives half its speed (docs/experiments.md). There one task reads several heads: they take turns block by block, while
-// prefetching runs through whole tokens of the block ahead.
+// Caches stored tokens first keep the heads of a token side by side, in rows as short as 128 bytes: read head by head,
+// memory gives half its speed. There one task reads several heads: they take turns block by block, while prefetching
+// runs through whole tokens of the block ahead (docs/decisions/0005-read-neighbouring-heads-together.md).
 #pragma once
 
 namespace FA_NAMESPACE {

@@ -9,7 +9,8 @@ static constexpr int64_t kBlockKeys = 128;
 // the latency of memory.
 static constexpr int64_t kAheadKeys = 64;
 // Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantised cache are fewer,
-// and each of its blocks ends by adding integer sums to floats (docs/experiments.md).
+// and each of its blocks ends by adding integer sums to floats
+// (docs/decisions/0005-read-neighbouring-heads-together.md).
 static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
 
 // Where the rows of one block lie, and those to prefetch; past the last key they repeat it. Short blocks share a table.

@@ -85,7 +85,8 @@ private:
     static constexpr int64_t kMostRows = FewRows<Unit>::kMostRows;
     static constexpr int64_t kElements = PackedCache<Element>::kElements;
     using Stored = typename PackedCache<Element>::Stored;
-    // What is fetched ahead: more or less than this is slower, and so is fetching far ahead (docs/experiments.md).
+    // What is fetched ahead: more or less than this is slower, and so is fetching far ahead
+    // (docs/decisions/0011-fetch-panels-in-short-turns.md).
     static constexpr int64_t kPieceBytes = sizeof(Element) == 4 ? 4096 : 8192;
 
     void load_row(int64_t row) {

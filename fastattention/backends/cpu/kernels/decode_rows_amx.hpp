@@ -6,7 +6,8 @@
 // Keys and values of a block are 8 KB each at headdim 128. While one is multiplied, two fetches go on line by line: of the
 // other into the first-level cache, where the next product finds it, and of what lies two blocks ahead from memory into the
 // second: memory is never idle, and never asked for more at once than a core can have on its way
-// (docs/experiments.md, and docs/experiments_systems.md of the two blocks).
+// (docs/decisions/0008-decode-bfloat16-rows-on-amx-tiles.md, and of the two blocks
+// docs/decisions/0009-fetch-bfloat16-rows-two-blocks-ahead.md).
 #pragma once
 
 namespace FA_NAMESPACE {

@@ -1,0 +1,84 @@
+"""What the documentation repeats from the code is what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+import fastattention
+from fastattention.integrations.transformers.versions import OLDEST
+
+ROOT = Path(__file__).parents[2]
+INSTALLATION = (ROOT / "docs" / "get-started" / "installation.md").read_text()
+CONFIG = (ROOT / "fastattention" / "config.py").read_text()
+RUNNABLE = ["README.md", "docs/index.md", "docs/get-started/first-calls.md"]
+RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "flash-attn")]
+OUR_EXTRAS = ("transformers", "plot", "cuda12", "cuda13")
+
+
+def minimum(requirement: Requirement) -> str:
+    (version,) = (each.version for each in requirement.specifier if each.operator == ">=")
+    return version
+
+
+def test_installation_names_the_minimum_versions_of_pyproject() -> None:
+    documented = dict(re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", INSTALLATION, re.MULTILINE))
+    for requirement in map(Requirement, requires("fastattention") or []):
+        extra = re.search(r"extra == ['\"](\w+)['\"]", str(requirement.marker))
+        if extra and (extra[1] not in OUR_EXTRAS or extra[1] == "cuda13"):
+            continue
+        assert documented[requirement.name] == minimum(requirement), requirement
+    cmake = re.search(r"cmake_minimum_required\(VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
+    assert cmake is not None
+    assert documented["CMake"] == cmake[1]
+    assert documented["transformers"] == OLDEST
+
+
+def test_every_environment_variable_has_its_row_and_its_reader() -> None:
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    documented = set(re.findall(r"^\| `(FASTATTENTION_\w+)`", page, re.MULTILINE))
+    assert documented == set(re.findall(r"\"(FASTATTENTION_\w+)\"", CONFIG))
+
+
+def test_command_line_page_is_what_the_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("cli_reference", ROOT / "scripts" / "write_cli_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    assert page == script.render(), "run python scripts/write_cli_reference.py"
+
+
+def test_reference_documents_every_public_name() -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    assert {f"fastattention.{name}" for name in fastattention.__all__} <= documented
+    assert {f"fastattention.distributed.{name}" for name in exported("distributed/__init__.py")} <= documented
+
+
+def test_code_on_pages_runs() -> None:
+    """In a process of its own: it takes memory, and one page puts flash_attn into sys.modules."""
+    program = "".join(f"exec(compile({code_on(page)!r}, {page!r}, 'exec'), {{}})\n" for page in RUNNABLE)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def code_on(page: str) -> str:
+    """The Python of a page: of README.md the first block, the others need a model."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    return blocks[0] if page == "README.md" else "\n".join(blocks)
+
+
+def exported(path: str) -> list[str]:
+    """`__all__` of a module, which is not imported: torch.distributed may be missing."""
+    text = (ROOT / "fastattention" / path).read_text()
+    (names,) = re.findall(r"__all__ = \[(.*?)\]", text, re.DOTALL)
+    return re.findall(r"\"(\w+)\"", names)

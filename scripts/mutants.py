@@ -319,6 +319,8 @@ def main(
         results.append(result)
         state = f"{result.seconds:5.0f} s  {result.tier or '-':6} {mutant.name}: {result.test}"
         print(state, flush=True)
+    killed = sum(result.tier is not None for result in results)
+    print(f"{killed} killed, {len(results) - killed} not")
     if control:
         wrong = [result for result in results if result.test != "every test passed"]
     else:

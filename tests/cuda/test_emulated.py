@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.backends import registry
+from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.jit.variants import variants_of
 from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.plan import make_plan
@@ -216,6 +217,16 @@ def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone(
     for cache, old in zip(caches, before, strict=True):
         changed = (cache != old).flatten(2).any(-1).nonzero().tolist()
         assert changed == [[b, int(lengths[b]) + i] for b in (0, 3) for i in range(seqlen_q)]
+
+
+def test_the_last_heads_that_start_together_may_be_fewer() -> None:
+    """CTAs of two heads start together, and there are three."""
+    generator = torch.Generator().manual_seed(0)
+    call = prepare_dense(*(torch.randn(1, 40, 3, 32, generator=generator).half() for _ in range(3)), Options())
+    expected = emulator.EmulatedSm80().forward(*call).out
+    with mock.patch.object(heuristics, "heads_together", return_value=2) as asked:
+        assert torch.equal(emulator.EmulatedSm80().forward(*call).out, expected)
+    asked.assert_called_once()
 
 
 @pytest.mark.parametrize("stored", LARGEST_STORED, ids=["int8", "float8"])

@@ -29,6 +29,7 @@ from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
 from fastattention.quantised import LARGEST_STORED, quantise
+from fastattention.reference import reference_attention
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.validation import lengths as lengths_module
 
@@ -219,10 +220,24 @@ def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone(
         assert changed == [[b, int(lengths[b]) + i] for b in (0, 3) for i in range(seqlen_q)]
 
 
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
+def test_a_cta_may_end_one_sequence_and_begin_another(backend: type[EmulatedCudaBackend]) -> None:
+    """Long sequences, whose lengths no number of CTAs divides, whatever the order in which CTAs run."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, length, 1, 32, generator=generator).half() for length in (1, 2900, 2900))
+    lengths = torch.tensor([1900, 2900, 2300], dtype=torch.int32)
+    problem, inputs = prepare_kvcache(KvCacheArguments(q, k, v, cache_seqlens=lengths), Options())
+    expected = reference_attention(problem, inputs).out
+    for seed in range(4):
+        with emulator.shuffled(seed):
+            out = backend().forward(problem, inputs).out
+        torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=0)
+
+
 def test_the_last_heads_that_start_together_may_be_fewer() -> None:
     """CTAs of two heads start together, and there are three."""
     generator = torch.Generator().manual_seed(0)
-    call = prepare_dense(*(torch.randn(1, 40, 3, 32, generator=generator).half() for _ in range(3)), Options())
+    call = prepare_dense(*(torch.randn(1, 300, 3, 32, generator=generator).half() for _ in range(3)), Options())
     expected = emulator.EmulatedSm80().forward(*call).out
     with mock.patch.object(heuristics, "heads_together", return_value=2) as asked:
         assert torch.equal(emulator.EmulatedSm80().forward(*call).out, expected)

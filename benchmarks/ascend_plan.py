@@ -31,7 +31,7 @@ from fastattention.backends.ascend.simulator.workload import Workload
 from fastattention.backends.ascend.tiling import tiling_for
 from fastattention.cli.bench.report import SCHEMA
 from fastattention.cli.console import OUTPUT, errors_as_messages
-from fastattention.cli.machine import source_commit
+from fastattention.cli.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 CHIP = published.MEASURED_CHIP
@@ -50,7 +50,7 @@ def main(longest: int = 131072, output: Path = RESULTS) -> None:
             "schema": SCHEMA,
             "question": "ascend_plan",
             "note": "Times and rates are predicted by a simulator, except where a name begins with measured.",
-            "commit": source_commit() or "an installed package",
+            "machine": describe_machine(),
             "chip": asdict(CHIP),
             "costs": asdict(DEFAULT_COSTS),
             "calibration": calibration(),

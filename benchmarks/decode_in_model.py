@@ -4,7 +4,7 @@
 
 Transformers' own Llama of the shape of Llama 3.2 1B, with random weights and a random cache that grows as generate's
 does (a DynamicCache). By torch's attention and by ours; by ours also without the threads of torch, on workers alone
-(docs/architecture.md, "Threads"). All take turns of a few tokens.
+(docs/internals/architecture.md, "Threads"). All take turns of a few tokens.
 """
 
 from __future__ import annotations

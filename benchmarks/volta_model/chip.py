@@ -10,7 +10,7 @@ Sources, by the letter that stands behind a figure:
     S  Zhang, Wahib, Zhang, Matsuoka, "A study of single and multi-device synchronization methods in NVIDIA GPUs", 2020
     H  Huerta, Abaie Shoushtary, Cruz, González, "Dissecting and modeling the architecture of modern GPU cores", 2025:
        measured on Turing, Ampere and Blackwell; taken for Volta where nothing older is known
-    M  measured on a V100 by others, collected in docs/volta.md
+    M  measured on a V100 by others, collected in docs/internals/volta.md
     ?  a guess; what depends on it is said beside it
 
 None of them was fitted to a published speed of a kernel. What was read, and what was not:

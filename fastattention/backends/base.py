@@ -1,4 +1,4 @@
-"""Backend: what every engine of attention implements. docs/adding_a_backend.md walks through one."""
+"""Backend: what every engine of attention implements. docs/internals/adding-a-backend.md walks through one."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ hand_over.py      queries down to the CPU, results up
 cpu_attention.py  what the CPU is to do with them
 micro_batches.py  parts of a batch at once, each in a thread and a line of computation of its own
 device.py         what is asked of a device
-placement.py      which layers go where, and what that costs; docs/long_context.md has the model
+placement.py      which layers go where, and what that costs; docs/internals/long-contexts.md has the model
 prediction.py     the time of a step
 measure.py        the bandwidths of this machine
 """

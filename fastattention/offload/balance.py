@@ -3,7 +3,7 @@
 In a visit to a layer the device waits for two things: the last upload, and the CPU's results. The share is right when
 neither is waited for longer than the other. It is too small by as much as the CPU is late and the link is idle at the
 same time: when uploads are merely ahead, there is nothing to gain. It is too large by as much as uploads are late.
-docs/long_context.md has the formula.
+docs/internals/long-contexts.md has the formula.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ STAGING_BUFFERS = 2  # one is filled while the other is attended to
 STAGING_SHARE = 2  # and all buffers take at most 1 / STAGING_SHARE of what the cache may take on the GPU
 # Elements that a decoder has at once for each token of a chunk, as multiples of two of its sizes: gate, up and their
 # product twice; and the residual, norms, queries, results of attention and their parts. A forward pass of Transformers'
-# Llama of the shape of LLaMA-3-8B was seen to take 1.58 GiB (docs/long_context.md), where this says 1.63.
+# Llama of the shape of LLaMA-3-8B was seen to take 1.58 GiB, where this says 1.63.
 WORKSPACE_INTERMEDIATE, WORKSPACE_HIDDEN = 4, 12
 ENDLESS = 1 << 62  # tokens: what fits this has no limit
 

@@ -1,4 +1,4 @@
-"""The time of a decode step, predicted from bandwidths. docs/long_context.md explains the formulas.
+"""The time of a decode step, predicted from bandwidths. docs/internals/long-contexts.md explains the formulas.
 
 In their words: T0 is the step without the layers on the CPU, S the cache of one of these, L_CPU their number, and
 `staging_bytes` the buffers in which uploads wait for their layer.

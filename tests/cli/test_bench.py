@@ -35,7 +35,7 @@ def known_limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 def check_schema(report: dict[str, Any], question: str) -> None:
     assert report["schema"] == 1
     assert report["question"] == question
-    assert {"cpu", "versions", "num_threads", "commit"} <= set(report["machine"])
+    assert {"cpu", "versions", "num_threads", "commit", "command", "cuda", "driver"} <= set(report["machine"])
     assert {"fastattention", "torch SDPA"} & set(report["peers"])
     for one in report["measurements"]:
         assert (one["seconds"] is None) == (one["reason"] is not None)

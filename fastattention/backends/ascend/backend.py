@@ -179,7 +179,7 @@ def why_not_kernels(problem: Problem) -> str | None:
 @functools.cache
 def _why_no_npu() -> str | None:
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed; an Ascend server needs CANN and torch_npu, see docs/ascend.md"
+        return "torch_npu is not installed; an Ascend server needs CANN and torch_npu, see docs/guides/ascend.md"
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # whatever a library of the vendor's raises when CANN is missing or too old

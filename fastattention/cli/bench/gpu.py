@@ -50,7 +50,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     if not torch.cuda.is_available():
         raise ArgumentError("question 'gpu' needs a CUDA device, and torch sees none")
     major, minor = torch.cuda.get_device_capability()
-    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
+    machine = {**describe_machine(), "capability": 10 * major + minor}
     # Newer GPUs emulate Volta's m8n8k4, and Pascal's path has no matrix instructions: checked there, not timed.
     newest = arch_of(10 * major + minor)
     paths = [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]

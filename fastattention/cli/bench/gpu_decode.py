@@ -71,7 +71,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     lengths = FULL_LENGTHS if len(seqlens) > 2 else QUICK_LENGTHS
     shapes = [Shape(batch, *heads, seqlen) for heads in HEADS for batch, seqlen in lengths]
     major, minor = torch.cuda.get_device_capability()
-    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
+    machine = {**describe_machine(), "capability": 10 * major + minor}
     report = {
         "machine": machine,
         "copy_gbps": copy_bandwidth(rounds),

@@ -23,7 +23,7 @@ from fastattention.errors import ArgumentError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DRAWN_TILES = 6
-NOTE = "Every time and rate is predicted: no Ascend device has run this. docs/ascend.md says what the model assumes."
+NOTE = "Every time and rate is predicted: no Ascend device has run this (docs/internals/ascend-simulator.md)."
 
 
 def plan(

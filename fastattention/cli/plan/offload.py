@@ -19,7 +19,7 @@ from fastattention.offload.model_shape import find_model
 from fastattention.offload.placement import Placement, Prediction, place
 from fastattention.sizes import format_bytes, read_bytes
 
-NOTE = "Every time is predicted from bandwidths, none is measured. docs/long_context.md says what the model assumes."
+NOTE = "Every time is predicted from bandwidths, none is measured. docs/internals/long-contexts.md has the model."
 
 
 @dataclass(frozen=True)

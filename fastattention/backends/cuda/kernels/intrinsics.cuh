@@ -302,7 +302,7 @@ FA_MMA_M16N8K16(mma_m16n8k16_float16, "f16")
 FA_MMA_M16N8K16(mma_m16n8k16_bfloat16, "bf16")
 #undef FA_MMA_M16N8K16
 
-// Four independent products, one for each quadpair of lanes. docs/cuda.md draws who holds what.
+// Four independent products, one for each quadpair of lanes. docs/internals/volta.md draws who holds what.
 #define FA_MMA_M8N8K4(name, layout_b)                                                                                       \
     FA_DEVICE void name(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {                                \
         asm volatile("mma.sync.aligned.m8n8k4.row." layout_b ".f32.f16.f16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "          \

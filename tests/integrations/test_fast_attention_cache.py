@@ -100,6 +100,13 @@ def test_a_conversation_goes_on_with_the_same_cache(name: str) -> None:
     assert cache.get_seq_length() == plain.get_seq_length()
 
 
+def test_a_cache_that_is_reset_serves_prompts_with_other_padding() -> None:
+    cache = make_cache("llama")
+    for mask in (padding_mask("left", length=LENGTH), padding_mask("left", length=LENGTH).flip(0)):
+        assert torch.equal(generate("llama", cache, attention_mask=mask), generate("llama", None, attention_mask=mask))
+        cache.reset()
+
+
 def logits(name: str, cache: Any, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         result: Tensor = deep(name, NUM_LAYERS)(tokens, **{CACHE_ARGUMENT: cache}).logits

@@ -114,7 +114,8 @@ class FakeDevice(Device):
     Time passes for the computation (`now`, advanced by `compute`), for uploads, downloads and work on the CPU, each in
     a line of its own. Who asks for all that takes no time.
     Copies are carried out when somebody waits for them, as late as can be, so that what happens to their source and
-    what is read of their target in between is seen. Every thread has a line of computation of its own.
+    what is read of their target in between is seen. So are results of the CPU written. Every thread has a line of
+    computation of its own.
     """
 
     rates: Rates = field(default_factory=Rates)
@@ -130,8 +131,10 @@ class FakeDevice(Device):
         self.uploaded_bytes = self.downloaded_bytes = self.cpu_bytes = 0
         self.pinned: list[Tensor] = []
         self.faults = Faults()
+        self._shared: list[Tensor] = []
         self._up: deque[Transfer] = deque()
         self._down: deque[Transfer] = deque()
+        self._results: deque[Transfer] = deque()
         self._reads: list[tuple[Tensor, float]] = []
 
     @property
@@ -161,7 +164,7 @@ class FakeDevice(Device):
 
     def finish(self) -> None:
         """Carries out all that was asked for."""
-        for line in (self._down, self._up):
+        for line in (self._down, self._up, self._results):
             if line:
                 self._carry_out(line[-1])
 
@@ -211,15 +214,22 @@ class FakeDevice(Device):
         for event in after:
             self._reach(event)
         self.cpu_bytes += nbytes
+        before = [memory.clone() for memory in self._shared]
         for target, source in job.down:
             target.copy_(source)
         job.work.run()
+        found = [Copy(memory, memory.clone()) for memory in self._shared]
+        for memory, old in zip(self._shared, before, strict=True):
+            memory.copy_(old)
+        changed = [copy for copy in found if not _same(*copy)]
+        self._results.append(Transfer(self._results, changed, []))
         begin = max([self.cpu_until, *(event.time for event in after)])
         self.cpu_until = begin + self.rates.handover + nbytes / self.rates.cpu
-        return Span(Point(begin), Point(self.cpu_until))
+        return Span(Point(begin), Point(self.cpu_until, self._results[-1]))
 
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         memory = torch.empty(tuple(shape), dtype=dtype)
+        self._shared.append(memory)
         return Shared(memory, memory)
 
     def pin(self, memory: Tensor) -> None:

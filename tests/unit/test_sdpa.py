@@ -40,6 +40,13 @@ def assert_matches_reference(problem: Problem, inputs: Inputs) -> None:
         torch.testing.assert_close(result.lse, expected.lse.float())
 
 
+@pytest.mark.parametrize("sink", [-200.0, 200.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_far_from_all_scores_does_not_overflow(sink: float, causal: bool) -> None:
+    options = Options(causal=causal, return_lse=True)
+    assert_matches_reference(*prepare_dense(*qkv(53, 37), options, sinks=torch.tensor([sink, 0.0, -sink, sink])))
+
+
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts the work as finely as it can be cut: one row a chunk."""

@@ -1,9 +1,12 @@
 # Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
-.PHONY: demo test test-all test-deep test-ascend check docs sanitize wheel clean
+.PHONY: help demo test test-all test-deep test-ascend check docs sanitize wheels clean
 
 VENV := .venv
 KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
 	$(shell find fastattention/backends/cpu/kernels -type f)
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.installed  ## continue a real source file with three kinds of attention, and compare them
 	$(VENV)/bin/fastattention demo
@@ -33,7 +36,7 @@ docs: .venv-docs/.installed  ## the documentation site, into build/site; a warni
 sanitize: $(VENV)/.installed  ## the native library under address, undefined-behaviour and thread sanitizers
 	scripts/sanitize
 
-wheel: $(VENV)/.installed  ## dist/*.whl with the kernels of every GPU in it; needs NVRTC 12
+wheels: $(VENV)/.installed  ## dist/*.whl with the kernels of every GPU in it; needs NVRTC 12
 	$(VENV)/bin/python scripts/build_cubins.py
 	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 

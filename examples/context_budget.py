@@ -1,7 +1,7 @@
 """Generate from a context whose keys and values do not fit the GPU memory given to them. Needs an NVIDIA GPU.
 
     pip install '.[transformers]'
-    python examples/long_context.py
+    python examples/context_budget.py
 
 The budget here is so small that layers of a tiny model leave the GPU. For a real model give gpu_memory="16GiB" or the
 like: all that the process may take of the GPU, weights included.

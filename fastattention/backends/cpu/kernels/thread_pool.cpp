@@ -13,7 +13,7 @@
 namespace fastattention {
 namespace {
 
-// Workers sample for work this often before they sleep. About 20 microseconds: longer than the gap between the stages of a
+// Workers look for work this often before they sleep. About 20 microseconds: longer than the gap between the stages of a
 // call, shorter than anything a neighbour on the same core would notice.
 constexpr int kSpins = 400;
 

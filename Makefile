@@ -11,7 +11,7 @@ help:  ## this list
 demo: $(VENV)/.installed  ## continue a real source file with three kinds of attention, and compare them
 	$(VENV)/bin/fastattention demo
 
-PYTEST := scripts/test -n auto --dist worksteal
+PYTEST := scripts/test -n auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.installed  ## the quick tests, in about three minutes
 	$(PYTEST) --tier quick

@@ -102,7 +102,7 @@ def main(rounds: int = 9, output: Path = RESULTS) -> None:
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)
     backends = {f"fastattention sm{arch}": CudaBackend(arch), "Triton kernel": UpstreamTritonBackend()}
-    machine: dict[str, Any] = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
+    machine: dict[str, Any] = {**describe_machine(), "capability": 10 * major + minor}
     machine["triton"] = importlib.import_module("triton").__version__
     report = {"machine": machine, "measurements": gpu.measure(backends, gpu.FULL_SEQLENS, rounds)}
     gpu.write_report(report, output / "ascend_on_cuda.json")

@@ -27,11 +27,11 @@ from fastattention.backends.ascend.simulator.gains import PAPER_PRELOAD, ablatio
 from fastattention.backends.ascend.simulator.standard import StandardKind, predict_standard
 from fastattention.backends.ascend.simulator.tiles import Tiling
 from fastattention.backends.ascend.simulator.whole_chip import predict, simulate_row_block
-from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import tiling_for
 from fastattention.cli.bench.report import SCHEMA
 from fastattention.cli.console import OUTPUT, errors_as_messages
-from fastattention.cli.machine import source_commit
+from fastattention.cli.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 CHIP = published.MEASURED_CHIP
@@ -50,7 +50,7 @@ def main(longest: int = 131072, output: Path = RESULTS) -> None:
             "schema": SCHEMA,
             "question": "ascend_plan",
             "note": "Times and rates are predicted by a simulator, except where a name begins with measured.",
-            "commit": source_commit() or "an installed package",
+            "machine": describe_machine(),
             "chip": asdict(CHIP),
             "costs": asdict(DEFAULT_COSTS),
             "calibration": calibration(),
@@ -69,10 +69,12 @@ def main(longest: int = 131072, output: Path = RESULTS) -> None:
         draw(output)
 
 
-def many_heads(seqlen: int, causal: bool = False, headdim: int = 128, dtype: torch.dtype = torch.float16) -> Workload:
+def many_heads(
+    seqlen: int, causal: bool = False, headdim: int = 128, dtype: torch.dtype = torch.float16
+) -> SimulatedCall:
     """A prompt with as many heads as a 7B model."""
     right = 0 if causal else -1
-    return Workload(1, seqlen, seqlen, NHEADS, NHEADS, headdim, headdim, dtype, window_right=right)
+    return SimulatedCall(1, seqlen, seqlen, NHEADS, NHEADS, headdim, headdim, dtype, window_right=right)
 
 
 def calibration() -> list[Record]:
@@ -126,7 +128,7 @@ def not_judged() -> list[Record]:
     return records
 
 
-def gains(workload: Workload) -> Record:
+def gains(workload: SimulatedCall) -> Record:
     """What each strategy gains, and why two-level tiling does, with the tiles that are chosen."""
     tiling = tiling_for(workload, CHIP)
     steps = ablation(workload, tiling, CHIP)
@@ -222,7 +224,7 @@ def best() -> Iterator[Record]:
         yield _best(replace(workload, score_bytes=2), tiling, CHIP, "by hand, float16 scores")
 
 
-def _best(workload: Workload, tiling: Tiling, chip: Chip, kernel: str) -> Record:
+def _best(workload: SimulatedCall, tiling: Tiling, chip: Chip, kernel: str) -> Record:
     prediction = predict(workload, tiling, chip)
     return {
         "kernel": kernel,
@@ -276,7 +278,7 @@ def _print(heading: str, rows: list[Record]) -> None:
 
 
 def draw(output: Path) -> None:
-    """Both tilings over the same stretch of time, the two-level one on the paper's schedule."""
+    """Both tilings over the same time span, the two-level one on the paper's schedule."""
     from fastattention.cli.plan.timeline import write_timeline
 
     workload = published.single_head(8192)

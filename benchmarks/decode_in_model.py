@@ -4,7 +4,7 @@
 
 Transformers' own Llama of the shape of Llama 3.2 1B, with random weights and a random cache that grows as generate's
 does (a DynamicCache). By torch's attention and by ours; by ours also without the threads of torch, on workers alone
-(docs/architecture.md, "Threads"). All take turns of a few tokens.
+(docs/internals/architecture.md, "Threads"). All take turns of a few tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(model: Any, keys: int, dtype: torch.dtype, rounds: int, tokens: int)
     for name in itertools.chain.from_iterable([*ATTENTIONS] for _ in range(rounds + 1)):
         implementation, threads = ATTENTIONS[name]
         model.set_attn_implementation(implementation)
-        load_library().lend_threads(threads())
+        load_library().set_omp_team(threads())
         times[name].append(turn(model, cache, tokens))
     return {name: median(found[1:]) for name, found in times.items()}  # the first is to warm up
 

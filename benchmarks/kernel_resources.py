@@ -21,6 +21,7 @@ from fastattention.backends.cuda.jit.compiler import Resources
 from fastattention.backends.cuda.jit.variants import variants_of
 from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
+from fastattention.cli.machine import command_line, source_commit
 
 RESULTS = Path(__file__).parent / "results"
 # One of every code path, and of Ampere also the smaller kind. All others are served by the same kernels.
@@ -49,10 +50,11 @@ def main(output: Path = RESULTS) -> None:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, progress_bar() as bar:
             measured = pool.map(lambda call: measure(*call), calls)
             usages = list(bar.track(measured, total=len(calls), description="compiling"))
-        heading = f"NVRTC {'.'.join(map(str, compiler.version()))}"
+        source = f"Commit: `{source_commit()}`. Command: `{command_line()}`."
+        heading = f"NVRTC {'.'.join(map(str, compiler.version()))}, each for its own code path. {source}"
     output.mkdir(parents=True, exist_ok=True)
     path = output / "kernels_resources.md"
-    path.write_text(f"# Resources of the GPU kernels\n\n{heading}, each for its own code path.\n\n{table(usages)}\n")
+    path.write_text(f"# Resources of the GPU kernels\n\n{heading}\n\n{table(usages)}\n")
     spilling = sum(usage.spill_bytes > 0 for usage in usages)
     OUTPUT.print(f"{len(usages)} kernels, {spilling} of them spill registers: {path}", soft_wrap=True)
 

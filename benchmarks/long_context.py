@@ -38,7 +38,7 @@ from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
 from fastattention.offload.measure import measure_hardware
-from fastattention.offload.memory import PAGE_SIZE, STAGING_BUFFERS, STAGING_SHARE, STAGING_TOKENS, Workload
+from fastattention.offload.memory import PAGE_SIZE, STAGING_BUFFERS, STAGING_SHARE, STAGING_TOKENS, OffloadWorkload
 from fastattention.offload.model_shape import PRESETS, ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy
@@ -95,8 +95,8 @@ class Run:
         self._start = self.decoder.hidden.clone()
 
     @property
-    def _workload(self) -> Workload:
-        return Workload(self.shape, self.case.batch_size, self.case.seqlen, self.case.quantised, PAGE_SIZE)
+    def _workload(self) -> OffloadWorkload:
+        return OffloadWorkload(self.shape, self.case.batch_size, self.case.seqlen, self.case.quantised, PAGE_SIZE)
 
     @property
     def _staging_bytes(self) -> int:
@@ -216,7 +216,7 @@ def read_bandwidth(threads: list[int]) -> dict[int, float]:
 
 def calibrated(hardware: Hardware, case: Case, shape: ModelShape, resident_seconds: float) -> Hardware:
     """`hardware` whose overhead of a layer is what a resident step of this decoder took beyond its bytes."""
-    workload = Workload(shape, case.batch_size, case.seqlen)
+    workload = OffloadWorkload(shape, case.batch_size, case.seqlen)
     bare = replace(hardware, layer_overhead_seconds=0.0)
     beyond = resident_seconds - seconds_per_token(Policy.RESIDENT, workload, bare, 0, 0)
     return replace(hardware, layer_overhead_seconds=max(beyond, 0.0) / shape.num_layers)

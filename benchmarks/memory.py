@@ -23,7 +23,7 @@ from rich.table import Table
 from fastattention.cli import peak_memory
 from fastattention.cli.bench.peers import EAGER, FASTATTENTION, SDPA
 from fastattention.cli.bench.report import SCHEMA, title
-from fastattention.cli.bench.workload import Workload, make_tensors
+from fastattention.cli.bench.workload import BenchWorkload, make_tensors
 from fastattention.cli.console import OUTPUT, fail, progress_bar
 from fastattention.cli.machine import describe_machine
 
@@ -71,9 +71,9 @@ def main(
     draw(peaks, f"memory: {title(machine)}", output / "memory.png")
 
 
-def make_workload(seqlen: int) -> Workload:
+def make_workload(seqlen: int) -> BenchWorkload:
     """The problem that is measured."""
-    return Workload("prefill", "bfloat16", (seqlen,), (seqlen,), NHEADS, NHEADS, HEADDIM, causal=True)
+    return BenchWorkload("prefill", "bfloat16", (seqlen,), (seqlen,), NHEADS, NHEADS, HEADDIM, causal=True)
 
 
 def measure_here(peer: str, seqlen: int) -> Peak:

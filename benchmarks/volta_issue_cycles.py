@@ -50,7 +50,7 @@ from volta_model.sass import Function
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.cli.console import OUTPUT, errors_as_messages, fail
-from fastattention.cli.machine import source_commit
+from fastattention.cli.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 HEADDIMS = (64, 128, 256)
@@ -197,12 +197,11 @@ def rich_table(columns: list[Kernel]) -> Table:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that the figures depend on."""
+    """Of the compilers and tools that the figures depend on."""
     return {
         "NVRTC": ".".join(map(str, compiler.version())),
         "cuobjdump": tools.version(tools.cuobjdump()),
         "PyTorch": peer.TORCH.partition("==")[2],
-        "commit": source_commit() or "an installed package",
     }
 
 
@@ -235,7 +234,9 @@ def record(columns: list[Kernel]) -> dict[str, object]:
         table = {title: value(kernel) for title, value in ROWS}
         return {"title": kernel.title, "name": kernel.name, "table": table, **tiles}
 
-    return {"versions": versions(), "tensor_cycles": UNIT, "kernels": [described(kernel) for kernel in columns]}
+    machine = describe_machine()
+    machine["versions"] |= versions()
+    return {"machine": machine, "tensor_cycles": UNIT, "kernels": [described(kernel) for kernel in columns]}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,23 @@
-"""fastattention: exact FlashAttention-class attention for the hardware FlashAttention leaves behind."""
+"""fastattention: exact FlashAttention-class attention for the hardware FlashAttention leaves behind.
+
+A call passes through these modules in order: interface.py (the public functions), validation/ (arguments to a Problem
+and its Inputs), dispatch.py (choice of the backend), backends/ (the computation). Imports point in that direction.
+
+interface.py, ops.py  the public functions, and their torch operators under torch.compile
+validation/           checks of arguments
+problem.py            Problem and Inputs, what a backend gets
+dispatch.py           runs or explains a call
+backends/             cpu, cuda, ascend and sdpa
+reference.py          the executable specification that tests compare with
+merge.py              merging of attention over parts of the keys
+quantised.py          int8 and float8 caches
+kv_store/             KV caches whose memory the library owns
+offload/              a KV cache split between a device and the CPU
+distributed/          tensor parallelism: attention overlapped with its all-reduce
+integrations/         Hugging Face Transformers, and code written for flash_attn
+cli/                  the command line
+config.py, errors.py  environment variables and exceptions
+"""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""Every environment variable the package reads, and nothing else."""
+"""The environment variables of the package: what each means, and how it is read."""
 
 from __future__ import annotations
 

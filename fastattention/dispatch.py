@@ -1,4 +1,4 @@
-"""From validated calls to backends: run, explain."""
+"""Runs a validated call on the backend that serves it, or explains the choice."""
 
 from __future__ import annotations
 

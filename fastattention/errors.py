@@ -1,4 +1,4 @@
-"""Every exception the package raises on purpose.
+"""The exceptions of the package.
 
 FastAttentionError
 ├── ArgumentError       an argument is wrong; also a ValueError. Nothing was computed and nothing was written.

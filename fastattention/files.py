@@ -1,4 +1,4 @@
-"""Files that several processes share."""
+"""Atomic writes of files that several processes share."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ from fastattention.backends.registry import check_name
 from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput
-from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.validation.common import read_options, require_tensor
 
 WindowSize = Sequence[int] | Tensor
@@ -211,7 +211,7 @@ def fast_attn_varlen_func(
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
     if runs_eagerly(q):
-        problem, inputs = prepare_packed(
+        problem, inputs = prepare_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
             alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed,
         )  # fmt: skip

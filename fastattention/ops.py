@@ -1,6 +1,6 @@
-"""torch.library registration: the operators that stand for a call while it is traced (torch.compile, fake tensors).
+"""torch.library operators, so that calls can be traced (torch.compile, fake tensors).
 
-`fastattention::attention` serves dense and packed calls and has a backward, which computes the forward again on the
+`fastattention::attention` serves dense and varlen calls and has a backward, which computes the forward again on the
 sdpa backend and differentiates that. `fastattention::attention_kvcache` writes its caches in place and has none.
 An operator's scalars are those of `Options`, in order. Annotations are types, not strings: torch 2.4 reads schemas from
 them.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastattention.dispatch import run
 from fastattention.problem import AttentionOutput
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 # The field that may be a number, where the operator takes a tensor.
 _CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")
@@ -102,7 +102,7 @@ def _run_attention(
             q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed
         )
     else:
-        problem, inputs = prepare_packed(
+        problem, inputs = prepare_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, options, block_table=block_table,
             alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Problem: everything about one attention call except the numbers; Inputs: the tensors that hold them.
+"""Problem: everything about one attention call except its tensors. Inputs: those tensors.
 
-A Problem is made by `validation.py`, is frozen and hashable, and is all a backend needs to say whether it can serve the
-call. Scalars arrive normalised: a backend never sees a default, a negative window other than -1, or a causal flag
-that disagrees with the window.
+The package `validation` makes a Problem from a call's arguments. It is frozen and hashable, and is all a backend needs
+to say whether it can serve the call. Scalars arrive normalised: a backend never sees a default, a negative window other
+than -1, or a causal flag that disagrees with the window.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Layout(enum.Enum):
     """How the sequences of a batch lie in memory."""
 
     DENSE = "dense"  # q (batch_size, seqlen_q, nheads, headdim), k and v (batch_size, seqlen_k, nheads_k, headdim)
-    PACKED = "packed"  # q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim) or pages
+    VARLEN = "varlen"  # q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim) or pages
     KVCACHE = "kvcache"  # q as dense; k and v are caches with per-sequence lengths, dense or pages
 
 
@@ -28,7 +28,7 @@ class Layout(enum.Enum):
 class Problem:
     """Frozen shapes, dtype and mask of one call.
 
-    `seqlen_q` and `seqlen_k` are the longest of the batch: for PACKED the given or derived maxima, for KVCACHE
+    `seqlen_q` and `seqlen_k` are the longest of the batch: for VARLEN the given or derived maxima, for KVCACHE
     `seqlen_k` is the capacity of the cache in tokens.
     """
 
@@ -55,7 +55,7 @@ class Problem:
     needs_grad: bool = False
     return_lse: bool = False
     page_block_size: int | None = None  # tokens a page; None when k and v are not paged
-    panel_size: int = 0  # tokens a panel of a packed cache (backends/common/packed_cache.py); 0 when they lie in rows
+    panel_size: int = 0  # tokens of a panel of a cache in panels (backends/common/panel_cache.py); 0: rows
     seqlen_new: int = 0  # tokens appended to the cache by this call
     rotary_dim: int = 0  # leading elements of headdim that are rotated; 0 is off
     rotary_interleaved: bool = True
@@ -96,21 +96,21 @@ class Problem:
 
     @property
     def out_shape(self) -> tuple[int, ...]:
-        """(total_q, nheads, headdim_v) when packed, else (batch_size, seqlen_q, nheads, headdim_v)."""
-        if self.layout is Layout.PACKED:
+        """(total_q, nheads, headdim_v) when varlen, else (batch_size, seqlen_q, nheads, headdim_v)."""
+        if self.layout is Layout.VARLEN:
             return (self.total_q, self.nheads, self.headdim_v)
         return (self.batch_size, self.seqlen_q, self.nheads, self.headdim_v)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """(nheads, total_q) when packed, else (batch_size, nheads, seqlen_q)."""
-        if self.layout is Layout.PACKED:
+        """(nheads, total_q) when varlen, else (batch_size, nheads, seqlen_q)."""
+        if self.layout is Layout.VARLEN:
             return (self.nheads, self.total_q)
         return (self.batch_size, self.nheads, self.seqlen_q)
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call, validated against its Problem. Shapes as in the public functions, or of a packed cache.
+    """The tensors of one call, validated against its Problem. Shapes as in the public functions, or of panels.
 
     A tuple, because making one costs a tenth of making a frozen dataclass, and every call makes one.
     """

@@ -1,4 +1,4 @@
-"""Quantised caches: int8 or float8 (e4m3) numbers with one float32 scale a token and key head.
+"""Quantised caches: int8 or float8 (e4m3) with one float32 scale per token and key head.
 
 A key or value is its stored numbers times its scale. The formula is that of `quantise`; native kernels repeat it.
 """

@@ -6,12 +6,12 @@ Backends are tested against it; it is not one of them. The file reads top down:
     reference_attention     rotate, append, then every sequence by itself
     apply_rotary            turns q and k_new by their positions
     _append_new_tokens      writes k_new and v_new into the caches, quantised where those are
-    _sequence               which q, k, v, bias and slopes belong to one sequence: dense, packed or cached
+    _sequence               which q, k, v, bias and slopes belong to one sequence: dense, varlen or cached
     _cache_index            where a position of the cache lies in memory, with and without pages
     _attend                 scores, softcap, ALiBi, bias, mask, softmax, weighted values: all that "attention" means
     _hidden_keys, _softmax  the mask; the softmax with sinks and with rows that have no keys
 
-Called like this, and likewise with prepare_packed and prepare_kvcache of `fastattention.validation`:
+Called like this, and likewise with prepare_varlen and prepare_kvcache of `fastattention.validation`:
 
     problem, inputs = prepare_dense(q, k, v, Options(causal=True))
     out, lse, _ = reference_attention(problem, inputs)
@@ -81,8 +81,8 @@ def reference_attention(
     for index in range(problem.batch_size):
         sequence = _sequence(problem, inputs, index, dropout_keep)
         sequence_out, sequence_lse, weights = _attend(problem, sequence, inputs.sinks, precision)
-        if problem.layout is Layout.PACKED:
-            tokens = _packed_tokens(inputs.cu_seqlens_q, index)
+        if problem.layout is Layout.VARLEN:
+            tokens = _varlen_tokens(inputs.cu_seqlens_q, index)
             out[tokens], lse[:, tokens] = sequence_out, sequence_lse
         else:
             out[index], lse[index] = sequence_out, sequence_lse
@@ -152,9 +152,9 @@ def _sequence(problem: Problem, inputs: Inputs, index: int, dropout_keep: Tensor
     if problem.layout is Layout.DENSE:
         q, k, v = inputs.q[index], inputs.k[index], inputs.v[index]
         bias = None if bias is None else bias[index]
-    elif problem.layout is Layout.PACKED:
-        q, k, v = _packed_sequence(problem, inputs, index)
-        bias = None if bias is None else bias[:, _packed_tokens(inputs.cu_seqlens_q, index), : len(k)]
+    elif problem.layout is Layout.VARLEN:
+        q, k, v = _varlen_sequence(problem, inputs, index)
+        bias = None if bias is None else bias[:, _varlen_tokens(inputs.cu_seqlens_q, index), : len(k)]
     else:
         q, k, v = _kvcache_sequence(problem, inputs, index)
         bias = None if bias is None else bias[index, :, :, : len(k)]
@@ -165,16 +165,16 @@ def _sequence(problem: Problem, inputs: Inputs, index: int, dropout_keep: Tensor
     return _Sequence(q, k, v, slopes, bias, keep)
 
 
-def _packed_tokens(cu_seqlens: Tensor | None, index: int) -> slice:
-    """Tokens of sequence `index` in a packed tensor."""
+def _varlen_tokens(cu_seqlens: Tensor | None, index: int) -> slice:
+    """Tokens of sequence `index` in a varlen tensor."""
     start, end = _given(cu_seqlens)[index : index + 2].tolist()
     return slice(start, end)
 
 
-def _packed_sequence(problem: Problem, inputs: Inputs, index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of one packed sequence; with pages, k and v are positions 0 to seqlen_k - 1 of its pages."""
-    q = inputs.q[_packed_tokens(inputs.cu_seqlens_q, index)]
-    tokens = _packed_tokens(inputs.cu_seqlens_k, index)
+def _varlen_sequence(problem: Problem, inputs: Inputs, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of one sequence of a varlen call; with pages, k and v are positions 0 to seqlen_k - 1 of its pages."""
+    q = inputs.q[_varlen_tokens(inputs.cu_seqlens_q, index)]
+    tokens = _varlen_tokens(inputs.cu_seqlens_k, index)
     if not problem.is_paged:
         return q, inputs.k[tokens], inputs.v[tokens]
     positions = torch.arange(tokens.stop - tokens.start, device=problem.device)

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: "16GiB", "16 GB", "500MiB", or a plain number of bytes."""
+"""Parses and formats sizes in bytes: "16GiB", "16 GB", "500MiB", or a plain number of bytes."""
 
 from __future__ import annotations
 

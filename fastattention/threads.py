@@ -1,4 +1,4 @@
-"""How many threads the cpu backend may use."""
+"""The number of threads of the cpu backend."""
 
 from __future__ import annotations
 

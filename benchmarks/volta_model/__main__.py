@@ -2,8 +2,9 @@
 
     python benchmarks/volta_model
 
-Predicts both from their machine code (docs/volta.md), and that of PyTorch also where others have measured it. Needs no
-GPU; needs NVRTC 12, and once pip for PyTorch's wheel and a disassembler. Whatever is not called measured is predicted.
+Predicts both from their machine code (docs/internals/volta.md), and that of PyTorch also where others have measured it.
+Needs no GPU; needs NVRTC 12, and once pip for PyTorch's wheel and a disassembler.
+Whatever is not called measured is predicted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fastattention.backends.cuda.jit import compiler
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
-from volta_model import assumptions, kernels, report
+from fastattention.cli.machine import describe_machine
+from volta_model import assumptions, kernels, peer, report
 from volta_model.chip import V100
 from volta_model.launch import Problem
 from volta_model.predict import Model
@@ -39,7 +41,9 @@ def main(output: Path = RESULTS) -> None:
         changes = vary()
         version = ".".join(map(str, compiler.version()))
     output.mkdir(parents=True, exist_ok=True)
-    document = {"nvrtc": version, "chip": dataclasses.asdict(V100), **report.as_json(judged, compared, changes)}
+    machine = describe_machine()
+    machine["versions"] |= {"NVRTC": version, "PyTorch": peer.TORCH.partition("==")[2]}
+    document = {"machine": machine, "chip": dataclasses.asdict(V100), **report.as_json(judged, compared, changes)}
     (output / "volta_model.json").write_text(json.dumps(document, indent=1) + "\n")
     text = page(judged, compared, changes, version)
     (output / "volta_model.md").write_text(text)

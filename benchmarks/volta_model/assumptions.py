@@ -12,7 +12,7 @@ from .predict import Model
 from .published import FIGURES
 from .report import Assumption, Compared, Judged
 
-# Every figure that chip.py marks ? or H, those of the second-level cache, and barriers: each is halved and doubled.
+# Every figure that chip.py marks ? or H, those of the L2 cache, and barriers: each is halved and doubled.
 _UNCERTAIN = {
     "special_latency": "exponentials after {} cycles",
     "queue_length": "memory queue of {}",
@@ -20,8 +20,8 @@ _UNCERTAIN = {
     "access_interval": "an access to memory every {} cycles",
     "transfer_width": "{} bytes a cycle between registers and memory",
     "read_latency": "operands read after {} cycles",
-    "l2_latency": "second-level cache after {} cycles",
-    "l2_gbps": "second-level cache with {} GB/s",
+    "l2_latency": "L2 cache after {} cycles",
+    "l2_gbps": "L2 cache with {} GB/s",
     "constant_latency": "constants after {} cycles",
     "barrier_latency": "barriers after {} cycles",
     "special_register_latency": "special registers after {} cycles",
@@ -36,8 +36,8 @@ _OTHERS = {
     "clock 1380 MHz (PCIe)": replace(V100, clock_mhz=1380),
     "m8n8k4 every 8 cycles": replace(V100, tensor_interval=2.0),
     "shared memory after 19 cycles": replace(V100, shared_latency=19),
-    "half of what is loaded in the first-level cache": replace(V100, l1_share=0.5),
-    "all of what is loaded in the first-level cache": replace(V100, l1_share=1.0),
+    "half of what is loaded in the L1 cache": replace(V100, l1_share=0.5),
+    "all of what is loaded in the L1 cache": replace(V100, l1_share=1.0),
 }
 # Tiles that are simulated, and problems: few, because there are many changes. With twice as many tiles, ratios and
 # speeds have been found up to 5% away. "None" is simulated likewise.

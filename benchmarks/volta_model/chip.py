@@ -10,16 +10,16 @@ Sources, by the letter that stands behind a figure:
     S  Zhang, Wahib, Zhang, Matsuoka, "A study of single and multi-device synchronization methods in NVIDIA GPUs", 2020
     H  Huerta, Abaie Shoushtary, Cruz, González, "Dissecting and modeling the architecture of modern GPU cores", 2025:
        measured on Turing, Ampere and Blackwell; taken for Volta where nothing older is known
-    M  measured on a V100 by others, collected in docs/volta.md
+    M  measured on a V100 by others, collected in docs/internals/volta.md
     ?  a guess; what depends on it is said beside it
 
 None of them was fitted to a published speed of a kernel. What was read, and what was not:
 
 - Of H the text was read.
 - All others are quoted from memory, without the papers at hand, and are still to be checked. Of J, five figures were
-  found again in works that cite it: the first-level cache after 28 cycles and the second-level one with 2155 GB/s (the
+  found again in works that cite it: the L1 cache after 28 cycles and the second-level one with 2155 GB/s (the
   Cornell Virtual Workshop, "Understanding GPU architecture", which names J's tables 3.1, 3.2 and 3.4), shared memory
-  after 19 cycles and 83% of the DRAM's peak (notes of a reader of J). J has the second-level cache after 193 cycles
+  after 19 cycles and 83% of the DRAM's peak (notes of a reader of J). J has the L2 cache after 193 cycles
   where M has 211.
 - The table of throughputs in G (exponentials, conversions) was looked for and not found in a version with 7.0.
 """
@@ -70,12 +70,12 @@ class Chip:
     shuffle_latency: int = 22  # S
     read_latency: int = 9  # H: from leaving the queue to the release of the scoreboard of operands read
 
-    # Global memory. Loads are taken to hit the second-level cache; DRAM bounds the whole kernel from below.
+    # Global memory. Loads are taken to hit the L2 cache; DRAM bounds the whole kernel from below.
     l2_latency: int = 211  # M
     l2_gbps: float = 2155.0  # J, of all SMs
     dram_gbps: float = 900.0 * 0.83  # W; of which J read 83%
-    l1_share: float = 0.0  # ? of what is loaded, found in the first-level cache, where CTAs of an SM could meet
-    l1_latency: int = 28  # J: the first-level cache, which the stack hits always
+    l1_share: float = 0.0  # ? of what is loaded, found in the L1 cache, where CTAs of an SM could meet
+    l1_latency: int = 28  # J: the L1 cache, which the stack hits always
     constant_latency: int = 29  # H: loads of constants
 
     barrier_latency: int = 22  # S: BAR.SYNC, from the last arrival
@@ -93,7 +93,7 @@ class Chip:
 
     @property
     def l2_bytes_a_cycle(self) -> float:
-        """What one SM gets of the second-level cache when all ask."""
+        """What one SM gets of the L2 cache when all ask."""
         return self.l2_gbps * 1e3 / (self.clock_mhz * self.num_sms)
 
 

@@ -16,7 +16,7 @@ _MEMORY = {"LDS", "STS", "LDG", "STG", "LDL", "STL"}
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a stretch of instructions, as one warp executes it."""
+    """Of a section of instructions, as one warp executes it."""
 
     instructions: int
     issue_cycles: int  # sum of the stalls in the control codes
@@ -31,7 +31,7 @@ class Counts:
 
     @classmethod
     def of(cls, instructions: Iterable[Instruction]) -> Counts:
-        """Counts a stretch."""
+        """Counts a section."""
         path = list(instructions)
         names = Counter(instruction.name for instruction in path)
         accesses = Counter(f"{i.name} {i.width}" for i in path if i.name in _MEMORY and not i.is_off)
@@ -86,10 +86,10 @@ def count(
 
 def split(loop: Loop, path: list[Instruction]) -> Tile:
     """Counts a path through a main loop, its parts apart."""
-    stretches: dict[str, list[Instruction]] = {"qk": [], "pv": [], "rest": []}
+    sections: dict[str, list[Instruction]] = {"qk": [], "pv": [], "rest": []}
     for instruction, part in zip(path, _parts(loop, path), strict=True):
-        stretches[part].append(instruction)
-    counts = {part: Counts.of(stretch) for part, stretch in stretches.items()}
+        sections[part].append(instruction)
+    counts = {part: Counts.of(section) for part, section in sections.items()}
     return Tile(counts["qk"], counts["rest"], counts["pv"], Counts.of(path))
 
 

@@ -58,19 +58,19 @@ def of_config(config: KernelConfig) -> Model:
         shared_bytes=config.shared_bytes,
         mask_rows=config.tile_m // config.num_warps,
         value_parts=config.num_value_parts,
-        heads_together=_heads_together,
+        heads_per_l2_wave=_heads_per_l2_wave,
     )
     # Of float16 results, rows by columns, that the threads of a CTA share evenly.
     stored_bytes = 2 * config.tile_m * config.headdim_v // config.num_threads
     return Model(find_paths(function, stored_bytes), launch)
 
 
-def _heads_together(problem: Problem) -> int:
+def _heads_per_l2_wave(problem: Problem) -> int:
     """As many as our launch takes."""
     tokens = problem.batch_size, problem.seqlen, problem.nheads, problem.headdim
     q = torch.empty(tokens, dtype=torch.float16, device="meta")
     call, _ = prepare_dense(q, q, q, Options())
-    return heuristics.heads_together(call, CHIPS["V100"])
+    return heuristics.heads_per_l2_wave(call, CHIPS["V100"])
 
 
 @dataclass(frozen=True)

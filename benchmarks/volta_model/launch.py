@@ -61,7 +61,7 @@ class Launch:
     masks_touching: bool = False
     value_parts: int = 1  # CTAs that share a tile of queries, each with a part of the columns of v
     # How many heads' CTAs come together, those that see the most keys first. None: head by head, first queries first.
-    heads_together: Callable[[Problem], int] | None = None
+    heads_per_l2_wave: Callable[[Problem], int] | None = None
 
     def residents(self, chip: Chip) -> int:
         """CTAs that an SM holds at a time. Raises ValueError when it cannot hold one."""
@@ -111,9 +111,9 @@ class Launch:
     def order(self, problem: Problem) -> Iterator[int]:
         """Tiles of queries, one for every CTA of the grid, in the order in which they start."""
         heads, tiles = problem.nheads * problem.batch_size, range(self.num_m_tiles(problem))
-        if self.heads_together is None:
+        if self.heads_per_l2_wave is None:
             return (tile for _ in range(heads) for tile in tiles for _ in range(self.value_parts))
-        together = self.heads_together(problem)
+        together = self.heads_per_l2_wave(problem)
         groups = [min(together, heads - first) for first in range(0, heads, together)]
         return (tile for size in groups for tile in reversed(tiles) for _ in range(size * self.value_parts))
 

@@ -1,4 +1,4 @@
-"""What the four schedulers of a multiprocessor share: shared memory, and the way to the second-level cache."""
+"""What the four schedulers of a multiprocessor share: shared memory, and the way to the L2 cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SharedMemory:
 
 
 class GlobalMemory:
-    """The second-level cache as one multiprocessor sees it while all others use it likewise."""
+    """The L2 cache as one multiprocessor sees it while all others use it likewise."""
 
     def __init__(self, chip: Chip) -> None:
         self._bytes_a_cycle = chip.l2_bytes_a_cycle

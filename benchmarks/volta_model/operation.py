@@ -22,7 +22,7 @@ class Unit(enum.IntEnum):
     SPECIAL = 6
     SHARED = 7  # shared memory and shuffles
     GLOBAL = 8
-    LOCAL = 9  # the stack: small enough to stay in the first-level cache
+    LOCAL = 9  # the stack: small enough to stay in the L1 cache
     CONSTANT = 10
 
 
@@ -56,7 +56,7 @@ class Operation:
     latency: int  # from the unit to the release of the write barrier
     read_latency: int  # likewise of the read barrier
     wavefronts: int  # of shared memory
-    global_bytes: int  # of a warp, to or from the second-level cache
+    global_bytes: int  # of a warp, to or from the L2 cache
     stall: int
     yields: bool
     waits: tuple[int, ...]
@@ -119,7 +119,7 @@ def _interval(instruction: Instruction, unit: Unit, size: int, chip: Chip) -> fl
 
 
 def _global_bytes(instruction: Instruction, size: int, chip: Chip) -> int:
-    """What an access wants of the second-level cache."""
+    """What an access wants of the L2 cache."""
     return round(size * (1.0 - chip.l1_share)) if instruction.name in _LOADS else size
 
 

@@ -14,7 +14,7 @@ LEFT_OUT = """\
   cuBLAS has been measured at 83 to 84 TFLOPS of 125. In the figures that the model is judged on, tensor cores are busy
   a third of the time, or little more: above 40% busy tensor cores nothing has been checked. Ours is predicted far
   above, CUTLASS is not; hence the ratio with ours derated and CUTLASS as it is, a pessimistic bound.
-- Loads hit the second-level cache, none the first-level one; DRAM only bounds the whole kernel. CTAs of one head that
+- Loads hit the L2 cache, none the first-level one; DRAM only bounds the whole kernel. CTAs of one head that
   share an SM could find each other's tiles in the first level, which would help CUTLASS's small tiles of queries most
   (see the last table). Only the stack hits the first level.
 - No bank conflicts, of shared memory or registers. Ours has none of the former in its main loop, by the emulator's

@@ -1,4 +1,4 @@
-"""Backend: what every engine of attention implements. docs/adding_a_backend.md walks through one."""
+"""Backend: what every engine of attention implements. docs/internals/adding-a-backend.md walks through one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Backend(abc.ABC):
     def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(out, lse) of parts that `why_not_merge` accepted, as `fastattention.merge_attn_states` defines them.
 
-        Any strides, but the last axis of outs is contiguous. lses: float32, (batch_size, nheads, seqlen_q) or packed.
+        Any strides, but the last axis of outs is contiguous. lses: float32, (batch_size, nheads, seqlen_q) or varlen.
         """
         return merge_parts(outs, lses)
 

@@ -1,4 +1,4 @@
-"""Which backend serves a call: the first in ORDER that gives no reason against it."""
+"""Chooses the backend of a call: the first in ORDER that gives no reason against it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""The command line. main.py holds the options; every command is a module of its own."""
+"""The command line, `fastattention`: main.py has the options, and every command a module or package of its own.
+
+bench/ measures, plan/ predicts, and compile.py, demo.py, generate.py, info.py and warmup.py are one command each.
+"""

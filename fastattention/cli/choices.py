@@ -1,4 +1,4 @@
-"""Values of command line options. Light: the command line is parsed before anything heavy is imported."""
+"""Values of command line options. Light: parsing the command line imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastattention compile`: the machine code of one GPU kernel, in a file."""
+"""`fastattention compile`: writes the machine code of one GPU kernel to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands share in talking to the user: consoles, progress bars, errors without a traceback."""
+"""Console output that the commands share: progress bars, and errors without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastattention demo`: a source file continued by three implementations of attention, beside each other."""
+"""`fastattention demo`: three implementations of attention continue a source file, side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.table import Table
 import fastattention
 from fastattention.cli.choices import Attention
 from fastattention.cli.console import OUTPUT, fail, progress_bar, require_extra
-from fastattention.cli.demo_messages import Job, Result
+from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.machine import cpu_model
 from fastattention.errors import ArgumentError
 
@@ -37,16 +37,16 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
     """
     require_extra("transformers", "transformers")
     prompt = read_context(source, context_bytes)
-    jobs = [
-        Job(str(model), attention.value, prompt, max_new_tokens, fastattention.get_num_threads())
+    requests = [
+        DemoRequest(str(model), attention.value, prompt, max_new_tokens, fastattention.get_num_threads())
         for attention in Attention
     ]
     results = []
     with progress_bar() as bar:
-        tasks = [bar.add_task(job.attention, total=1.0, start=False) for job in jobs]
-        for job, task in zip(jobs, tasks, strict=True):
+        tasks = [bar.add_task(request.attention, total=1.0, start=False) for request in requests]
+        for request, task in zip(requests, tasks, strict=True):
             bar.start_task(task)
-            results.append(run_job(job, lambda fraction, task=task: bar.update(task, completed=fraction)))  # type: ignore[misc]
+            results.append(run_request(request, lambda fraction, task=task: bar.update(task, completed=fraction)))  # type: ignore[misc]
     OUTPUT.print(_table(results))
     OUTPUT.print(_continuation(prompt, results[-1]))
     if any(result.tokens != results[0].tokens for result in results):
@@ -69,8 +69,8 @@ def read_context(source: Path, context_bytes: int) -> str:
     return "".join(lines if lines[-1].endswith("\n") or len(lines) == 1 else lines[:-1])
 
 
-def run_job(job: Job, on_progress: Callable[[float], None]) -> Result:
-    """Run a job in a process of its own. Exits with the worker's message when it fails."""
+def run_request(request: DemoRequest, on_progress: Callable[[float], None]) -> Result:
+    """Run a request in a process of its own. Exits with the worker's message when it fails."""
     with tempfile.TemporaryFile("w+") as messages:
         worker = subprocess.Popen(
             [sys.executable, "-m", "fastattention.cli.demo_worker"],
@@ -82,7 +82,7 @@ def run_job(job: Job, on_progress: Callable[[float], None]) -> Result:
         assert worker.stdin is not None
         assert worker.stdout is not None
         with worker, worker.stdin as stdin:
-            json.dump(asdict(job), stdin)
+            json.dump(asdict(request), stdin)
             stdin.close()
             answer: dict[str, object] = {}
             for line in worker.stdout:
@@ -90,10 +90,10 @@ def run_job(job: Job, on_progress: Callable[[float], None]) -> Result:
                 if "progress" in answer:
                     on_progress(float(str(answer["progress"])))
         if "error" in answer:
-            raise fail(f"{job.attention}: {answer['error']}")
+            raise fail(f"{request.attention}: {answer['error']}")
         if worker.returncode or "result" not in answer:
             messages.seek(0)
-            raise fail(f"{job.attention} ended with status {worker.returncode}:\n{messages.read().strip()}")
+            raise fail(f"{request.attention} ended with status {worker.returncode}:\n{messages.read().strip()}")
     return Result(**answer["result"])  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What `fastattention demo` and its worker processes tell one another, as JSON."""
+"""The JSON messages between `fastattention demo` and its worker processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoRequest:
     """What to generate, with what."""
 
     model: str  # a model folder

@@ -1,9 +1,9 @@
-"""One implementation of `fastattention demo`, in a process of its own so that its peak of memory is its own.
+"""One implementation of `fastattention demo`, in its own process so that its peak memory is its own.
 
-    python -m fastattention.cli.demo_worker < JOB
+    python -m fastattention.cli.demo_worker < REQUEST
 
-JOB is the JSON of a Job. Standard output gets one JSON object a line: {"progress": 0 to 1} any number of times, then
-{"result": the Result}, or {"error": message} with status 1.
+REQUEST is the JSON of a DemoRequest. Standard output gets one JSON object a line: {"progress": 0 to 1} any number of
+times, then {"result": the Result}, or {"error": message} with status 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import fastattention
 from fastattention.cli import peak_memory
 from fastattention.cli.choices import Attention, ModelDtype
-from fastattention.cli.demo_messages import Job, Result
+from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.generation import Events, generate_tokens
 from fastattention.cli.model_folder import load_folder
 
@@ -26,24 +26,24 @@ from fastattention.cli.model_folder import load_folder
 WARM_UP_CHARACTERS, WARM_UP_TOKENS = 64, 4
 
 
-def run(job: Job) -> Result:
+def run(request: DemoRequest) -> Result:
     """Greedy generation in float32, where every implementation should choose the same tokens."""
-    torch.set_num_threads(job.num_threads)
-    loaded = load_folder(Path(job.model), Attention(job.attention), ModelDtype.FLOAT32, "cpu")
-    generate_tokens(loaded, loaded.codec.encode(job.prompt[:WARM_UP_CHARACTERS]), WARM_UP_TOKENS)
-    prompt = loaded.codec.encode(job.prompt)
+    torch.set_num_threads(request.num_threads)
+    loaded = load_folder(Path(request.model), Attention(request.attention), ModelDtype.FLOAT32, "cpu")
+    generate_tokens(loaded, loaded.codec.encode(request.prompt[:WARM_UP_CHARACTERS]), WARM_UP_TOKENS)
+    prompt = loaded.codec.encode(request.prompt)
     # Half of the bar for the prompt, half for the tokens that follow.
     events = Events(
         prefill=lambda fraction: emit("progress", fraction / 2),
-        token=lambda count: emit("progress", 0.5 + count / job.max_new_tokens / 2),
+        token=lambda count: emit("progress", 0.5 + count / request.max_new_tokens / 2),
     )
     measurable = peak_memory.why_unavailable() is None
     before = peak_memory.resident_bytes() if measurable else 0
-    made = generate_tokens(loaded, prompt, job.max_new_tokens, min_new_tokens=job.max_new_tokens, events=events)
+    made = generate_tokens(loaded, prompt, request.max_new_tokens, min_new_tokens=request.max_new_tokens, events=events)
     extra_bytes = peak_memory.peak_bytes() - before if measurable else None
     text = loaded.codec.decode(made.tokens)
     return Result(
-        job.attention, made.tokens, text, made.prompt_tokens, made.prefill_seconds, made.decode_seconds, extra_bytes
+        request.attention, made.tokens, text, made.prompt_tokens, made.prefill_seconds, made.decode_seconds, extra_bytes
     )
 
 
@@ -54,7 +54,7 @@ def emit(name: str, value: object) -> None:
 
 if __name__ == "__main__":
     try:
-        emit("result", asdict(run(Job(**json.load(sys.stdin)))))
+        emit("result", asdict(run(DemoRequest(**json.load(sys.stdin)))))
     except fastattention.FastAttentionError as failure:
         emit("error", str(failure))
         sys.exit(1)

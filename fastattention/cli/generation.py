@@ -1,4 +1,4 @@
-"""Generation with a clock: how long the prompt took, how long the rest. Importing this module imports Transformers."""
+"""Generation with separate times for the prompt and for decoding. Importing this module imports Transformers."""
 
 from __future__ import annotations
 

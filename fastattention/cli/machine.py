@@ -1,10 +1,13 @@
-"""What this machine is: what a number in a benchmark, or a report of a fault, has to be read with."""
+"""Describes this machine, for benchmarks and for bug reports."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,10 @@ import torch
 import fastattention
 
 CPUINFO = Path("/proc/cpuinfo")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+SOURCES = Path(fastattention.__file__).parent.parent
+# Environment variables that change what a benchmark measures: those of this package, NCCL and OpenMP.
+RECORDED_VARIABLES = ("FASTATTENTION_", "NCCL_", "OMP_")
 # Of the hundred flags a processor reports, those that decide which attention kernel can run.
 INTERESTING_FLAGS = (
     "f16c", "fma", "avx2", "avx512f", "avx512vl", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_fp16",
@@ -32,7 +39,10 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: installed_version(name) for name in ("fastattention", "torch", "transformers", "numpy")},
+        "cuda": torch.version.cuda,
+        "driver": nvidia_driver(),
         "commit": source_commit(),
+        "command": command_line(),
         "load_average": os.getloadavg()[0],  # of the last minute: who else was busy
         "num_threads": fastattention.get_num_threads(),
     }
@@ -60,16 +70,34 @@ def installed_version(distribution: str) -> str | None:
 
 def source_commit() -> str | None:
     """The git commit of the sources in use, with "+changes" for a modified tree; None for an installed package."""
-    root = Path(fastattention.__file__).parent.parent
-    if not (root / ".git").exists():
+    if not (SOURCES / ".git").exists():
         return None
-    git = ["git", "-C", str(root)]
+    git = ["git", "-C", str(SOURCES)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None  # no git, or a repository without a commit
     return commit + ("+changes" if status.stdout.strip() else "")
+
+
+def command_line() -> str:
+    """The command that runs this process, with the environment variables that matter, e.g. "fastattention bench"."""
+    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(RECORDED_VARIABLES)]
+    program = Path(sys.argv[0])
+    if program.resolve().is_relative_to(SOURCES / "benchmarks"):
+        run = ["python", str(program.resolve().relative_to(SOURCES))]
+    else:
+        run = [program.name]
+    return shlex.join([*variables, *run, *sys.argv[1:]])
+
+
+def nvidia_driver() -> str | None:
+    """Version of NVIDIA's kernel driver, e.g. "580.95.05"; None without one."""
+    if not NVIDIA_DRIVER.exists():
+        return None
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", NVIDIA_DRIVER.read_text())
+    return found and found.group()
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The command line: options only. Each command imports what does its work when it runs."""
+"""The options of the command line. Each command imports its implementation when it runs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def compile_variant(
 ) -> None:
     """Compile one GPU kernel into a file and print its resource usage. Needs no GPU.
 
-    Causal and window masks, packed sequences and sinks are chosen at run time: every kernel has them.
+    Causal and window masks, variable-length sequences and sinks are chosen at run time: every kernel has them.
     """
     from fastattention.cli import compile as command
 

@@ -1,4 +1,4 @@
-"""Resident memory of this process, and its highest value since a chosen moment (Linux)."""
+"""Resident memory of this process, and its peak since a chosen moment (Linux)."""
 
 from __future__ import annotations
 

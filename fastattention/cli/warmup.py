@@ -1,4 +1,4 @@
-"""`fastattention warmup`: the kernels of a GPU, compiled before the first call asks for them."""
+"""`fastattention warmup`: compiles the kernels of a GPU before the first call needs them."""
 
 from __future__ import annotations
 

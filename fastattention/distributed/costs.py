@@ -1,7 +1,7 @@
 """What a tensor-parallel attention block takes: the work of a call, and the time of its compute and of its all-reduce.
 
 Plain Python. A call's compute and a group's all-reduce are measured where the call runs; machines.py predicts both
-from rates. docs/tensor_parallel_plan.md has the model.
+from rates. docs/internals/tensor-parallel-plan.md has the model.
 """
 
 from __future__ import annotations

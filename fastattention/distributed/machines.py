@@ -91,7 +91,7 @@ MACHINES = {
                         (512 * MIB, 2460e-6),
                     ),
                     # Chosen, as that of peer_kernel: what was measured is then predicted best, see
-                    # docs/tensor_parallel_plan.md.
+                    # docs/internals/tensor-parallel-plan.md.
                     slowdown=0.4,
                     own_slowdown=0.35,
                 ),
@@ -130,7 +130,7 @@ MACHINES = {
         ),
         Machine(
             "v100-pcie",
-            attention_rate=35e12,  # PyTorch's CUTLASS kernel, measured by others: docs/volta.md
+            attention_rate=35e12,  # PyTorch's CUTLASS kernel, measured by others: docs/internals/volta.md
             linear_rate=83e12,  # cuBLAS, likewise
             block_seconds=40e-6,
             transports=(_predicted("c10d", 9e9, latency=60e-6, slowdown=0.1, tp=4),),  # PCIe 3, of 16 GB/s on paper
@@ -138,7 +138,7 @@ MACHINES = {
         ),
         Machine(
             "ascend-910b",
-            attention_rate=200e12,  # the simulator's prediction for a 910B2: docs/ascend.md
+            attention_rate=200e12,  # the simulator's prediction for a 910B2: docs/internals/ascend-simulator.md
             linear_rate=260e12,  # of 354 published
             block_seconds=40e-6,
             # HCCL; so that prompts of LLaMA-2 spend 40 to 87% of their time on it, as in the FastAttention paper.

@@ -1,6 +1,6 @@
 """Into which blocks the rows of a call are divided, so that the all-reduce of one runs under the compute of later ones.
 
-Plain Python, deterministic. docs/tensor_parallel_plan.md has the model.
+Plain Python, deterministic. docs/internals/tensor-parallel-plan.md has the model.
 """
 
 from __future__ import annotations

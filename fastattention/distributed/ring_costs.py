@@ -1,6 +1,6 @@
 """What blocks of a call take where sums go round the ranks while each adds its own (transports/ring_product.py).
 
-Plain Python. docs/tensor_parallel_plan.md has the model.
+Plain Python. docs/internals/tensor-parallel-plan.md has the model.
 """
 
 from __future__ import annotations

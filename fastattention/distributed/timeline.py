@@ -1,6 +1,6 @@
 """Blocks in time: compute in one lane, all-reduces in the other. Plain Python.
 
-docs/tensor_parallel_plan.md has the model.
+docs/internals/tensor-parallel-plan.md has the model.
 """
 
 from __future__ import annotations

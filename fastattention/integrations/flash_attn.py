@@ -1,4 +1,4 @@
-"""Runs code that imports flash_attn on fastattention, when asked to.
+"""A stand-in for the flash_attn package: code that imports it runs on fastattention, when asked to.
 
     import fastattention.integrations.flash_attn
     fastattention.integrations.flash_attn.install()
@@ -119,8 +119,8 @@ def unpad_input(
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(seqlens.max()) if len(seqlens) else 0
-    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return packed, indices, cu_seqlens, longest, attention_mask.sum(dim=-1, dtype=torch.int32)
+    unpadded = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return unpadded, indices, cu_seqlens, longest, attention_mask.sum(dim=-1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

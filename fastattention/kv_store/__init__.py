@@ -1,4 +1,9 @@
-"""KV stores: keys and values of a batch of sequences in memory that the library owns, laid out as suits it best."""
+"""KV stores: KV caches whose memory and layout the library owns. base.py has the interface, KVStore.
+
+dense.py   DenseKVStore: plain tensors, for every backend
+packed.py  PackedKVStore: interleaved panels, for the cpu backend
+memory.py  allocates their memory
+"""
 
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.dense import DenseKVStore

@@ -1,4 +1,4 @@
-"""KVStore: what every store promises, its checks and its lengths; where the tokens lie is the stores' own business."""
+"""KVStore: the interface of every store, its checks and its lengths. Subclasses decide the layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory for stores."""
+"""Allocates the memory of stores."""
 
 from __future__ import annotations
 

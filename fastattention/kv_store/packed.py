@@ -1,4 +1,4 @@
-"""PackedKVStore: the layout that the cpu backend decodes from fastest."""
+"""PackedKVStore: keys and values in interleaved panels, which the cpu backend decodes from fastest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattention.backends.common import packed_cache
+from fastattention.backends.common import panel_cache
 from fastattention.dispatch import run, runs_eagerly
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
-from fastattention.validation import KvCacheArguments, PackedCache, prepare_kvcache
+from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache
 from fastattention.validation.common import Signature, read_options
 
 
@@ -39,14 +39,14 @@ class PackedKVStore(KVStore):
         if self.device.type != "cpu":
             raise ArgumentError(f"device={self.device}: a packed store is for the cpu; use a DenseKVStore")
         sizes = (self.batch_size, self.capacity, self.nheads_k)
-        self._cache = PackedCache(
+        self._cache = PanelCache(
             Signature(torch.Size((*sizes, self.headdim)), dtype, self.device),
             Signature(torch.Size((*sizes, self.headdim_v)), dtype, self.device),
-            packed_cache.PANEL_SIZE,
+            panel_cache.PANEL_SIZE,
         )
-        self._k = allocate(packed_cache.key_shape(*sizes, self.headdim, dtype), dtype, self.device)
-        shape = packed_cache.value_shape(*sizes, self.headdim_v, dtype)
-        count, slack = math.prod(shape), packed_cache.SLACK_BYTES // dtype.itemsize
+        self._k = allocate(panel_cache.key_shape(*sizes, self.headdim, dtype), dtype, self.device)
+        shape = panel_cache.value_shape(*sizes, self.headdim_v, dtype)
+        count, slack = math.prod(shape), panel_cache.SLACK_BYTES // dtype.itemsize
         self._v = allocate((count + slack,), dtype, self.device)[:count].view(shape)
 
     @property
@@ -55,9 +55,9 @@ class PackedKVStore(KVStore):
         return self._k.nbytes + self._v.nbytes
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Copies, unpacked."""
-        keys = packed_cache.unpacked_keys(self._k, self.capacity, self.headdim)
-        return keys, packed_cache.unpacked_values(self._v, self.capacity)
+        """Copies, in the dense layout."""
+        keys = panel_cache.keys_from_panels(self._k, self.capacity, self.headdim)
+        return keys, panel_cache.values_from_panels(self._v, self.capacity)
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Any:
         if not runs_eagerly(q):

@@ -1,15 +1,25 @@
-"""A KV cache shared between a device and the CPU, for sequences that the device's memory cannot hold.
+"""A KV cache split between a device and the CPU, for sequences that exceed the device's memory.
 
-kv_store.py       CooperativeKVStore: all layers, their budgets, a step
-layer.py          one layer: its pages on both sides, and attention to them
-pages.py          pages and the pools that hand them out; host_memory.py has those of the CPU
-staging.py        uploads ahead of their use
-balance.py        how much of a hybrid is uploaded, by what its steps take
-hand_over.py      queries down to the CPU, results up
-cpu_attention.py  what the CPU is to do with them
-micro_batches.py  parts of a batch at once, each in a thread and a line of computation of its own
-device.py         what is asked of a device
-placement.py      which layers go where, and what that costs; docs/long_context.md has the model
-prediction.py     the time of a step
-measure.py        the bandwidths of this machine
+Everything about placing, moving and attending to such a cache belongs here; kernels stay in backends/.
+
+kv_store.py             CooperativeKVStore: all layers, their budgets, a step
+layer.py                one layer: its pages on both sides, and attention to them
+pages.py                pages and the pools that hand them out
+host_memory.py          pinned CPU memory for pages
+staging.py              prefetch: uploads ahead of their use
+upload_controller.py    how much of a hybrid is uploaded, from the measured times of steps
+eviction_order.py       the order in which layers are evicted from the device
+cpu_attention_queue.py  queues attention on the CPU: queries down, results up
+cpu_attention.py        the attention that the CPU computes
+cpu_stream.py           work on the CPU in stream order
+micro_batches.py        parts of a batch at once, each with a thread and a stream of its own
+device.py               the interface of a device, and torch's
+placement.py            which layers go where, and what that costs; docs/internals/long-contexts.md has the model
+prediction.py           the predicted time of a step
+policy.py               what a decode step does with layers on the CPU: upload, attend there, or both
+memory.py               the predicted bytes of a plan
+model_shape.py          the sizes of a model that a plan needs
+hardware.py             bandwidths of known machines
+measure.py              measures the bandwidths of this machine
+lengths.py              sequence lengths as tensors on the device
 """

@@ -1,4 +1,4 @@
-"""Attention to keys and values in CPU memory, to be run when its queries are there."""
+"""Prepares attention to keys and values in CPU memory, to be run when its queries have arrived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CpuStream: a stream of a GPU in which the CPU works, too."""
+"""CpuStream: runs functions on the CPU in the order of a CUDA stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from fastattention.backends.cpu.work_queue import WorkQueue
-from fastattention.backends.cuda.jit.streams import CIRCLE, wait_for_number, write_number
+from fastattention.backends.cuda.jit.streams import U32_MODULUS, stream_wait_value32, stream_write_value32
 
 _LINE = 16  # numbers of 32 bits: no two flags in one cache line
 
@@ -32,13 +32,13 @@ class CpuStream:
         Raises MemoryError.
         """
         # Numbers are not used twice: were one written by a call that was interrupted, its next job would not wait.
-        self._number = (self._number + 1) % CIRCLE
-        write_number(self._ready, self._number, self.stream.cuda_stream)
+        self._number = (self._number + 1) % U32_MODULUS
+        stream_write_value32(self._ready, self._number, self.stream.cuda_stream)
         self._queue.push(self._number, function, argument)
 
     def wait(self) -> None:
         """The stream goes on when all functions have returned, also that of an `enqueue` which was interrupted."""
-        wait_for_number(self._done, self._queue.newest, self.stream.cuda_stream)
+        stream_wait_value32(self._done, self._queue.newest, self.stream.cuda_stream)
 
 
 def _end(queue: WorkQueue, stream: torch.cuda.Stream, done: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a cooperative cache asks of an accelerator: copies, and work for the CPU, beside its computation."""
+"""Device: the operations that the offloaded cache needs from an accelerator, and their CUDA implementation."""
 
 from __future__ import annotations
 

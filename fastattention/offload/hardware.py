@@ -1,4 +1,4 @@
-"""The machine that a plan is for: a GPU, its link to the host, and the host. Bandwidths are in bytes a second."""
+"""Hardware: the bandwidths, in bytes per second, of a GPU, its link and its host, for plans."""
 
 from __future__ import annotations
 

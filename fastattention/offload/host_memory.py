@@ -1,4 +1,4 @@
-"""Memory of the CPU that grows to a cap, which devices copy from and to on their own."""
+"""CPU memory that grows up to a limit, pinned so that devices copy from and to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CooperativeKVStore: the keys and values of a whole model within a budget of memory on a device and one on the CPU."""
+"""CooperativeKVStore: the KV cache of a whole model within memory budgets on a device and on the CPU."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from fastattention.errors import ArgumentError, CacheFullError
 from fastattention.interface import fast_attn_with_kvcache
 from fastattention.merge import merge_attn_states
-from fastattention.offload.balance import Seen, ShareBalance
+from fastattention.offload.cpu_attention_queue import CpuAttentionQueue, Results
 from fastattention.offload.device import CpuWork, Device
-from fastattention.offload.hand_over import HandOver, Results
+from fastattention.offload.eviction_order import eviction_order
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.layer import AttendOptions, Layer
 from fastattention.offload.lengths import LengthTensors
 from fastattention.offload.memory import STAGING_BUFFERS, ceil_div, least_pages, staging_pages
-from fastattention.offload.order import leaving_order
 from fastattention.offload.pages import PagePool, PageShape
-from fastattention.offload.staging import Piece, Staging, Visit
+from fastattention.offload.staging import StagedChunk, Staging, Visit
+from fastattention.offload.upload_controller import LayerTiming, UploadController
 
 # More new tokens than this are a prompt: the device attends to everything, what lies in CPU memory is uploaded for it.
 MOST_QUERIES_ON_CPU = 32
@@ -54,7 +54,7 @@ class CooperativeKVStore:
 
     shape: of a page; cache_dtype is that of CPU memory, the device holds `dtype`
     share: how much of the layers in CPU memory is uploaded every step, 0 to 1, from their number and their tokens;
-    between 0 and 1 it is a prediction, which the store corrects by what steps are seen to take (balance.py)
+    between 0 and 1 it is a prediction, which the store corrects by what steps are seen to take (upload_controller.py)
 
     A step uses the layers in order, each once. Before its first layer there is room for all of them, or CacheFullError
     is raised and the store is as it was. A step that ended early, by whatever exception, is undone by the next.
@@ -86,13 +86,13 @@ class CooperativeKVStore:
         )  # fmt: skip
         self._lengths = LengthTensors(device.torch_device)
         self._layers = [Layer(batch_size, device, self._gpu, self._host, self._lengths) for _ in range(num_layers)]
-        self._order = leaving_order(num_layers)
-        self._hand_over = HandOver(device)
+        self._order = eviction_order(num_layers)
+        self._cpu_queue = CpuAttentionQueue(device)
         self._staging = Staging(
             device, self._host, self._layers, batch_size=batch_size, tokens=staging_tokens, count=STAGING_BUFFERS,
             remedy=budget.gpu_remedy,
         )  # fmt: skip
-        self._balance = ShareBalance(device)
+        self._controller = UploadController(device)
         self._length = 0
         self._settled = True  # whether all layers hold that many tokens, and no pages for more
 
@@ -129,9 +129,9 @@ class CooperativeKVStore:
         """
         self._begin(index, k.shape[1], whole_at_once=False)
         layer = self._layers[index]
-        piece = self._staging.tokens if layer.on_cpu else max(k.shape[1], 1)
-        for begin in range(0, k.shape[1], piece):
-            layer.append(k[:, begin : begin + piece], v[:, begin : begin + piece])
+        chunk = self._staging.tokens if layer.on_cpu else max(k.shape[1], 1)
+        for begin in range(0, k.shape[1], chunk):
+            layer.append(k[:, begin : begin + chunk], v[:, begin : begin + chunk])
         self._end(index)
 
     def attend(self, index: int, q: Tensor, k: Tensor, v: Tensor, options: AttendOptions) -> Tensor:
@@ -153,12 +153,12 @@ class CooperativeKVStore:
         """What the device holds, what is uploaded, and what the CPU attends to, merged."""
         visit = self._staging.begin(layer, whole=self._staging.share >= 1.0 or q.shape[1] > MOST_QUERIES_ON_CPU)
         on_cpu = None if visit.end == layer.host_tokens else self._attend_on_cpu(q, layer, visit.end, options)
-        parts = [self._attend_to_piece(q, piece, options) for piece in self._staging.pieces(visit)]
+        parts = [self._attend_to_chunk(q, chunk, options) for chunk in self._staging.chunks(visit)]
         parts.append(layer.attend_on_device(q, k, v, options, return_lse=True))
         if on_cpu is not None:
             self._device.wait(on_cpu.span.end)
             parts.append((on_cpu.out, on_cpu.lse))
-        self._balance.saw(_seen(visit, on_cpu))
+        self._controller.observe(_layer_timing(visit, on_cpu))
         layer.finish(k.shape[1])
         self._staging.finish(visit)
         outs, lses = zip(*parts, strict=True)
@@ -186,11 +186,11 @@ class CooperativeKVStore:
         for layer in self._layers:
             layer.select(rows, after)
 
-    def _attend_to_piece(self, q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:
-        k, v, k_scale, v_scale = piece.buffer.pages
+    def _attend_to_chunk(self, q: Tensor, chunk: StagedChunk, options: AttendOptions) -> tuple[Tensor, Tensor]:
+        k, v, k_scale, v_scale = chunk.buffer.pages
         out, lse = fast_attn_with_kvcache(
-            q, k, v, cache_seqlens=self._lengths.of(q.shape[0], piece.end - piece.begin),
-            cache_leftpad=options.leftpad(piece.begin, piece.end, q.device), block_table=piece.buffer.block_table,
+            q, k, v, cache_seqlens=self._lengths.of(q.shape[0], chunk.end - chunk.begin),
+            cache_leftpad=options.leftpad(chunk.begin, chunk.end, q.device), block_table=chunk.buffer.block_table,
             softmax_scale=options.softmax_scale, softcap=options.softcap, k_scale=k_scale, v_scale=v_scale,
             return_lse=True,
         )  # fmt: skip
@@ -200,7 +200,7 @@ class CooperativeKVStore:
         def prepare(q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> CpuWork:
             return layer.prepare_on_cpu(q, begin, options, out, lse, num_threads)
 
-        return self._hand_over.attend(q, self.shape.headdim_v, layer.host_bytes(begin), prepare, layer.downloaded)
+        return self._cpu_queue.attend(q, self.shape.headdim_v, layer.host_bytes(begin), prepare, layer.downloaded)
 
     def _begin(self, index: int, tokens: int, whole_at_once: bool) -> None:
         """Before a layer of a step. whole_at_once: the device must hold all new tokens of a layer at once."""
@@ -214,7 +214,7 @@ class CooperativeKVStore:
     def _end(self, index: int) -> None:
         """After a layer of a step."""
         if index == len(self._layers) - 1:
-            self._balance.end_step()
+            self._controller.end_step()
             self._length, self._settled = self._layers[index].length, True
 
     def _settle(self) -> None:
@@ -241,7 +241,7 @@ class CooperativeKVStore:
         if going:
             predicted = self._share_of(len(going), going[0].length)
             num_pages = going[0].host_tokens // page_size
-            self._staging.share = self._balance.begin_step(predicted, num_pages)
+            self._staging.share = self._controller.begin_step(predicted, num_pages)
 
     def _to_move(self, tokens: int, whole_at_once: bool) -> list[Layer]:
         moved: list[Layer] = []
@@ -279,7 +279,7 @@ class CooperativeKVStore:
         """Before pages change hands: nothing that was read ahead counts, no upload or CPU reads them any more."""
         for event in self._staging.flush():
             self._device.wait(event)
-        self._hand_over.wait()
+        self._cpu_queue.wait()
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device.torch_device)
@@ -295,11 +295,11 @@ class CooperativeKVStore:
             )
 
 
-def _seen(visit: Visit, on_cpu: Results | None) -> Seen | None:
-    """What the balance compares of a visit whose uploads have all been asked for."""
+def _layer_timing(visit: Visit, on_cpu: Results | None) -> LayerTiming | None:
+    """The timing of a visit whose uploads have all been issued; None without uploads or CPU work."""
     if on_cpu is None or not visit.uploads:
         return None
-    return Seen(visit.uploads, on_cpu.span, visit.end, visit.layer.host_tokens - visit.end)
+    return LayerTiming(visit.uploads, on_cpu.span, visit.end, visit.layer.host_tokens - visit.end)
 
 
 def _staging_tokens(batch_size: int, shape: PageShape, gpu_bytes: int) -> int:

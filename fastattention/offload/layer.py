@@ -1,4 +1,4 @@
-"""One layer's keys and values: whole pages in CPU memory first, then pages on the device; and attention to both."""
+"""The cache of one layer: pages in CPU memory first, then pages on the device, and attention to both."""
 
 from __future__ import annotations
 

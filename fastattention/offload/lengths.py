@@ -1,4 +1,4 @@
-"""cache_seqlens of calls in which all sequences hold the same number of tokens."""
+"""Tensors of sequence lengths for calls in which all sequences are equally long."""
 
 from __future__ import annotations
 

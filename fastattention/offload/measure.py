@@ -1,4 +1,4 @@
-"""What a GPU, its link and its host really do: the Hardware of this machine, measured in about a second."""
+"""Measures the Hardware of this machine, in about a second."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastattention.kv_store.memory import map_huge_pages
 from fastattention.offload.cpu_attention import prepare_attention
+from fastattention.offload.cpu_attention_queue import CpuAttentionQueue, attention_threads
 from fastattention.offload.device import Copy, CpuWork, Device, cuda_device
-from fastattention.offload.hand_over import HandOver, attention_threads
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.pages import Pages, PageShape, allocate_pages
 from fastattention.quantised import quantise
@@ -23,7 +23,7 @@ from fastattention.validation import KvCacheArguments, Options
 BYTES = 1 << 30  # of keys and values: beyond the caches of processors
 UPLOAD_BYTES = 256 << 20
 ROUNDS = 5
-HAND_OVERS = 16
+HANDOVERS = 16
 GROUP = 4  # query heads a key head: of most models today
 # Assumed, since it depends on the model: what Python and launches of a layer cost beyond reading its weights.
 LAYER_OVERHEAD_SECONDS = 100e-6
@@ -61,7 +61,7 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
         link_bandwidth=link,
         cpu_bandwidth=attention,
         dram_bandwidth=max(both, link, attention),
-        handover_seconds=_hand_over_seconds(device, cpu, shape.headdim_v),
+        handover_seconds=_handover_seconds(device, cpu, shape.headdim_v),
         layer_overhead_seconds=LAYER_OVERHEAD_SECONDS,
     )
 
@@ -134,23 +134,23 @@ def _together(device: Device, cpu: _CpuAttention, copy: Copy) -> float:
     return median(rates)
 
 
-def _hand_over_seconds(device: Device, cpu: _CpuAttention, headdim_v: int) -> float:
+def _handover_seconds(device: Device, cpu: _CpuAttention, headdim_v: int) -> float:
     """A layer's queries down and its results up, with one token to attend to between.
 
     As in a step, the calling thread is ahead: a job that takes long goes first.
     """
-    hand_over = HandOver(device)
+    queue = CpuAttentionQueue(device)
     q = cpu.q.to(device.torch_device)
 
     def seconds(count: int) -> float:
         def attend() -> None:
             for prepare in (cpu.prepare, *[cpu.prepare_one_token] * count):
-                device.wait(hand_over.attend(q, headdim_v, 0, prepare).span.end)
+                device.wait(queue.attend(q, headdim_v, 0, prepare).span.end)
             device.mark().synchronize()
 
         return _seconds(attend)
 
-    return max(seconds(HAND_OVERS) - seconds(0), 0.0) / HAND_OVERS
+    return max(seconds(HANDOVERS) - seconds(0), 0.0) / HANDOVERS
 
 
 def _seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:

@@ -1,4 +1,4 @@
-"""What a division of layers takes of GPU and host memory, and whether it fits."""
+"""The GPU and host memory that a placement of layers needs, and whether it fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGING_BUFFERS = 2  # one is filled while the other is attended to
 STAGING_SHARE = 2  # and all buffers take at most 1 / STAGING_SHARE of what the cache may take on the GPU
 # Elements that a decoder has at once for each token of a chunk, as multiples of two of its sizes: gate, up and their
 # product twice; and the residual, norms, queries, results of attention and their parts. A forward pass of Transformers'
-# Llama of the shape of LLaMA-3-8B was seen to take 1.58 GiB (docs/long_context.md), where this says 1.63.
+# Llama of the shape of LLaMA-3-8B was seen to take 1.58 GiB, where this says 1.63.
 WORKSPACE_INTERMEDIATE, WORKSPACE_HIDDEN = 4, 12
 ENDLESS = 1 << 62  # tokens: what fits this has no limit
 
@@ -40,7 +40,7 @@ def least_pages(pages: int, batch_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Workload:
+class OffloadWorkload:
     """Sequences of one length, with every key and value of theirs in a cache."""
 
     model: ModelShape
@@ -110,7 +110,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Bytes by what they are for. All are on the GPU but `cpu_kv`. Keys and values take whole pages."""
 
     weights: int
@@ -127,13 +127,13 @@ class Memory:
         return self.weights + self.workspace + self.resident_kv + self.window_kv + self.newest_pages + self.staging
 
 
-def memory_of(workload: Workload, num_layers_cpu: int, budget: Budget) -> Memory:
+def memory_of(workload: OffloadWorkload, num_layers_cpu: int, budget: Budget) -> MemoryUse:
     """What `num_layers_cpu` layers on the CPU take, and the others."""
     model = workload.model
     on_gpu = len(model.full_layers) - num_layers_cpu
     # One layer on its way to the CPU has all pages of a chunk on the GPU, which need not begin where a page does.
     newest = num_layers_cpu + workload.chunk_pages + 1 if num_layers_cpu else 0
-    return Memory(
+    return MemoryUse(
         weights=model.weight_bytes,
         workspace=budget.workspace,
         resident_kv=on_gpu * ceil_div(workload.seqlen, workload.page_size) * workload.gpu_page_bytes,
@@ -144,7 +144,7 @@ def memory_of(workload: Workload, num_layers_cpu: int, budget: Budget) -> Memory
     )
 
 
-def divide(workload: Workload, policy: Policy, budget: Budget) -> int:
+def divide(workload: OffloadWorkload, policy: Policy, budget: Budget) -> int:
     """Layers on the CPU: the caller's number, or the least that leave the GPU room. It may be that nothing fits."""
     if policy is Policy.RESIDENT:
         return 0
@@ -159,7 +159,7 @@ def divide(workload: Workload, policy: Policy, budget: Budget) -> int:
     return full_layers - max(room // max(added, 1), 0)
 
 
-def why_not(workload: Workload, policy: Policy, budget: Budget) -> str | None:
+def why_not(workload: OffloadWorkload, policy: Policy, budget: Budget) -> str | None:
     """Why the policy does not fit the budget, None if it does."""
     if policy is Policy.RESIDENT and budget.num_layers_cpu:
         return f"num_layers_cpu={budget.num_layers_cpu} leaves layers on the CPU"
@@ -175,7 +175,7 @@ def why_not(workload: Workload, policy: Policy, budget: Budget) -> str | None:
     return None
 
 
-def longest_seqlen(workload: Workload, policy: Policy, budget: Budget) -> int | None:
+def longest_seqlen(workload: OffloadWorkload, policy: Policy, budget: Budget) -> int | None:
     """The longest sequence of which the policy, or the GPU alone, holds all: 0 if there is none, None without limit.
 
     That of `workload` does not matter. A longer sequence needs no less of anything, so that halving finds it.
@@ -194,7 +194,7 @@ def longest_seqlen(workload: Workload, policy: Policy, budget: Budget) -> int | 
     return longest
 
 
-def _gpu_too_small(workload: Workload, policy: Policy, num_layers_cpu: int, budget: Budget) -> str:
+def _gpu_too_small(workload: OffloadWorkload, policy: Policy, num_layers_cpu: int, budget: Budget) -> str:
     memory = memory_of(workload, num_layers_cpu, budget)
     parts = {
         "weights": memory.weights,

@@ -1,4 +1,4 @@
-"""Parts of a batch at once: each in a thread of its own, and on the device in a line of computation of its own.
+"""Runs parts of a batch concurrently, each with a thread and a CUDA stream of its own.
 
 While the CPU attends for one part, the device computes layers of another. The weights are read once for every part;
 prediction.py says when that pays.

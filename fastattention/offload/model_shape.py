@@ -1,4 +1,4 @@
-"""A transformer by its dimensions: bytes of its weights, and of its keys and values."""
+"""ModelShape: the dimensions of a transformer, and the bytes of its weights and KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of keys and values: a fixed number of them in each memory, handed out, shared and taken back."""
+"""Page pools of keys and values: a fixed number of pages per memory, handed out, shared and taken back."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class PagePool:
 
 
 def runs(pages: Sequence[int], slab_pages: int) -> Iterator[tuple[int, int, int]]:
-    """(position, first page, count) of stretches of neighbouring pages, none of which goes on in the next slab."""
+    """(position, first page, count) of runs of neighbouring pages, none of which goes on in the next slab."""
     begin = 0
     for position in range(1, len(pages) + 1):
         end = position == len(pages)

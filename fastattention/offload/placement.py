@@ -1,4 +1,4 @@
-"""Which layers keep their keys and values in host memory, what a decode step does about them, and how long it takes."""
+"""Plans which layers keep their KV cache in host memory, the policy of a decode step, and its time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastattention.errors import ArgumentError
+from fastattention.offload.eviction_order import eviction_order
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.memory import (
     Budget,
-    Memory,
-    Workload,
+    MemoryUse,
+    OffloadWorkload,
     divide,
     longest_seqlen,
     memory_of,
@@ -18,13 +19,12 @@ from fastattention.offload.memory import (
     why_not,
 )
 from fastattention.offload.model_shape import ModelShape
-from fastattention.offload.order import leaving_order
 from fastattention.offload.policy import AUTO, Policy, read_policy
 from fastattention.offload.prediction import seconds_per_token, seconds_per_token_in_halves, upload_fraction
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """What a policy would do: `seconds` per token, or the `reason` why it cannot be used."""
 
     policy: Policy
@@ -46,10 +46,10 @@ class Placement:
     policy: Policy
     on_cpu: tuple[bool, ...]  # for every layer
     upload_fraction: float  # of the bytes of layers on the CPU, in every step
-    memory: Memory
+    memory: MemoryUse
     seconds: float  # a step: one token for every sequence
     seconds_in_halves: float  # the same in two halves of the batch at once
-    predictions: Mapping[Policy, Prediction]
+    predictions: Mapping[Policy, StepPrediction]
 
     @property
     def num_layers_cpu(self) -> int:
@@ -91,7 +91,7 @@ def place(
     Raises ArgumentError when nothing fits, with what to change.
     """
     wanted = read_policy(policy)
-    workload = Workload(model, batch_size, seqlen, quantised)
+    workload = OffloadWorkload(model, batch_size, seqlen, quantised)
     beside = prompt_workspace(model) if workspace is None else workspace
     budget = Budget(gpu_memory, cpu_memory, beside, num_layers_cpu)
     _check(workload, budget, wanted)
@@ -117,11 +117,11 @@ def place(
 def spread(model: ModelShape, num_layers_cpu: int) -> tuple[bool, ...]:
     """For every layer whether it is on the CPU: the first to leave the GPU, never one with a window."""
     full_layers = model.full_layers
-    on_cpu = {full_layers[index] for index in leaving_order(len(full_layers))[:num_layers_cpu]}
+    on_cpu = {full_layers[index] for index in eviction_order(len(full_layers))[:num_layers_cpu]}
     return tuple(layer in on_cpu for layer in range(model.num_layers))
 
 
-def _predict(policy: Policy, workload: Workload, hardware: Hardware, budget: Budget) -> Prediction:
+def _predict(policy: Policy, workload: OffloadWorkload, hardware: Hardware, budget: Budget) -> StepPrediction:
     num_layers_cpu = divide(workload, policy, budget)
     longest = longest_seqlen(workload, policy, budget)
     reason = why_not(workload, policy, budget)
@@ -129,10 +129,10 @@ def _predict(policy: Policy, workload: Workload, hardware: Hardware, budget: Bud
         reason = "not needed: every layer fits on the GPU"
     staging = memory_of(workload, num_layers_cpu, budget).staging
     seconds = None if reason else seconds_per_token(policy, workload, hardware, num_layers_cpu, staging)
-    return Prediction(policy, num_layers_cpu, seconds, reason, longest)
+    return StepPrediction(policy, num_layers_cpu, seconds, reason, longest)
 
 
-def _choose(wanted: Policy | None, predictions: Mapping[Policy, Prediction]) -> tuple[Policy, int]:
+def _choose(wanted: Policy | None, predictions: Mapping[Policy, StepPrediction]) -> tuple[Policy, int]:
     """The policy of the plan and its layers on the CPU. Raises ArgumentError with the reason if there is none."""
     if predictions[Policy.RESIDENT].seconds is not None:
         return Policy.RESIDENT, 0
@@ -152,7 +152,7 @@ def _remedy(longest: int | None) -> str:
     return "no seqlen fits: give more memory, or divide the model among GPUs by tensor parallelism"
 
 
-def _check(workload: Workload, budget: Budget, wanted: Policy | None) -> None:
+def _check(workload: OffloadWorkload, budget: Budget, wanted: Policy | None) -> None:
     for name, value in {"batch_size": workload.batch_size, "seqlen": workload.seqlen}.items():
         if value < 1:
             raise ArgumentError(f"{name}={value} is not positive")

@@ -1,4 +1,4 @@
-"""What a decode step does about layers whose keys and values are in host memory."""
+"""Policy: how a decode step handles layers whose KV cache is in host memory."""
 
 from __future__ import annotations
 

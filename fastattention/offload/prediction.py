@@ -1,4 +1,4 @@
-"""The time of a decode step, predicted from bandwidths. docs/long_context.md explains the formulas.
+"""Predicts the time of a decode step from bandwidths. docs/internals/long-contexts.md explains the formulas.
 
 In their words: T0 is the step without the layers on the CPU, S the cache of one of these, L_CPU their number, and
 `staging_bytes` the buffers in which uploads wait for their layer.
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fastattention.offload.hardware import Hardware
-from fastattention.offload.memory import Workload
+from fastattention.offload.memory import OffloadWorkload
 from fastattention.offload.policy import Policy
 
 # Seconds of a step with so many layers on the CPU and so many bytes of buffers.
-Predict = Callable[[Policy, Workload, Hardware, int, int], float]
+Predict = Callable[[Policy, OffloadWorkload, Hardware, int, int], float]
 
 
 def seconds_per_token(
-    policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int, staging_bytes: int
+    policy: Policy, workload: OffloadWorkload, hardware: Hardware, num_layers_cpu: int, staging_bytes: int
 ) -> float:
     """One step: one token for every sequence of the batch."""
     base = _base_seconds(workload, hardware, num_layers_cpu)
@@ -37,7 +37,7 @@ def seconds_per_token(
 
 
 def seconds_per_token_in_halves(
-    policy: Policy, workload: Workload, hardware: Hardware, num_layers_cpu: int, staging_bytes: int
+    policy: Policy, workload: OffloadWorkload, hardware: Hardware, num_layers_cpu: int, staging_bytes: int
 ) -> float:
     """One step of the batch in two halves at once: the GPU computes layers of one while the CPU attends for the other.
 
@@ -67,7 +67,7 @@ def seconds_per_token_in_halves(
 
 def upload_fraction(
     policy: Policy,
-    workload: Workload,
+    workload: OffloadWorkload,
     hardware: Hardware,
     num_layers_cpu: int,
     staging_bytes: int,
@@ -93,7 +93,7 @@ def _shared_bandwidth(hardware: Hardware) -> float:
     return min(hardware.cpu_bandwidth + hardware.link_bandwidth, hardware.dram_bandwidth)
 
 
-def _base_seconds(workload: Workload, hardware: Hardware, num_layers_cpu: int) -> float:
+def _base_seconds(workload: OffloadWorkload, hardware: Hardware, num_layers_cpu: int) -> float:
     """T0: weights, the caches on the GPU, and what layers cost beyond both."""
     model = workload.model
     on_gpu = (len(model.full_layers) - num_layers_cpu) * workload.gpu_layer_bytes + workload.window_kv_bytes

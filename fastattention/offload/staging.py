@@ -1,4 +1,4 @@
-"""Uploads ahead of their use: pieces of the layers in CPU memory, each in one of a few buffers on the device.
+"""Uploads ahead of their use: chunks of the layers in CPU memory, each in one of a few buffers on the device.
 
 Old keys and values do not depend on the queries to come. So while the device computes one layer, those that the next
 layers in CPU memory will need are on their way already, in the order of use, as far as there are buffers; after the
@@ -39,14 +39,14 @@ class HostTokens(Protocol):
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory on the device for a piece, and when it may be written."""
+    """Memory on the device for a chunk, and when it may be written."""
 
     pages: Pages
     block_table: Tensor  # int32 (batch_size, pages a sequence)
     free: Event
 
 
-class Piece(NamedTuple):
+class StagedChunk(NamedTuple):
     """Tokens begin ... end - 1 of every sequence of a layer, in a buffer from `arrived` on."""
 
     buffer: Buffer
@@ -62,7 +62,7 @@ class Visit:
     layer: HostTokens
     end: int
     issued: int = 0
-    pieces: deque[Piece] = field(default_factory=deque)
+    chunks: deque[StagedChunk] = field(default_factory=deque)
     uploads: list[Upload] = field(default_factory=list)
     begun: bool = False
 
@@ -133,24 +133,24 @@ class Staging:
             visit.end = layer.host_tokens
         return visit
 
-    def pieces(self, visit: Visit) -> Iterator[Piece]:
-        """The pieces of a visit in order; the computation may read each until the next one is asked for."""
+    def chunks(self, visit: Visit) -> Iterator[StagedChunk]:
+        """The chunks of a visit in order; the computation may read each until the next one is asked for."""
         assert visit is self._visits[0]
         self._fill()
-        while visit.pieces:
-            piece = visit.pieces[0]
-            self._device.wait(piece.arrived)
-            yield piece
+        while visit.chunks:
+            chunk = visit.chunks[0]
+            self._device.wait(chunk.arrived)
+            yield chunk
             free = self._device.mark()  # may fail: nothing has changed yet
-            visit.pieces.popleft()
-            self._give_back(piece.buffer, free)
+            visit.chunks.popleft()
+            self._give_back(chunk.buffer, free)
             self._fill()
         assert visit.issued == visit.end
 
     def finish(self, visit: Visit) -> None:
         """Ends a visit, whose layer's lengths are now those after it, and uploads for the next."""
         assert visit is self._visits[0]
-        assert not visit.pieces
+        assert not visit.chunks
         self._visits.popleft()
         if not self._visits:
             self._visits.append(self._visit(self._following(visit.layer)))
@@ -158,7 +158,7 @@ class Staging:
 
     def flush(self) -> list[Event]:
         """Forgets what was read ahead: lengths or pages change. Returns when the last of it was read."""
-        arrivals = [piece.arrived for visit in self._visits for piece in visit.pieces]
+        arrivals = [chunk.arrived for visit in self._visits for chunk in visit.chunks]
         for visit in self._visits:
             self._drop(visit)
         self._visits.clear()
@@ -202,7 +202,7 @@ class Staging:
         after = [buffer.free] if visit.layer.downloaded is None else [buffer.free, visit.layer.downloaded]
         upload = self._device.upload(copies, after)
         visit.uploads.append(upload)
-        visit.pieces.append(Piece(buffer, begin, end, upload.end))
+        visit.chunks.append(StagedChunk(buffer, begin, end, upload.end))
         visit.issued = end
 
     def _drop_all_after(self, visit: Visit) -> None:
@@ -210,9 +210,9 @@ class Staging:
             self._drop(self._visits.pop())
 
     def _drop(self, visit: Visit) -> None:
-        while visit.pieces:
-            piece = visit.pieces.popleft()
-            self._give_back(piece.buffer, piece.arrived)
+        while visit.chunks:
+            chunk = visit.chunks.popleft()
+            self._give_back(chunk.buffer, chunk.arrived)
 
     def _give_back(self, buffer: Buffer, free: Event) -> None:
         buffer.free = free

@@ -1,4 +1,4 @@
-"""The only validation: turns the arguments of a public function into a Problem and its Inputs, or raises ArgumentError.
+"""Validation: turns the arguments of a public function into a Problem and its Inputs, or raises ArgumentError.
 
 `common.py` checks what all functions share. `prefill.py` and `kvcache.py` make Problems from shapes, dtypes and devices
 alone, cached per combination of them, so that a repeated call pays for one dictionary look-up. `lengths.py` checks
@@ -7,7 +7,7 @@ written before all have passed.
 """
 
 from fastattention.validation.common import Options
-from fastattention.validation.kvcache import KvCacheArguments, PackedCache, prepare_kvcache
-from fastattention.validation.prefill import prepare_dense, prepare_packed
+from fastattention.validation.kvcache import KvCacheArguments, PanelCache, prepare_kvcache
+from fastattention.validation.prefill import prepare_dense, prepare_varlen
 
-__all__ = ["KvCacheArguments", "Options", "PackedCache", "prepare_dense", "prepare_kvcache", "prepare_packed"]
+__all__ = ["KvCacheArguments", "Options", "PanelCache", "prepare_dense", "prepare_kvcache", "prepare_varlen"]

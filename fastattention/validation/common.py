@@ -1,4 +1,4 @@
-"""Checks shared by all public functions, made from shapes, dtypes and devices alone."""
+"""Checks that all public functions share, from shapes, dtypes and devices alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls with a key/value cache: arguments to (Problem, Inputs), with every check before the first write."""
+"""fast_attn_with_kvcache: arguments to (Problem, Inputs), with every check before the first write."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class _Signatures(NamedTuple):
 _Fields = tuple[SignatureFields | None, ...]  # of KvCacheArguments, in their order
 
 
-class PackedCache(NamedTuple):
-    """Of packed caches (backends/common/packed_cache.py): what k_cache and v_cache would be if they were not packed."""
+class PanelCache(NamedTuple):
+    """A cache in interleaved panels (common/panel_cache.py): what its dense k_cache and v_cache would be."""
 
     k: Signature
     v: Signature
@@ -92,7 +92,7 @@ def prepare_kvcache(
     options: Options,
     rotary_interleaved: bool = True,
     num_splits: int = 0,
-    packed: PackedCache | None = None,
+    panels: PanelCache | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_with_kvcache. Reads the caches' shapes only; writes nothing."""
     a = arguments
@@ -100,12 +100,12 @@ def prepare_kvcache(
     if a.cache_seqlens is None and a.k is not None:
         raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
     problem = _kvcache_problem(
-        fields if packed is None else (fields[0], packed.k, packed.v, *fields[3:]),
+        fields if panels is None else (fields[0], panels.k, panels.v, *fields[3:]),
         options,
         rotary_interleaved if type(rotary_interleaved) is bool else read_flag("rotary_interleaved", rotary_interleaved),
         num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
         needs_grad(*a),
-        0 if packed is None else packed.panel_size,
+        0 if panels is None else panels.panel_size,
     )
     _check_memory(a)
     cache_seqlens = _cache_seqlens(problem, a)

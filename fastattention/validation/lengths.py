@@ -1,4 +1,4 @@
-"""Checks of numbers held in tensors: lengths, offsets and page indices.
+"""Checks the values of integer tensors: lengths, offsets and page indices.
 
 On the CPU they are read and checked before anything is computed. On other devices reading them would synchronise, so
 they are taken as given, as flash-attn does, unless FASTATTENTION_CHECK_NUMBERS asks for the checks.
@@ -19,9 +19,9 @@ def are_checked(tensor: Tensor) -> bool:
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> int:
-    """Longest sequence of a packed batch, after checking that the offsets are well formed.
+    """Longest sequence of a varlen batch, after checking that the offsets are well formed.
 
-    total: tokens in the packed tensor, which the last offset must equal; None when the tensor is paged.
+    total: tokens in the varlen tensor, which the last offset must equal; None when the tensor is paged.
     """
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
@@ -35,7 +35,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> int:
             )
         longest = max(longest, length)
     if total is not None and offsets[-1] != total:
-        raise ArgumentError(f"{name} must end at the number of packed tokens, {total}, got {offsets[-1]}")
+        raise ArgumentError(f"{name} must end at the number of tokens, {total}, got {offsets[-1]}")
     return longest
 
 

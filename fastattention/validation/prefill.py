@@ -1,4 +1,4 @@
-"""Dense and packed calls: arguments to (Problem, Inputs)."""
+"""fast_attn_func and fast_attn_varlen_func: arguments to (Problem, Inputs)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _dense_problem(
     )
 
 
-def prepare_packed(
+def prepare_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -130,7 +130,7 @@ def prepare_packed(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_varlen_func."""
-    shapes = _PackedSignatures(
+    shapes = _VarlenSignatures(
         signature("q", q),
         signature("k", k),
         signature("v", v),
@@ -141,11 +141,11 @@ def prepare_packed(
         None if attn_bias is None else signature("attn_bias", attn_bias),
         None if sinks is None else signature("sinks", sinks),
     )
-    _check_packed_shapes(shapes)
-    longest_q, longest_k = _check_packed_lengths(
+    _check_varlen_shapes(shapes)
+    longest_q, longest_k = _check_varlen_lengths(
         q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
     )
-    problem = _packed_problem(
+    problem = _varlen_problem(
         shapes,
         longest_q,
         longest_k,
@@ -168,7 +168,7 @@ def prepare_packed(
     )
 
 
-class _PackedSignatures(NamedTuple):
+class _VarlenSignatures(NamedTuple):
     q: Signature
     k: Signature
     v: Signature
@@ -181,7 +181,7 @@ class _PackedSignatures(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_packed_shapes(s: _PackedSignatures) -> None:
+def _check_varlen_shapes(s: _VarlenSignatures) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table = s[:6]
     check_rank("q", q, "total_q, nheads, headdim")
     if block_table is None:
@@ -204,7 +204,7 @@ def _check_packed_shapes(s: _PackedSignatures) -> None:
             raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
 
 
-def _check_packed_lengths(
+def _check_varlen_lengths(
     q: Tensor,
     k: Tensor,
     cu_seqlens_q: Tensor,
@@ -235,8 +235,8 @@ def _check_packed_lengths(
 
 
 @functools.lru_cache(maxsize=4096)
-def _packed_problem(
-    s: _PackedSignatures, max_seqlen_q: int, max_seqlen_k: int, options: Options, needs_grad: bool
+def _varlen_problem(
+    s: _VarlenSignatures, max_seqlen_q: int, max_seqlen_k: int, options: Options, needs_grad: bool
 ) -> Problem:
     q, k, v, alibi_slopes, attn_bias, sinks = s.q, s.k, s.v, s.alibi_slopes, s.attn_bias, s.sinks
     batch_size = s.cu_seqlens_q.shape[0] - 1
@@ -244,7 +244,7 @@ def _packed_problem(
     check_score_tensors(q, batch_size, nheads, alibi_slopes, sinks)
     check_bias(attn_bias, q, (nheads, total_q, max_seqlen_k), "nheads, total_q, max_seqlen_k")
     return Problem(
-        layout=Layout.PACKED,
+        layout=Layout.VARLEN,
         device=q.device,
         dtype=q.dtype,
         batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""Checks of quantised caches and their scales, from shapes, dtypes and devices alone."""
+"""Checks quantised caches and their scales, from shapes, dtypes and devices alone."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fastattention.backends.ascend.call import Launch, prepare
 from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling
 from fastattention.problem import Inputs, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 BATCH = 2
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -71,24 +71,24 @@ FEATURES = (
 class Layout:
     """How keys lie, and which tensors say so."""
 
-    kind: str  # dense, packed or cache
+    kind: str  # dense, varlen or cache
     page_block_size: int | None = None
     leftpad: bool = False
     batch_idx: bool = False
 
 
-DENSE, PACKED, CACHE = Layout("dense"), Layout("packed"), Layout("cache")
-COMMON = (DENSE, PACKED, CACHE, Layout("packed", 128), Layout("cache", 128))
+DENSE, VARLEN, CACHE = Layout("dense"), Layout("varlen"), Layout("cache")
+COMMON = (DENSE, VARLEN, CACHE, Layout("varlen", 128), Layout("cache", 128))
 # With the usual head dimension: every feature without pages, and every other layout.
 WITH_USUAL = (
-    *itertools.product((DENSE, PACKED, CACHE), FEATURES),
+    *itertools.product((DENSE, VARLEN, CACHE), FEATURES),
     *(
         (Layout(kind, size), feature)
-        for kind in ("packed", "cache")
+        for kind in ("varlen", "cache")
         for size in (16, 100)
         for feature in (PLAIN, CAUSAL)
     ),
-    (Layout("packed", 128), FEATURES[-1]),
+    (Layout("varlen", 128), FEATURES[-1]),
     (Layout("cache", 128), FEATURES[-1]),
     (Layout("cache", leftpad=True), CAUSAL),
     (Layout("cache", 128, leftpad=True), CAUSAL),
@@ -131,10 +131,10 @@ def calls() -> Iterator[tuple[Problem, Inputs]]:
 def _call(
     dtype: torch.dtype, headdims: tuple[int, int], layout: Layout, size: Size, feature: Feature
 ) -> tuple[Problem, Inputs]:
-    tokens_q = (BATCH * size.seqlen_q,) if layout.kind == "packed" else (BATCH, size.seqlen_q)
+    tokens_q = (BATCH * size.seqlen_q,) if layout.kind == "varlen" else (BATCH, size.seqlen_q)
     page = layout.page_block_size
     if page is None:
-        tokens_k = (BATCH * size.seqlen_k,) if layout.kind == "packed" else (BATCH, size.seqlen_k)
+        tokens_k = (BATCH * size.seqlen_k,) if layout.kind == "varlen" else (BATCH, size.seqlen_k)
     else:
         tokens_k = (BATCH * -(-size.seqlen_k // page), page)
     q = _numbers(*tokens_q, size.nheads, headdims[0], dtype=dtype)
@@ -143,9 +143,9 @@ def _call(
     options, tensors = Options(**feature.options, return_lse=True), feature.tensors(size.nheads)
     if layout.kind == "dense":
         return prepare_dense(q, k, v, options, **tensors)
-    if layout.kind == "packed":
+    if layout.kind == "varlen":
         offsets = _integers(BATCH + 1)
-        return prepare_packed(
+        return prepare_varlen(
             q, k, v, offsets, offsets, size.seqlen_q, size.seqlen_k, options, block_table=table, **tensors
         )
     arguments = KvCacheArguments(

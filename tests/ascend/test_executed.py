@@ -114,8 +114,8 @@ def test_random_dense(case: Case, dtype: torch.dtype) -> None:
 
 
 @FEW
-@given(case=without_bias(strategies.packed_cases()), dtype=strategies.DTYPES)
-def test_random_packed(case: Case, dtype: torch.dtype) -> None:
+@given(case=without_bias(strategies.varlen_cases()), dtype=strategies.DTYPES)
+def test_random_varlen(case: Case, dtype: torch.dtype) -> None:
     check(ExecutedEngine.of(dtype), case, dtype)
 
 

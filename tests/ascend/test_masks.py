@@ -16,7 +16,7 @@ from ascend.executor import CpuExecutedAscendBackend
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.tiling import Tiling
 from fastattention.problem import Inputs, Problem
-from fastattention.validation import Options, prepare_dense, prepare_packed
+from fastattention.validation import Options, prepare_dense, prepare_varlen
 
 MOST = 6
 LENGTHS = range(1, MOST + 1)
@@ -59,7 +59,7 @@ def assert_sees(weights: torch.Tensor, lse: torch.Tensor, expected: torch.Tensor
 @pytest.mark.parametrize("tile_n", [1, 2, 4])
 @pytest.mark.parametrize("tile_m", [1, 2, 4])
 def test_every_query_sees_what_it_should(tile_m: int, tile_n: int) -> None:
-    """One batch of all lengths of keys, packed, for every length of queries and every window."""
+    """One batch of all lengths of keys, varlen, for every length of queries and every window."""
     backend = SmallTilesBackend(tile_m, tile_n)
     total = sum(LENGTHS)
     k, v = torch.zeros(total, 1, 2), torch.cat([torch.eye(length, MOST) for length in LENGTHS]).unsqueeze(1)
@@ -69,7 +69,7 @@ def test_every_query_sees_what_it_should(tile_m: int, tile_n: int) -> None:
         cu_seqlens_q = torch.arange(0, len(q) + 1, seqlen_q, dtype=torch.int32)
         options = Options(window_left=left, window_right=right, return_lse=True)
         # A longest length of 2 at least keeps queries, and not heads, in the rows of a tile.
-        call = prepare_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max(seqlen_q, 2), MOST, options)
+        call = prepare_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max(seqlen_q, 2), MOST, options)
         out, lse = seen(backend, *call)
         for index, seqlen_k in enumerate(LENGTHS):
             rows = slice(index * seqlen_q, (index + 1) * seqlen_q)

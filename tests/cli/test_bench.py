@@ -17,7 +17,7 @@ from fastattention.cli.bench.peaks import Limits
 from fastattention.cli.bench.report import Report, fastattention_speedup, fraction_of_limit
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.timing import Timing
-from fastattention.cli.bench.workload import Workload
+from fastattention.cli.bench.workload import BenchWorkload
 
 from .conftest import Finished
 
@@ -35,7 +35,7 @@ def known_limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
 def check_schema(report: dict[str, Any], question: str) -> None:
     assert report["schema"] == 1
     assert report["question"] == question
-    assert {"cpu", "versions", "num_threads", "commit"} <= set(report["machine"])
+    assert {"cpu", "versions", "num_threads", "commit", "command", "cuda", "driver"} <= set(report["machine"])
     assert {"fastattention", "torch SDPA"} & set(report["peers"])
     for one in report["measurements"]:
         assert (one["seconds"] is None) == (one["reason"] is not None)
@@ -104,7 +104,7 @@ def make_report(*measurements: Measurement, limits: Limits) -> Report:
 
 
 def test_speedup_and_fraction_are_those_of_the_medians() -> None:
-    workload = Workload("decode", "float32", (1,), (1000,), 1, 1, 125)  # a megabyte
+    workload = BenchWorkload("decode", "float32", (1,), (1000,), 1, 1, 125)  # a megabyte
     ours = Measurement(workload, "fastattention", timing=Timing(1e-3, 1e-3, 1e-3, 3), max_error=0.0)
     peer = Measurement(workload, "torch SDPA", timing=Timing(5e-4, 4e-4, 9e-4, 3), max_error=0.0)
     assert ours.gbytes_per_s == pytest.approx(1.0)

@@ -10,7 +10,7 @@ import pytest
 from tiers import slow
 
 from fastattention.cli import demo
-from fastattention.cli.demo_messages import Job, Result
+from fastattention.cli.demo_messages import DemoRequest, Result
 
 from .conftest import Finished
 
@@ -37,10 +37,10 @@ def make_result(attention: str, *tokens: int) -> Result:
 
 
 def test_demo_fails_when_tokens_differ(run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_job(job: Job, on_progress: Callable[[float], None]) -> Result:
+    def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
         return make_result(job.attention, 1, 2, 4 if job.attention == "fast_attention" else 3)
 
-    monkeypatch.setattr(demo, "run_job", run_job)
+    monkeypatch.setattr(demo, "run_request", run_request)
     exit_code, output = run_command("demo", "--context", 200)
     assert exit_code == 1
     assert "not from 2" in output
@@ -48,10 +48,10 @@ def test_demo_fails_when_tokens_differ(run_command: Callable[..., Finished], mon
 
 
 def test_unmeasurable_memory_is_said(run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_job(job: Job, on_progress: Callable[[float], None]) -> Result:
+    def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
         return dataclasses.replace(make_result(job.attention, 1, 2), extra_bytes=None)
 
-    monkeypatch.setattr(demo, "run_job", run_job)
+    monkeypatch.setattr(demo, "run_request", run_request)
     assert run_command("demo", "--context", 200).output.count("not measurable here") == 3
 
 

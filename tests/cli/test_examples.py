@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload.pretend import PretendDevice
+from offload.fake_device import FakeDevice
 
 from fastattention.offload.hardware import PRESETS
 
@@ -57,20 +57,20 @@ def test_tensor_parallel_example_runs_on_two_ranks() -> None:
 
 
 @pytest.mark.usefixtures("_one_thread")
-def test_long_context_example_keeps_layers_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    example = runpy.run_path(str(EXAMPLES / "long_context.py"))
-    example["main"]("cpu", device=PretendDevice(), hardware=PRESETS["v100"])
+def test_context_budget_example_keeps_layers_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(EXAMPLES / "context_budget.py"))
+    example["main"]("cpu", device=FakeDevice(), hardware=PRESETS["v100"])
     assert "The tokens are those of a cache that keeps everything on the GPU." in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_long_context_example_says_that_it_needs_a_gpu() -> None:
-    ran = run(str(EXAMPLES / "long_context.py"))
+    ran = run(str(EXAMPLES / "context_budget.py"))
     assert ran.returncode == 1
     assert "needs an NVIDIA GPU" in ran.stderr
 
 
 def test_every_example_is_short_and_tested() -> None:
     examples = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert set(examples) == {*PRINTED, "long_context"}
+    assert set(examples) == {*PRINTED, "context_budget"}
     assert max(examples.values()) < 60

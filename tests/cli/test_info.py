@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,37 @@ def test_machine_is_described_in_json_types() -> None:
     assert described["cpu"]
     assert described["memory_bytes"] > 2**27
     assert described["num_threads"] == fastattention.get_num_threads()
+    assert described["command"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (
+            [str(machine.SOURCES / "benchmarks/ranks.py"), "--tp", "2"],
+            "NCCL_P2P_DISABLE=1 python benchmarks/ranks.py --tp 2",
+        ),
+        ([str(machine.SOURCES / "benchmarks/pages")], "NCCL_P2P_DISABLE=1 python benchmarks/pages"),
+        (["/anywhere/bin/fastattention", "bench", "gpu"], "NCCL_P2P_DISABLE=1 fastattention bench gpu"),
+    ],
+    ids=["script", "package", "installed command"],
+)
+def test_command_is_recorded_as_a_reader_would_type_it(
+    arguments: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(machine.RECORDED_VARIABLES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setattr("sys.argv", arguments)
+    assert machine.command_line() == command
+
+
+def test_driver_version_comes_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "NVIDIA_DRIVER", tmp_path / "version")
+    assert machine.nvidia_driver() is None
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (bot)  Tue Sep 23\n"
+    (tmp_path / "version").write_text(text + "GCC version:  gcc version 13.3.0\n")
+    assert machine.nvidia_driver() == "580.95.05"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_compile_refuses_what_it_cannot_do(
 def test_compile_says_why_no_kernel_fits(
     run_command: RunCommand, compiled: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CHIPS, "T4", CHIPS["T4"]._replace(shared_per_block=1000))
+    monkeypatch.setitem(CHIPS, "T4", CHIPS["T4"]._replace(shared_per_cta=1000))
     exit_code, output = run_command("compile", "--arch", 75, "--headdim", 64, "-o", "kernel.cubin")
     assert exit_code == 1
     assert "error: no kernel fits compute capability 7.5: forward_sm75_" in output

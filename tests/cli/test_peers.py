@@ -11,15 +11,15 @@ from fastattention.cli.bench.accuracy import max_error
 from fastattention.cli.bench.measure import measure
 from fastattention.cli.bench.peers import ALL_PEERS, FASTATTENTION, SDPA, Peer, Prepared
 from fastattention.cli.bench.suite import overhead
-from fastattention.cli.bench.workload import DTYPES, Workload, make_tensors
+from fastattention.cli.bench.workload import DTYPES, BenchWorkload, make_tensors
 
-PREFILL = Workload("prefill", "float32", (33,), (33,), 4, 4, 32, causal=True)
+PREFILL = BenchWorkload("prefill", "float32", (33,), (33,), 4, 4, 32, causal=True)
 CASES = {
     "prefill": PREFILL,
-    "prefill of two": Workload("prefill", "float32", (33, 33), (33, 33), 4, 4, 32),
-    "decode": Workload("decode", "float32", (1,), (70,), 4, 4, 32, causal=True),
-    "grouped decode": Workload("decode", "float32", (1, 1), (70, 70), 8, 2, 32, causal=True),
-    "packed": Workload("packed", "float32", (5, 1, 40), (5, 1, 40), 4, 4, 32, causal=True),
+    "prefill of two": BenchWorkload("prefill", "float32", (33, 33), (33, 33), 4, 4, 32),
+    "decode": BenchWorkload("decode", "float32", (1,), (70,), 4, 4, 32, causal=True),
+    "grouped decode": BenchWorkload("decode", "float32", (1, 1), (70, 70), 8, 2, 32, causal=True),
+    "packed": BenchWorkload("packed", "float32", (5, 1, 40), (5, 1, 40), 4, 4, 32, causal=True),
 }
 # float32 to rounding. The others round inputs of the second product or results: three bits of a value near one.
 # ggml adds up float16 values in float16.
@@ -36,7 +36,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("peer", "workload"), QUESTIONS)
-def test_peer_computes_attention(peer: Peer, workload: Workload, dtype: str) -> None:
+def test_peer_computes_attention(peer: Peer, workload: BenchWorkload, dtype: str) -> None:
     workload = dataclasses.replace(workload, dtype=dtype)
     reason = peer.why_unavailable() or peer.why_not(workload)
     if reason is not None:
@@ -87,11 +87,11 @@ def test_eager_is_asked_only_where_the_square_is_small() -> None:
 
 
 def test_work_is_counted_as_the_field_counts_it() -> None:
-    full = Workload("prefill", "bfloat16", (100,), (100,), 2, 2, 64)
+    full = BenchWorkload("prefill", "bfloat16", (100,), (100,), 2, 2, 64)
     assert full.flops == 4 * 100 * 100 * 2 * 64
     assert dataclasses.replace(full, causal=True).flops == full.flops / 2
     assert full.limit == "bf16_dot"
-    decode = Workload("decode", "float16", (1, 1), (50, 50), 8, 2, 64, causal=True)
+    decode = BenchWorkload("decode", "float16", (1, 1), (50, 50), 8, 2, 64, causal=True)
     assert decode.cache_bytes == 2 * 2 * 50 * 2 * 64 * torch.float16.itemsize
     assert decode.flops == 4 * 2 * 50 * 8 * 64
     assert decode.limit == "dram_read"

@@ -83,7 +83,7 @@ def test_script_writes_predictions_and_both_timelines(tmp_path: Path) -> None:
     load_script("ascend_plan").main(longest=2048, output=tmp_path)
     record = json.loads((tmp_path / "ascend_plan.json").read_text())
     assert "predicted" in record["note"]
-    assert record["commit"]
+    assert {"commit", "command", "versions"} <= set(record["machine"])
     assert [one["seqlen"] for one in record["validation"]] == [1024 << step for step in range(6)]
     assert all(abs(one["error"]) <= one["allowed_error"] for one in record["validation"])
     assert [one["seqlen"] for one in record["gains"]] == [1024, 2048]

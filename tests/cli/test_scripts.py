@@ -38,23 +38,23 @@ def read(path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "question", "sizes"),
     [
-        ("prefill", {"seqlen": 16}),
-        ("decode", {"grouped_keys": 64, "keys": 32}),
-        ("packed", {"longest": 64}),
-        ("overhead", {}),
+        ("prefill", "prefill", {"seqlen": 16}),
+        ("decode", "decode", {"grouped_keys": 64, "keys": 32}),
+        ("varlen", "packed", {"longest": 64}),
+        ("overhead", "overhead", {}),
     ],
 )
 def test_script_writes_numbers_and_a_picture(
-    name: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, question: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "measure_limits", lambda: Limits(fma=100.0, bf16_dot=200.0, dram_read=10.0))
     load_script(name).main(**sizes, seconds=0.0, output=tmp_path)
-    measurements = read(tmp_path / f"{name}.json")["measurements"]
+    measurements = read(tmp_path / f"{question}.json")["measurements"]
     assert {one["peer"] for one in measurements} >= {"fastattention"}
     assert all(one["seconds"] is not None for one in measurements if one["peer"] == "fastattention")
-    assert (tmp_path / f"{name}.png").stat().st_size > 0
+    assert (tmp_path / f"{question}.png").stat().st_size > 0
 
 
 @deep

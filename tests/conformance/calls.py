@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from conformance.caches import Cache, Pages, Rows
-from conformance.case import Bias, Case, DenseCase, KvCacheCase, Memory, PackedCase
+from conformance.case import Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
 from conformance.memory import nothing, place
 from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.problem import Inputs, Problem
 from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 # Arguments that an append writes.
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
@@ -50,7 +50,7 @@ class Call:
         if self.function is fast_attn_func:
             return prepare_dense(options=options, **rest)
         if self.function is fast_attn_varlen_func:
-            return prepare_packed(options=options, **rest)
+            return prepare_varlen(options=options, **rest)
         rotary_interleaved, num_splits = rest.pop("rotary_interleaved"), rest.pop("num_splits")
         return prepare_kvcache(KvCacheArguments(**rest), options, rotary_interleaved, num_splits)
 
@@ -60,8 +60,8 @@ def build_call(case: Case, dtype: torch.dtype) -> Call:
     builder = _Builder(case, dtype)
     if isinstance(case, DenseCase):
         return builder.dense(case)
-    if isinstance(case, PackedCase):
-        return builder.packed(case)
+    if isinstance(case, VarlenCase):
+        return builder.varlen(case)
     assert isinstance(case, KvCacheCase)
     return builder.kvcache(case)
 
@@ -88,7 +88,7 @@ class _Builder:
         }
         return Call(fast_attn_func, arguments, self.buffers)
 
-    def packed(self, case: PackedCase) -> Call:
+    def varlen(self, case: VarlenCase) -> Call:
         slack = case.slack or 0
         max_seqlen_q, max_seqlen_k = (max(lengths, default=0) + slack for lengths in (case.seqlens_q, case.seqlens_k))
         total_q, total_k = sum(case.seqlens_q), sum(case.seqlens_k)

@@ -28,7 +28,7 @@ Hidden = Literal["nothing", "entries", "rows", "columns"]
 
 @dataclass(frozen=True)
 class Bias:
-    """An attn_bias. `axes` names the axes it has, "1" where it broadcasts: "bhqk", "1h1k", "qk", packed "htk", "t1"."""
+    """An attn_bias. `axes` names the axes it has, "1" where it broadcasts: "bhqk", "1h1k", "qk", varlen "htk", "t1"."""
 
     axes: str
     hides: Hidden = "nothing"
@@ -72,7 +72,7 @@ class DenseCase(Case):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedCase(Case):
+class VarlenCase(Case):
     """A call of fast_attn_varlen_func; one entry of `seqlens` a sequence."""
 
     seqlens_q: tuple[int, ...]

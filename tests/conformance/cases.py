@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, PackedCase
+from conformance.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
 from conformance.quantised_cases import QUANTISED
 from conformance.ragged_cases import RAGGED
 
@@ -76,7 +76,7 @@ TILES = [
                   causal=q == 35, window=(-1, 60) if q == 270 else (-1, -1)),
         DenseCase(name=f"tiles-{d}-{q}-softcap", seqlen_q=q, seqlen_k=83, headdim=d, nheads=1, nheads_k=1,
                   batch_size=1, softcap=5.0, causal=q == 101),
-        PackedCase(name=f"tiles-{d}-{q}-pages", seqlens_q=(q, 3), seqlens_k=(83, 70), headdim=d, nheads=1, nheads_k=1,
+        VarlenCase(name=f"tiles-{d}-{q}-pages", seqlens_q=(q, 3), seqlens_k=(83, 70), headdim=d, nheads=1, nheads_k=1,
                    page_block_size=16, causal=q == 270),
     )
 ]  # fmt: skip
@@ -86,10 +86,10 @@ MANY_QUERIES = [
     DenseCase(name="many-queries", seqlen_q=8200, seqlen_k=70, nheads=1, nheads_k=1, batch_size=1, headdim=64,
               window=(20, 8150)),
     DenseCase(name="many-queries-32", seqlen_q=8200, seqlen_k=70, nheads=1, nheads_k=1, batch_size=1),
-    PackedCase(name="packed-many-queries", seqlens_q=(3, 8200, 193), seqlens_k=(50, 70, 97), nheads=1, nheads_k=1,
+    VarlenCase(name="varlen-many-queries", seqlens_q=(3, 8200, 193), seqlens_k=(50, 70, 97), nheads=1, nheads_k=1,
                headdim=59),
     *(
-        PackedCase(name=f"packed-pages-many-queries-{d}", seqlens_q=(8200, 193), seqlens_k=(70, 97), nheads=1,
+        VarlenCase(name=f"varlen-pages-many-queries-{d}", seqlens_q=(8200, 193), seqlens_k=(70, 97), nheads=1,
                    nheads_k=1, headdim=d, page_block_size=16, window=(-1, 8150))
         for d in (32, 64)
     ),
@@ -199,48 +199,48 @@ EMPTY = [
     DenseCase(name="five-batches", seqlen_q=12, seqlen_k=20, batch_size=5, causal=True),
 ]
 
-# --- packed -----------------------------------------------------------------------------------------------------------
+# --- varlen -----------------------------------------------------------------------------------------------------------
 
 UNEVEN_Q, UNEVEN_K = (1, 40, 0, 3, 130, 17), (9, 33, 5, 0, 130, 64)
 
-PACKED = [
-    PackedCase(name="packed", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K),
-    PackedCase(name="packed-causal", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K, causal=True),
-    PackedCase(name="packed-window-gqa", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K, window=(11, 4), nheads=6),
-    PackedCase(name="packed-one-sequence", seqlens_q=(77,), seqlens_k=(99,), causal=True),
-    PackedCase(name="packed-ones", seqlens_q=(1, 1, 1, 1), seqlens_k=(1, 1, 1, 1), causal=True),
-    PackedCase(name="packed-decode", seqlens_q=(1, 1, 1), seqlens_k=(300, 7, 129), nheads=8, nheads_k=1, headdim=64),
-    PackedCase(name="packed-long", seqlens_q=(700, 2, 90), seqlens_k=(700, 60, 90), nheads=1, nheads_k=1, causal=True),
-    PackedCase(name="packed-max-seqlen-slack", seqlens_q=(5, 30), seqlens_k=(9, 33), slack=11, bias=Bias("htk")),
-    PackedCase(name="packed-max-seqlen-given", seqlens_q=(5, 30), seqlens_k=(9, 33), slack=0),
-    PackedCase(name="packed-empty-batch", seqlens_q=(), seqlens_k=()),
-    PackedCase(name="packed-all-empty", seqlens_q=(0, 0), seqlens_k=(0, 0)),
-    PackedCase(name="packed-no-queries", seqlens_q=(0, 0), seqlens_k=(3, 4)),
-    PackedCase(name="packed-no-keys", seqlens_q=(3, 4), seqlens_k=(0, 0), sinks=True),
-    PackedCase(name="packed-softcap-headdim-v", seqlens_q=(20, 33), seqlens_k=(50, 33), softcap=2.0, headdim_v=59),
-    PackedCase(name="packed-alibi-per-head", seqlens_q=(20, 33), seqlens_k=(50, 33), alibi="per_head", causal=True),
-    PackedCase(name="packed-alibi-per-sequence", seqlens_q=(20, 33), seqlens_k=(50, 33), alibi="per_sequence"),
-    PackedCase(name="packed-sinks", seqlens_q=(20, 33), seqlens_k=(50, 0), sinks=True),
+VARLEN = [
+    VarlenCase(name="varlen", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K),
+    VarlenCase(name="varlen-causal", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K, causal=True),
+    VarlenCase(name="varlen-window-gqa", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K, window=(11, 4), nheads=6),
+    VarlenCase(name="varlen-one-sequence", seqlens_q=(77,), seqlens_k=(99,), causal=True),
+    VarlenCase(name="varlen-ones", seqlens_q=(1, 1, 1, 1), seqlens_k=(1, 1, 1, 1), causal=True),
+    VarlenCase(name="varlen-decode", seqlens_q=(1, 1, 1), seqlens_k=(300, 7, 129), nheads=8, nheads_k=1, headdim=64),
+    VarlenCase(name="varlen-long", seqlens_q=(700, 2, 90), seqlens_k=(700, 60, 90), nheads=1, nheads_k=1, causal=True),
+    VarlenCase(name="varlen-max-seqlen-slack", seqlens_q=(5, 30), seqlens_k=(9, 33), slack=11, bias=Bias("htk")),
+    VarlenCase(name="varlen-max-seqlen-given", seqlens_q=(5, 30), seqlens_k=(9, 33), slack=0),
+    VarlenCase(name="varlen-empty-batch", seqlens_q=(), seqlens_k=()),
+    VarlenCase(name="varlen-all-empty", seqlens_q=(0, 0), seqlens_k=(0, 0)),
+    VarlenCase(name="varlen-no-queries", seqlens_q=(0, 0), seqlens_k=(3, 4)),
+    VarlenCase(name="varlen-no-keys", seqlens_q=(3, 4), seqlens_k=(0, 0), sinks=True),
+    VarlenCase(name="varlen-softcap-headdim-v", seqlens_q=(20, 33), seqlens_k=(50, 33), softcap=2.0, headdim_v=59),
+    VarlenCase(name="varlen-alibi-per-head", seqlens_q=(20, 33), seqlens_k=(50, 33), alibi="per_head", causal=True),
+    VarlenCase(name="varlen-alibi-per-sequence", seqlens_q=(20, 33), seqlens_k=(50, 33), alibi="per_sequence"),
+    VarlenCase(name="varlen-sinks", seqlens_q=(20, 33), seqlens_k=(50, 0), sinks=True),
     *(
-        PackedCase(name=f"packed-bias-{bias.axes}-hides-{bias.hides}", seqlens_q=(4, 33), seqlens_k=(50, 31), bias=bias)
+        VarlenCase(name=f"varlen-bias-{bias.axes}-hides-{bias.hides}", seqlens_q=(4, 33), seqlens_k=(50, 31), bias=bias)
         for bias in (*(Bias(axes) for axes in ("htk", "h1k", "ht1", "k")), Bias("1tk", hides="rows"),
                      Bias("tk", hides="entries"))
     ),
-    PackedCase(name="packed-bias-strided", seqlens_q=(4, 33), seqlens_k=(50, 31), bias=Bias("htk", strided=True)),
-    PackedCase(name="packed-heads-major", seqlens_q=(20, 33), seqlens_k=(50, 33), memory_q="heads_major",
+    VarlenCase(name="varlen-bias-strided", seqlens_q=(4, 33), seqlens_k=(50, 31), bias=Bias("htk", strided=True)),
+    VarlenCase(name="varlen-heads-major", seqlens_q=(20, 33), seqlens_k=(50, 33), memory_q="heads_major",
                memory_k="heads_major", causal=True),
-    PackedCase(name="packed-sliced", seqlens_q=(20, 33), seqlens_k=(50, 33), memory_q="sliced_heads",
+    VarlenCase(name="varlen-sliced", seqlens_q=(20, 33), seqlens_k=(50, 33), memory_q="sliced_heads",
                memory_k="sliced_headdim"),
-    PackedCase(name="packed-every-second-token", seqlens_q=(20, 33), seqlens_k=(50, 33), memory_q="every_second_token",
+    VarlenCase(name="varlen-every-second-token", seqlens_q=(20, 33), seqlens_k=(50, 33), memory_q="every_second_token",
                memory_k="every_second_token"),
     *(
-        PackedCase(name=f"packed-pages-{size}", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K, page_block_size=size,
+        VarlenCase(name=f"varlen-pages-{size}", seqlens_q=UNEVEN_Q, seqlens_k=UNEVEN_K, page_block_size=size,
                    causal=True)
         for size in (1, 3, 16, 64, 256)
     ),
-    PackedCase(name="packed-pages-gqa-window", seqlens_q=(20, 33), seqlens_k=(150, 33), page_block_size=16, nheads=8,
+    VarlenCase(name="varlen-pages-gqa-window", seqlens_q=(20, 33), seqlens_k=(150, 33), page_block_size=16, nheads=8,
                window=(40, 7), headdim=59, headdim_v=64),
-    PackedCase(name="packed-pages-slack-bias", seqlens_q=(20, 33), seqlens_k=(50, 33), page_block_size=7, slack=30,
+    VarlenCase(name="varlen-pages-slack-bias", seqlens_q=(20, 33), seqlens_k=(50, 33), page_block_size=7, slack=30,
                bias=Bias("htk", hides="entries"), memory_k="heads_major"),
 ]  # fmt: skip
 
@@ -385,7 +385,7 @@ SPLITS = [
 
 CASES: list[Case] = [
     *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *FEW_QUERIES, *TILES, *MANY_QUERIES, *HEADS,
-    *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *PACKED, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED,
+    *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *VARLEN, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED,
 ]  # fmt: skip
 # Chosen for the tiles of kernels for GPUs: kernels of CPUs have one tile for all of them.
 FOR_GPUS: list[Case] = [*TILES, *MANY_QUERIES]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.case import Bias, DenseCase, KvCacheCase, Memory, PackedCase
+from conformance.case import Bias, DenseCase, KvCacheCase, Memory, VarlenCase
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -74,10 +74,10 @@ def dense_cases(draw: st.DrawFn) -> DenseCase:
 
 
 @st.composite
-def packed_cases(draw: st.DrawFn) -> PackedCase:
+def varlen_cases(draw: st.DrawFn) -> VarlenCase:
     lengths = draw(st.lists(st.tuples(SEQLENS, SEQLENS), max_size=4))
     page_block_size = draw(PAGE_SIZES)
-    return PackedCase(
+    return VarlenCase(
         **draw(shared_words("htk")),
         seqlens_q=tuple(length_q for length_q, _ in lengths),
         seqlens_k=tuple(length_k for _, length_k in lengths),

@@ -15,7 +15,7 @@ from conformance.oracle import FACTOR, largest_error, out_floor
 from fastattention.backends.registry import ORDER, verdict
 from fastattention.reference import reference_attention
 
-NAMES = ["seqlens-129x127", "causal-300x128", "heads-6-of-2", "everything", "packed-window-gqa", "packed-pages-16"]
+NAMES = ["seqlens-129x127", "causal-300x128", "heads-6-of-2", "everything", "varlen-window-gqa", "varlen-pages-16"]
 DROPOUT_CASES = [case for case in CASES if case.name in NAMES]
 
 

@@ -27,8 +27,8 @@ def test_dense(case: Case, dtype: torch.dtype) -> None:
     check_all(case, dtype)
 
 
-@given(case=strategies.packed_cases(), dtype=strategies.DTYPES)
-def test_packed(case: Case, dtype: torch.dtype) -> None:
+@given(case=strategies.varlen_cases(), dtype=strategies.DTYPES)
+def test_varlen(case: Case, dtype: torch.dtype) -> None:
     check_all(case, dtype)
 
 

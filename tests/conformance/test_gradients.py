@@ -10,7 +10,7 @@ from tiers import thin
 from torch import Tensor
 
 from conformance.calls import Call, build_call
-from conformance.case import Case, DenseCase, PackedCase
+from conformance.case import Case, DenseCase, VarlenCase
 from conformance.cases import CASES, LONG
 from conformance.oracle import largest, largest_error, out_floor
 from fastattention.reference import reference_attention
@@ -21,7 +21,7 @@ DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "attn_bias", "sinks")
 
 def has_gradients(case: Case) -> bool:
     """Cases that take long are left out, and a row whose lse is -3e38: what its keys add to that is below rounding."""
-    if not isinstance(case, (DenseCase, PackedCase)) or case.batch_size == 0 or case in LONG:
+    if not isinstance(case, (DenseCase, VarlenCase)) or case.batch_size == 0 or case in LONG:
         return False
     return not (case.bias is not None and case.bias.finite and case.bias.hides == "rows")
 

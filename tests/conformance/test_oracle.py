@@ -39,7 +39,7 @@ def wrong_rotary(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
 
 MISTAKES: dict[str, tuple[str, Mistake]] = {
     "mask one key too far right": ("causal-65x63", wrong_problem(window_right=1)),
-    "not causal": ("packed-causal", wrong_problem(window_right=-1)),
+    "not causal": ("varlen-causal", wrong_problem(window_right=-1)),
     "window one key too wide": ("window-7-3-75x75", wrong_problem(window_left=8)),
     "window one key too narrow": ("window-7-3-75x75", wrong_problem(window_right=2)),
     "scale": ("softmax-scale", wrong_problem(softmax_scale=0.45)),

@@ -15,7 +15,7 @@ from conformance.case import Case
 from conformance.cases import CASES
 from fastattention.errors import ArgumentError
 from fastattention.reference import reference_attention
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,12 +102,12 @@ def test_single_numbers_follow_the_formula(seqlen_q: int, seqlen_k: int, window:
                 assert float(lse[b, h, i]) == pytest.approx(math.log(total))
 
 
-def test_packed_sequences_are_dense_calls_by_themselves() -> None:
+def test_varlen_sequences_are_dense_calls_by_themselves() -> None:
     lengths_q, lengths_k = (3, 0, 5), (4, 2, 3)
     q, k, v = randn(8, 4, 16, seed=1), randn(9, 2, 16, seed=2), randn(9, 2, 16, seed=3)
     bias = randn(4, 8, 4, seed=4)
     cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (lengths_q, lengths_k))
-    problem, inputs = prepare_packed(q, k, v, cu_q, cu_k, None, None, Options(causal=True), attn_bias=bias)
+    problem, inputs = prepare_varlen(q, k, v, cu_q, cu_k, None, None, Options(causal=True), attn_bias=bias)
     out, lse, _ = reference_attention(problem, inputs)
     assert lse is not None
     for b, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):

@@ -10,7 +10,7 @@ constexpr uint32_t kPlace = emulator::kSharedBase;
 // By thread `first`, before the others go on.
 void begin(const Arguments& p) {
     if (thread_index() == p.first) bulk_begin(kCounter);
-    block_barrier();
+    cta_barrier();
 }
 
 // By thread `first`: `bytes` from in, of which `expected` are expected.
@@ -34,7 +34,7 @@ void phases(const Arguments& p) {
         }
         bulk_wait(kCounter, i & 1);
         static_cast<uint32_t*>(p.out)[i * 64 + thread_index()] = load_shared_32(kPlace + thread_index() % 16 * 4);
-        block_barrier();
+        cta_barrier();
     }
 }
 // A phase of no bytes.
@@ -54,7 +54,7 @@ void late(const Arguments& p) {
         words[0] = 9;
     }
     bulk_wait(kCounter, 0);
-    block_barrier();
+    cta_barrier();
     words[thread_index()] = load_shared_32(kPlace);
 }
 // Thread `second` waits for a flag that `first` raises: int 0 of out.
@@ -69,7 +69,7 @@ void meet(const Arguments& p) {
         system_fence();
         flag[1] = 5;
     }
-    block_barrier();
+    cta_barrier();
 }
 void time_passes(const Arguments&) {
     const int64_t begun = nanoseconds();
@@ -106,7 +106,7 @@ void begin_then_expect(const Arguments& p) {
 void no_wait(const Arguments& p) {
     begin(p);
     start(p);
-    block_barrier();
+    cta_barrier();
     if (thread_index() == 9) load_shared_32(kPlace);
 }
 void wait_for_the_other_phase(const Arguments& p) {
@@ -187,7 +187,7 @@ void target_outside(const Arguments& p) {
 void written_meanwhile(const Arguments& p) {
     begin(p);
     start(p);
-    block_barrier();
+    cta_barrier();
     if (thread_index() == 9) store_shared_32(kPlace, 0);
 }
 void two_copies_to_a_place(const Arguments& p) {
@@ -206,7 +206,7 @@ int32_t* flag_of(const Arguments& p) { return static_cast<int32_t*>(p.out); }
 void raise_without_fence(const Arguments& p) { store_flag(flag_of(p), 1); }
 void raise_with_a_fence_before_the_barrier(const Arguments& p) {
     system_fence();
-    block_barrier();
+    cta_barrier();
     store_flag(flag_of(p), 1);
 }
 void raise_what_was_loaded(const Arguments& p) {
@@ -219,14 +219,14 @@ void read_without_fence(const Arguments& p) {
 }
 void wait_without_fence(const Arguments& p) {
     if (thread_index() == p.first) load_flag(flag_of(p));
-    block_barrier();
+    cta_barrier();
 }
 void copy_without_bulk_fence(const Arguments& p) {
     begin(p);
     bulk_fence();
     if (thread_index() == 5) load_flag(flag_of(p));
     system_fence();
-    block_barrier();
+    cta_barrier();
     start(p);
 }
 void gives_up(const Arguments&) {

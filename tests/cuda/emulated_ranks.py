@@ -18,7 +18,7 @@ from torch import Tensor
 from fastattention.backends.cuda.all_reduce import PACKET_BYTES, Flags, Peers, all_reduce_params
 from fastattention.backends.cuda.kernel_config import AllReduceConfig
 from fastattention.backends.cuda.params import MOST_PARTS
-from fastattention.backends.cuda.plan import Step
+from fastattention.backends.cuda.plan import KernelLaunch
 
 PATIENCE = 30_000_000_000  # nanoseconds, where every rank comes
 GUARD = 64  # bytes of NaN before and behind what a call may write
@@ -161,7 +161,7 @@ class Host:
         )
         packets = -(-item * call.count // PACKET_BYTES)
         ranges = [Range(part, PACKET_BYTES * packets) for part in parts]
-        launch(Step(self.variant, 0, call.num_ctas), params, [*ranges, Range(out, item * call.count)])
+        launch(KernelLaunch(self.variant, 0, call.num_ctas), params, [*ranges, Range(out, item * call.count)])
 
     def check(self) -> None:
         """Every call has the right results on every rank, and has written nothing else."""

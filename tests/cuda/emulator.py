@@ -24,7 +24,7 @@ from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
 from fastattention.backends.cuda.kernel_config import MergeConfig, Variant
 from fastattention.backends.cuda.params import AttentionParams, MergeParams
-from fastattention.backends.cuda.plan import Step
+from fastattention.backends.cuda.plan import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 HERE = Path(__file__).parent
@@ -47,7 +47,7 @@ class Range(ctypes.Structure):
 class Grid(ctypes.Structure):
     """The CTAs of a launch. shuffle: 0, or a seed for the order in which CTAs, and warps within each, run."""
 
-    _fields_: ClassVar = [("num_blocks", ctypes.c_int64), ("shuffle", ctypes.c_uint64)]
+    _fields_: ClassVar = [("num_ctas", ctypes.c_int64), ("shuffle", ctypes.c_uint64)]
 
 
 class Wavefronts(ctypes.Structure):
@@ -127,20 +127,20 @@ def shuffled(seed: int) -> Iterator[None]:
     _shuffle = before
 
 
-def launch(step: Step, params: Params, ranges: Sequence[Range]) -> Report:
+def launch(step: KernelLaunch, params: Params, ranges: Sequence[Range]) -> Report:
     """Runs one kernel. Raises EmulatorError when it does what it must not."""
     entry = step.variant.entries[step.entry]
     emulate = getattr(_library(step.variant), entry.name.replace("fastattention_", "emulate_"))
-    return checked(emulate, f"{entry.name} of {step.variant.name}", params, step.num_blocks, ranges)
+    return checked(emulate, f"{entry.name} of {step.variant.name}", params, step.num_ctas, ranges)
 
 
 def checked(
-    emulate: Callable[..., int], name: str, params: ctypes.Structure, num_blocks: int, ranges: Sequence[Range]
+    emulate: Callable[..., int], name: str, params: ctypes.Structure, num_ctas: int, ranges: Sequence[Range]
 ) -> Report:
     """Calls a library's function. Raises EmulatorError, with the name of the kernel, when it failed."""
     report = Report()
     array = (Range * len(ranges))(*ranges)
-    grid, num_ranges = Grid(num_blocks, _shuffle), ctypes.c_int64(len(ranges))
+    grid, num_ranges = Grid(num_ctas, _shuffle), ctypes.c_int64(len(ranges))
     if emulate(ctypes.byref(params), ctypes.byref(grid), array, num_ranges, ctypes.byref(report)) != 0:
         raise EmulatorError(f"{name}: {report.error.decode()}")
     return report
@@ -150,11 +150,11 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
     """The memory that attention may access in vectors, from the first to the last element that the call has."""
     if not isinstance(params, AttentionParams):
         return []
-    packed, batch = problem.layout is Layout.PACKED, problem.batch_size
-    tokens_q = _int32s(params.cu_seqlens_q, batch + 1)[-1] if packed else problem.seqlen_q
+    varlen, batch = problem.layout is Layout.VARLEN, problem.batch_size
+    tokens_q = _int32s(params.cu_seqlens_q, batch + 1)[-1] if varlen else problem.seqlen_q
     ranges = [
-        _range(params, "q", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim),
-        _range(params, "out", 0, 1 if packed else batch, tokens_q, problem.nheads, params.headdim_v),
+        _range(params, "q", 0, 1 if varlen else batch, tokens_q, problem.nheads, params.headdim),
+        _range(params, "out", 0, 1 if varlen else batch, tokens_q, problem.nheads, params.headdim_v),
         Range(params.partial_out or 0, 4 * num_slots * params.partial_rows * params.headdim_v),
         Range(params.partial_stats or 0, 8 * num_slots * params.partial_rows),
     ]
@@ -186,7 +186,7 @@ def _blocks(params: AttentionParams, problem: Problem) -> list[tuple[int, int]]:
     batch = problem.batch_size
     if problem.layout is Layout.DENSE:
         return [(i, problem.seqlen_k) for i in range(batch)]
-    if problem.layout is Layout.PACKED:
+    if problem.layout is Layout.VARLEN:
         offsets = _int32s(params.cu_seqlens_k, batch + 1)
         if not params.block_table:
             return [(0, offsets[-1])]
@@ -241,7 +241,7 @@ class EmulatedCudaBackend(CudaBackend):
     def _limits(self, problem: Problem | MergeProblem) -> Limits:
         return self.limits
 
-    def _launch(self, step: Step, params: Params, problem: Problem | MergeProblem) -> None:
+    def _launch(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem) -> None:
         if isinstance(step.variant, MergeConfig):
             items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
             ranges = ranges_of_merge(params, *items)

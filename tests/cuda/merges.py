@@ -60,14 +60,14 @@ CASES = [
         _case(f"headdim-{width}", 3, 2, 3, 3, width)
         for width in (1, 2, 3, 4, 31, 66, 127, 129, 200, 255, 256, 300, 512)
     ),
-    _case("packed", 3, 7, 5, 96),
-    _case("packed-odd", 9, 7, 3, 33),
+    _case("varlen", 3, 7, 5, 96),
+    _case("varlen-odd", 9, 7, 3, 33),
     _case("one-row", 2, 1, 1, 1, 64),
     _case("no-batch", 2, 0, 3, 2, 8),
     _case("no-tokens", 2, 0, 2, 8),
     _case("no-columns", 2, 2, 3, 2, 0),
     *(MergeCase(memory, 3, (2, 3, 4, 64), (memory,)) for memory in FOR_OUT),
-    MergeCase("packed-heads_major", 3, (5, 4, 64), ("heads_major",), ("heads_major",)),
+    MergeCase("varlen-heads_major", 3, (5, 4, 64), ("heads_major",), ("heads_major",)),
     MergeCase("every-memory", 8, (2, 3, 4, 36), FOR_OUT, FOR_LSE[::-1]),
 ]
 

@@ -169,7 +169,7 @@ void copy_without_wait(const Arguments& p) {
     fill_shared();
     copy_async_128(shared_memory() + thread_index() * 16, p.in, true);
     copy_async_commit();
-    block_barrier();
+    cta_barrier();
     load_shared_32(shared_memory() + thread_index() * 16);
 }
 void copy_without_commit(const Arguments& p) {
@@ -187,14 +187,14 @@ void matrices_past_the_end(const Arguments&) {
     load_matrices(x, shared_memory() + kSharedBytes - 16 + lane_index() / 31 * 16);
 }
 void one_warp_misses_a_barrier(const Arguments&) {
-    block_barrier();
+    cta_barrier();
     if (thread_index() < 32) return;
-    block_barrier();
+    cta_barrier();
 }
 void one_lane_misses_a_barrier(const Arguments&) {
-    block_barrier();
+    cta_barrier();
     if (thread_index() == 40) return;
-    block_barrier();
+    cta_barrier();
 }
 void lanes_wait_apart(const Arguments&) {
     if (lane_index() < 5) {
@@ -203,8 +203,8 @@ void lanes_wait_apart(const Arguments&) {
         any_lane(true);
     }
 }
-void half_a_warp_waits_for_the_block(const Arguments&) {
-    if (lane_index() < 16) block_barrier();
+void half_a_warp_waits_for_the_cta(const Arguments&) {
+    if (lane_index() < 16) cta_barrier();
     warp_barrier();
 }
 void shuffle_without_a_lane(const Arguments&) {
@@ -218,18 +218,18 @@ void return_before_others_shuffle(const Arguments&) {
 // out: a counter, then what it was when each warp of each CTA began.
 void take_turns(const Arguments& p) {
     auto* out = static_cast<std::int32_t*>(p.out);
-    if (lane_index() == 0) out[1 + block_index() * kWarps + thread_index() / 32] = out[0]++;
+    if (lane_index() == 0) out[1 + cta_index() * kWarps + thread_index() / 32] = out[0]++;
 }
 
-void fail_in_the_second_block(const Arguments&) {
-    if (block_index() == 1 && thread_index() == 33) load_shared_32(shared_memory());
+void fail_in_the_second_cta(const Arguments&) {
+    if (cta_index() == 1 && thread_index() == 33) load_shared_32(shared_memory());
 }
 
 // Threads that return before the first barrier do not count.
 void one_warp_returns_first(const Arguments& p) {
     if (thread_index() < 32) return;
-    block_barrier();
-    block_barrier();
+    cta_barrier();
+    cta_barrier();
     if (thread_index() == 32) *static_cast<int*>(p.out) = 1;
 }
 
@@ -276,10 +276,10 @@ PROBE(probe_matrices_past_the_end, matrices_past_the_end)
 PROBE(probe_one_warp_misses_a_barrier, one_warp_misses_a_barrier)
 PROBE(probe_one_lane_misses_a_barrier, one_lane_misses_a_barrier)
 PROBE(probe_lanes_wait_apart, lanes_wait_apart)
-PROBE(probe_half_a_warp_waits_for_the_block, half_a_warp_waits_for_the_block)
+PROBE(probe_half_a_warp_waits_for_the_cta, half_a_warp_waits_for_the_cta)
 PROBE(probe_shuffle_without_a_lane, shuffle_without_a_lane)
 PROBE(probe_return_before_others_shuffle, return_before_others_shuffle)
-PROBE(probe_fail_in_the_second_block, fail_in_the_second_block)
+PROBE(probe_fail_in_the_second_cta, fail_in_the_second_cta)
 PROBE(probe_take_turns, take_turns)
 PROBE(probe_one_warp_returns_first, one_warp_returns_first)
 PROBE(probe_load_global, load_global)

@@ -21,12 +21,12 @@ constexpr uint32_t kSharedBytes = 8192;
 inline void fill_shared() {
     for (uint32_t i = static_cast<uint32_t>(thread_index()) * 16; i < kSharedBytes; i += kWarps * 32 * 16)
         store_shared_128(shared_memory() + i, Words4{});
-    block_barrier();
+    cta_barrier();
 }
 
 inline void wait_at(int barrier) {
     if (barrier == 1) warp_barrier();
-    if (barrier == 2) block_barrier();
+    if (barrier == 2) cta_barrier();
 }
 
 }  // namespace

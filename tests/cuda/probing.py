@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from emulator import Range, Report
 
-NONE, WARP, BLOCK = 0, 1, 2  # barriers
+NONE, WARP, CTA = 0, 1, 2  # barriers
 
 
 class Arguments(ctypes.Structure):
@@ -49,7 +49,7 @@ def probe(
     first: int = 0,
     second: int = 0,
     barrier: int = NONE,
-    num_blocks: int = 1,
+    num_ctas: int = 1,
     file: str = "probes",
 ) -> Report:
     """Runs a probe on two arrays, which are all it may access."""
@@ -57,4 +57,4 @@ def probe(
     target = aligned(np.zeros(64, np.uint8)) if target is None else target
     arguments = Arguments(source.ctypes.data, target.ctypes.data, first, second, barrier)
     ranges = [Range(array.ctypes.data, array.nbytes) for array in (source, target)]
-    return emulator.checked(getattr(library(file), f"probe_{name}"), name, arguments, num_blocks, ranges)
+    return emulator.checked(getattr(library(file), f"probe_{name}"), name, arguments, num_ctas, ranges)

@@ -20,12 +20,16 @@ from emulator import EmulatedCudaBackend
 from tiers import Tier, slow, tier_of
 from torch import Tensor
 
+from fastattention import fast_attn_with_kvcache
 from fastattention.backends import registry
+from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.jit.variants import variants_of
 from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
+from fastattention.quantised import LARGEST_STORED, quantise
+from fastattention.reference import reference_attention
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.validation import lengths as lengths_module
 
@@ -107,7 +111,7 @@ def decodes(kernel: Variant) -> bool:
 def tile_of(kernel: Variant) -> tuple[object, ...]:
     assert isinstance(kernel, KernelConfig)
     sizes = (kernel.tile_m, kernel.tile_n, kernel.num_warps, kernel.num_stages)
-    return (*sizes, kernel.warps_share_rows, kernel.queries_in_registers, kernel.num_value_parts)
+    return (*sizes, kernel.split_keys_across_warps, kernel.queries_in_registers, kernel.num_value_parts)
 
 
 def headdim_of(kernel: Variant) -> int:
@@ -214,6 +218,50 @@ def test_a_sequence_without_room_is_nan_and_its_cache_is_left_alone(
     for cache, old in zip(caches, before, strict=True):
         changed = (cache != old).flatten(2).any(-1).nonzero().tolist()
         assert changed == [[b, int(lengths[b]) + i] for b in (0, 3) for i in range(seqlen_q)]
+
+
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
+def test_a_cta_may_end_one_sequence_and_begin_another(backend: type[EmulatedCudaBackend]) -> None:
+    """Long sequences, whose lengths no number of CTAs divides, whatever the order in which CTAs run."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, length, 1, 32, generator=generator).half() for length in (1, 2900, 2900))
+    lengths = torch.tensor([1900, 2900, 2300], dtype=torch.int32)
+    problem, inputs = prepare_kvcache(KvCacheArguments(q, k, v, cache_seqlens=lengths), Options())
+    expected = reference_attention(problem, inputs).out
+    for seed in range(4):
+        with emulator.shuffled(seed):
+            out = backend().forward(problem, inputs).out
+        torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=0)
+
+
+def test_the_last_heads_that_start_together_may_be_fewer() -> None:
+    """CTAs of two heads start together, and there are three."""
+    generator = torch.Generator().manual_seed(0)
+    call = prepare_dense(*(torch.randn(1, 300, 3, 32, generator=generator).half() for _ in range(3)), Options())
+    expected = emulator.EmulatedSm80().forward(*call).out
+    with mock.patch.object(heuristics, "heads_together", return_value=2) as asked:
+        assert torch.equal(emulator.EmulatedSm80().forward(*call).out, expected)
+    asked.assert_called_once()
+
+
+@pytest.mark.parametrize("stored", LARGEST_STORED, ids=["int8", "float8"])
+def test_numbers_between_two_stored_ones_are_rounded_to_even(stored: torch.dtype) -> None:
+    """The largest number of each row makes its scale 1, so that all others are ties."""
+    largest = LARGEST_STORED[stored]
+    grid = torch.arange(127, dtype=torch.uint8).view(stored).float()  # what can be stored, from 0 on, without NaN
+    ties = torch.nn.functional.pad((grid[1:] + grid[:-1]) / 2, (1, 1), value=largest).clamp(max=largest)
+    new = torch.stack((ties, -ties))[None, :, None].half()  # (1, 2 tokens, 1 head, 128)
+    caches = [torch.zeros(1, 4, 1, 128).to(stored) for _ in range(2)]
+    scales = [torch.zeros(1, 4, 1) for _ in range(2)]
+    engine = EmulatedEngine("cuda-sm80")
+    with engine.active():
+        fast_attn_with_kvcache(
+            new[:, :1], *caches, new, new, cache_seqlens=1, k_scale=scales[0], v_scale=scales[1], backend=engine.backend
+        )
+    wanted, scale = quantise(new, stored)
+    for cache, given in zip(caches, scales, strict=True):
+        assert torch.equal(cache[:, 1:3].float(), wanted.float())
+        assert torch.equal(given[:, 1:3], scale)
 
 
 def assert_right_alone(

@@ -134,7 +134,7 @@ def test_ranks_give_up_one_that_never_comes(bulk_copies: bool, missing: int) -> 
     here = [rank for rank in range(3) if rank != missing]
     complaints = host.run(here, patience=200_000_000)
     assert all(complaint.startswith("fastattention_all_reduce of ") for complaint in complaints)
-    assert all(complaint.endswith(f"block 0, thread {missing} gave up") for complaint in complaints)
+    assert all(complaint.endswith(f"cta 0, thread {missing} gave up") for complaint in complaints)
 
 
 @every_way

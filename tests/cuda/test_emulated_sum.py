@@ -8,7 +8,7 @@ from emulator import Range, launch
 from torch import Tensor
 
 from fastattention.backends.cuda.params import MOST_PARTS
-from fastattention.backends.cuda.summing import NUMBERS_OF_CTA, sum_params, sum_step
+from fastattention.backends.cuda.summing import NUMBERS_OF_CTA, sum_launch, sum_params
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COUNTS = (1, 3, 4, 5, 127, 1000, NUMBERS_OF_CTA, NUMBERS_OF_CTA + 1, 3 * NUMBERS_OF_CTA - 2)
@@ -28,7 +28,7 @@ def add_up(parts: list[Tensor], shared: Tensor, out: Tensor) -> None:
     """One launch."""
     addresses = [part.data_ptr() for part in parts]
     params = sum_params(addresses, shared.data_ptr(), out.data_ptr(), out.numel())
-    launch(sum_step(out.dtype, out.numel()), params, [Range(x.data_ptr(), x.nbytes) for x in (*parts, shared, out)])
+    launch(sum_launch(out.dtype, out.numel()), params, [Range(x.data_ptr(), x.nbytes) for x in (*parts, shared, out)])
 
 
 @every_dtype

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from emulator import EmulatorError
-from probing import BLOCK, NONE, WARP, aligned, probe
+from probing import CTA, NONE, WARP, aligned, probe
 
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
 
@@ -29,7 +29,7 @@ def test_every_intrinsic_is_emulated() -> None:
 
     real = functions(INCLUDE_FOLDERS[0] / "intrinsics.cuh") - {"name"}
     assert "mma_m8n8k4_row_col" in real
-    assert "block_barrier" in real
+    assert "cta_barrier" in real
     assert real <= functions(emulator.SOURCES / "intrinsics.hpp")
 
 
@@ -168,7 +168,7 @@ def test_a_race_is_found(name: str, first: int, second: int, barrier: int) -> No
 @pytest.mark.parametrize("name", RACES)
 @pytest.mark.parametrize(
     ("first", "second", "barrier"),
-    [(3, 3, NONE), (3, 7, WARP), (7, 3, WARP), (3, 7, BLOCK), (3, 40, BLOCK), (40, 3, BLOCK)],
+    [(3, 3, NONE), (3, 7, WARP), (7, 3, WARP), (3, 7, CTA), (3, 40, CTA), (40, 3, CTA)],
 )
 def test_a_barrier_prevents_a_race(name: str, first: int, second: int, barrier: int) -> None:
     probe(name, first=first, second=second, barrier=barrier)
@@ -179,7 +179,7 @@ def test_a_race_with_one_of_many_readers_is_found(writer: int) -> None:
     for barrier in (NONE, WARP):
         with pytest.raises(EmulatorError, match="since their last barrier"):
             probe("all_read_then_one_writes", second=writer, barrier=barrier)
-    probe("all_read_then_one_writes", second=writer, barrier=BLOCK)
+    probe("all_read_then_one_writes", second=writer, barrier=CTA)
 
 
 FAULTS = {
@@ -190,10 +190,10 @@ FAULTS = {
     "before_the_beginning": "thread 0 writes 4 bytes of shared memory at 1020, outside",
     "misaligned": "thread 0 writes 16 bytes of shared memory at 1032, which is not a multiple of 16",
     "matrices_past_the_end": "thread (31|63) reads 16 bytes of shared memory at 9216, outside",
-    "one_warp_misses_a_barrier": r"waits at block_barrier, but thread \d+ returned after an earlier barrier",
-    "one_lane_misses_a_barrier": "waits at block_barrier, but thread 40 returned after an earlier barrier",
+    "one_warp_misses_a_barrier": r"waits at cta_barrier, but thread \d+ returned after an earlier barrier",
+    "one_lane_misses_a_barrier": "waits at cta_barrier, but thread 40 returned after an earlier barrier",
     "lanes_wait_apart": "thread 5 waits at any_lane while lanes of its warp wait at warp_barrier",
-    "half_a_warp_waits_for_the_block": "thread 16 waits at warp_barrier while lanes of its warp wait at block_barrier",
+    "half_a_warp_waits_for_the_cta": "thread 16 waits at warp_barrier while lanes of its warp wait at cta_barrier",
     "shuffle_without_a_lane": "thread 9 returned while lanes of its warp wait at shuffle",
     "return_before_others_shuffle": "thread 1 waits at shuffle, but lanes of its warp have returned",
 }
@@ -206,20 +206,20 @@ def test_a_fault_is_found(name: str, message: str) -> None:
 
 
 def test_an_error_says_which_kernel_and_block() -> None:
-    with pytest.raises(EmulatorError, match=r"^fail_in_the_second_block: block 1, thread 33 reads"):
-        probe("fail_in_the_second_block", num_blocks=3)
+    with pytest.raises(EmulatorError, match=r"^fail_in_the_second_cta: cta 1, thread 33 reads"):
+        probe("fail_in_the_second_cta", num_ctas=3)
 
 
-def turns(num_blocks: int) -> list[list[int]]:
+def turns(num_ctas: int) -> list[list[int]]:
     """When each warp of each CTA has run."""
-    out = aligned(np.zeros(1 + 2 * num_blocks, np.int32))
-    probe("take_turns", target=out, num_blocks=num_blocks)
-    assert out[0] == 2 * num_blocks
-    return [[int(turn) for turn in block] for block in out[1:].reshape(num_blocks, 2)]
+    out = aligned(np.zeros(1 + 2 * num_ctas, np.int32))
+    probe("take_turns", target=out, num_ctas=num_ctas)
+    assert out[0] == 2 * num_ctas
+    return [[int(turn) for turn in cta] for cta in out[1:].reshape(num_ctas, 2)]
 
 
 def test_ctas_and_warps_run_in_their_order_or_shuffled() -> None:
-    in_order = [[2 * block, 2 * block + 1] for block in range(20)]
+    in_order = [[2 * cta, 2 * cta + 1] for cta in range(20)]
     assert turns(20) == in_order
     with emulator.shuffled(1):
         first = turns(20)
@@ -228,16 +228,16 @@ def test_ctas_and_warps_run_in_their_order_or_shuffled() -> None:
         second = turns(20)
     assert turns(20) == in_order
     for shuffled in (first, second):
-        assert sorted(sorted(block) for block in shuffled) == in_order  # each CTA by itself
-        assert [min(block) for block in shuffled] != [min(block) for block in in_order]
-        assert {block[0] < block[1] for block in shuffled} == {False, True}
+        assert sorted(sorted(cta) for cta in shuffled) == in_order  # each CTA by itself
+        assert [min(cta) for cta in shuffled] != [min(cta) for cta in in_order]
+        assert {cta[0] < cta[1] for cta in shuffled} == {False, True}
     assert first != second
 
 
 def test_a_launch_after_an_error_starts_afresh() -> None:
     with pytest.raises(EmulatorError):
         probe("copy_without_wait")
-    probe("write_then_read", first=3, second=7, barrier=BLOCK)
+    probe("write_then_read", first=3, second=7, barrier=CTA)
 
 
 def test_threads_that_return_before_the_first_barrier_do_not_count() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import probing
 import pytest
 from emulator import EmulatorError
-from probing import BLOCK, NONE, WARP, aligned
+from probing import CTA, NONE, WARP, aligned
 
 probe = functools.partial(probing.probe, file="bulk_probes")
 
@@ -41,7 +41,7 @@ def test_copies_are_carried_out_as_late_as_can_be() -> None:
 def test_a_race_is_found(name: str, first: int, second: int) -> None:
     with pytest.raises(EmulatorError, match=rf"thread ({first}|{second}) .*shared memory at \d+"):
         probe(name, first=first, second=second, barrier=NONE)
-    probe(name, first=first, second=second, barrier=BLOCK)
+    probe(name, first=first, second=second, barrier=CTA)
     if first // 32 != second // 32:
         with pytest.raises(EmulatorError, match=rf"thread ({first}|{second}) .*shared memory at \d+"):
             probe(name, first=first, second=second, barrier=WARP)
@@ -78,7 +78,7 @@ FAULTS = {
     "read_without_fence": "thread 0 reads without a system_fence since it loaded a flag",
     "wait_without_fence": "thread 0 waits for others without a system_fence since it loaded a flag",
     "copy_without_bulk_fence": "thread 0 starts a bulk copy without a bulk_fence since its CTA loaded a flag",
-    "gives_up": "block 0, thread 33 gave up",
+    "gives_up": "cta 0, thread 33 gave up",
 }
 
 

@@ -33,7 +33,7 @@ from fastattention.backends.cuda.chips import CHIPS
 from fastattention.backends.cuda.jit import module, streams
 from fastattention.backends.cuda.kernel_config import AllReduceConfig
 from fastattention.backends.cuda.params import AllReduceParams
-from fastattention.backends.cuda.plan import Step
+from fastattention.backends.cuda.plan import KernelLaunch
 from fastattention.distributed.transports import on_one_host, peer_kernel
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.on_one_host import OnOneHost
@@ -205,11 +205,11 @@ class Host:
         self._taken.append(self._empty(*shape, **like).fill_(0xFF))
         return self._taken[-1]
 
-    def launch(self, step: Step, params: AllReduceParams, stream: int) -> None:
+    def launch(self, step: KernelLaunch, params: AllReduceParams, stream: int) -> None:
         """Launches kernels/all_reduce.cuh; `params` is copied before this returns."""
         config = step.variant
         assert isinstance(config, AllReduceConfig)
-        assert (config.num_ranks, step.num_blocks) == (self.size, params.num_ctas)
+        assert (config.num_ranks, step.num_ctas) == (self.size, params.num_ctas)
         assert params.rank == self.here.rank
         launched = AllReduceParams.from_buffer_copy(params)
         dtype = getattr(torch, config.dtype)

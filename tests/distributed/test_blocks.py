@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from unittest import mock
 
 import pytest
@@ -80,6 +80,15 @@ def cached_calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
     return prepare_kvcache(arguments, chosen)
 
 
+def attention_of_rows(problem: Problem, inputs: Inputs, start: int, stop: int) -> Tensor:
+    parts = []
+    for piece in pieces(start, stop, problem.seqlen_q):
+        smaller = piece_problem(problem, piece)
+        part = reference_attention(smaller.problem, piece_inputs(inputs, piece, smaller))
+        parts.append(part.out.flatten(0, 1))
+    return torch.cat(parts)
+
+
 @settings(deadline=None)
 @given(call=st.one_of(dense_calls(), cached_calls()), data=st.data())
 def test_a_block_is_those_rows_of_the_whole(call: tuple[Problem, Inputs], data: st.DataObject) -> None:
@@ -89,12 +98,26 @@ def test_a_block_is_those_rows_of_the_whole(call: tuple[Problem, Inputs], data: 
     start = data.draw(st.integers(0, units - 1))
     stop = data.draw(st.integers(start + 1, units))
     whole = reference_attention(problem, inputs)
-    parts = []
-    for piece in pieces(start * step, stop * step, problem.seqlen_q):
-        smaller = piece_problem(problem, piece)
-        part = reference_attention(smaller.problem, piece_inputs(inputs, piece, smaller))
-        parts.append(part.out.flatten(0, 1))
-    torch.testing.assert_close(torch.cat(parts), whole.out.flatten(0, 1)[start * step : stop * step])
+    part = attention_of_rows(problem, inputs, start * step, stop * step)
+    torch.testing.assert_close(part, whole.out.flatten(0, 1)[start * step : stop * step])
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["dense", "cache"])
+@pytest.mark.parametrize("window", [(2, 0), (2, 3), (2, -1), (0, 1), (-1, 2)], ids=str)
+def test_every_block_of_a_windowed_call_is_those_rows_of_the_whole(window: tuple[int, int], cached: bool) -> None:
+    """Of sequences that are longer and shorter than their queries, the last one with hardly more than padding."""
+    torch.manual_seed(0)
+    options = Options(window_left=window[0], window_right=window[1], return_lse=True)
+    q, k, v = random(2, 6, 4, 8), random(2, 9, 2, 8), random(2, 9, 2, 4)
+    if cached:
+        lengths, leftpad = torch.tensor([9, 4], dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32)
+        call = KvCacheArguments(q, k, v, cache_seqlens=lengths, cache_leftpad=leftpad)
+        problem, inputs = prepare_kvcache(call, options)
+    else:
+        problem, inputs = prepare_dense(q, k, v, options)
+    whole = reference_attention(problem, inputs).out.flatten(0, 1)
+    for start, stop in combinations(range(13), 2):
+        torch.testing.assert_close(attention_of_rows(problem, inputs, start, stop), whole[start:stop])
 
 
 @settings(deadline=None)

@@ -118,7 +118,7 @@ def test_flags_are_written_in_their_order() -> None:
     assert written_out(streams.FlagWrites([72], 1)._operations) == [("write", 72, 1)]
 
 
-def test_numbers_are_written_behind_all_that_the_stream_has_done_and_awaited_in_a_circle() -> None:
+def test_numbers_are_written_behind_all_that_the_stream_has_done_and_awaited_modulo_2_32() -> None:
     asked: list[tuple[object, ...]] = []
     done = driver.CUresult.CUDA_SUCCESS
     answering = SimpleNamespace(
@@ -126,8 +126,8 @@ def test_numbers_are_written_behind_all_that_the_stream_has_done_and_awaited_in_
         cuStreamWaitValue32=lambda *arguments: (asked.append(("wait", *arguments)), (done,))[1],
     )
     with mock.patch.object(streams, "driver_bindings", return_value=answering):
-        streams.write_number(64, 2**32 - 1, 7)
-        streams.wait_for_number(68, 5, 8)
+        streams.stream_write_value32(64, 2**32 - 1, 7)
+        streams.stream_wait_value32(68, 5, 8)
     assert asked == [
         ("write", 7, 64, 2**32 - 1, driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT),
         ("wait", 8, 68, 5, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ),
@@ -149,6 +149,6 @@ def test_an_error_of_the_driver_is_raised() -> None:
         with pytest.raises(CompileError, match="waiting for another GPU: the CUDA driver answers"):
             waits.enqueue(0)
         with pytest.raises(CompileError, match="writing a number: the CUDA driver answers"):
-            streams.write_number(64, 1, 0)
+            streams.stream_write_value32(64, 1, 0)
         with pytest.raises(CompileError, match="waiting for a number: the CUDA driver answers"):
-            streams.wait_for_number(64, 1, 0)
+            streams.stream_wait_value32(64, 1, 0)

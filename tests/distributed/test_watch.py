@@ -34,7 +34,7 @@ class Enqueued:
 @pytest.fixture
 def enqueued() -> Iterator[Enqueued]:
     made = Enqueued()
-    with mock.patch.object(watch, "write_number", made.write):
+    with mock.patch.object(watch, "stream_write_value32", made.write):
         yield made
 
 
@@ -114,7 +114,7 @@ def test_an_interrupted_call_that_was_enqueued_is_nothing_to_wait_for(one: Watch
 
 
 def test_the_thread_of_a_watch_that_nobody_has_ends(enqueued: Enqueued, ended: threading.Event) -> None:
-    one = Watch("copy_engine", CPU, SECONDS)
+    one = Watch("copy_engine", CPU, 60.0)
     one.finish(0)
     thread = one._thread
     assert thread is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.pretend import PretendDevice
+from offload.fake_device import FakeDevice
 
 from fastattention.offload.hardware import Hardware
 
@@ -27,9 +27,9 @@ SLOW = Hardware(
 )
 
 
-def cache_arguments(kv_budget: int, device: PretendDevice | None, changed: dict[str, Any]) -> dict[str, Any]:
+def cache_arguments(kv_budget: int, device: FakeDevice | None, changed: dict[str, Any]) -> dict[str, Any]:
     given = {"kv_budget": kv_budget, "cpu_memory": LARGE, "hardware": SLOW, "page_size": PAGE_SIZE}
-    return given | {"device": device or PretendDevice()} | changed
+    return given | {"device": device or FakeDevice()} | changed
 
 
 def generate_arguments(max_new_tokens: int, changed: dict[str, Any]) -> dict[str, Any]:

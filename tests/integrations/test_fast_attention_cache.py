@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload.pretend import PretendDevice
+from offload.fake_device import FakeDevice
 from tiers import slow, thin
 from torch import Tensor
 from transformers import DynamicCache
@@ -22,7 +22,7 @@ SMALL = 90_000  # bytes: few layers of three sequences stay on the device
 MODELS = ("llama", "qwen3", "gemma2", "gpt_oss")
 
 
-def make_cache(name: str, device: PretendDevice | None = None, **changed: Any) -> FastAttentionCache:
+def make_cache(name: str, device: FakeDevice | None = None, **changed: Any) -> FastAttentionCache:
     return FastAttentionCache(deep(name, NUM_LAYERS).config, **cache_arguments(SMALL, device, changed))
 
 
@@ -37,7 +37,7 @@ def generate(name: str, cache: FastAttentionCache | None, **changed: Any) -> Ten
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
-    device = PretendDevice()
+    device = FakeDevice()
     cache = make_cache(name, device, policy=policy)
     assert torch.equal(generate(name, cache), generate(name, None))
     assert cache.usage.num_layers_cpu > 0
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_leaves_the_device_while_the_budget_suffices(name: str) -> None:
-    device = PretendDevice()
+    device = FakeDevice()
     cache = make_cache(name, device, kv_budget=LARGE)
     assert torch.equal(generate(name, cache), generate(name, None))
     assert (cache.usage.num_layers_cpu, cache.policy.value) == (0, "resident")
@@ -98,6 +98,13 @@ def test_a_conversation_goes_on_with_the_same_cache(name: str) -> None:
         assert torch.equal(generate(name, cache, inputs=inputs, attention_mask=mask), expected)
         inputs = torch.cat([expected, prompts(length=9, seed=turn)], dim=1)
     assert cache.get_seq_length() == plain.get_seq_length()
+
+
+def test_a_cache_that_is_reset_serves_prompts_with_other_padding() -> None:
+    cache = make_cache("llama")
+    for mask in (padding_mask("left", length=LENGTH), padding_mask("left", length=LENGTH).flip(0)):
+        assert torch.equal(generate("llama", cache, attention_mask=mask), generate("llama", None, attention_mask=mask))
+        cache.reset()
 
 
 def logits(name: str, cache: Any, tokens: Tensor) -> Tensor:
@@ -255,7 +262,7 @@ def test_models_whose_layers_all_have_windows_are_refused() -> None:
 def test_other_implementations_of_attention_are_told_off() -> None:
     model = deep("llama", 3)
     model.set_attn_implementation("sdpa")
-    cache = FastAttentionCache(model.config, kv_budget=SMALL, page_size=4, hardware=SLOW, device=PretendDevice())
+    cache = FastAttentionCache(model.config, kv_budget=SMALL, page_size=4, hardware=SLOW, device=FakeDevice())
     with pytest.raises(UnsupportedError, match="attn_implementation='fast_attention'"):
         model.generate(
             prompts(), attention_mask=torch.ones_like(prompts()), **{CACHE_ARGUMENT: cache}, max_new_tokens=3

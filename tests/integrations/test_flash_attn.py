@@ -140,13 +140,13 @@ def test_unpadding_and_padding_are_inverse(rows: list[list[bool]], dtype: torch.
     mask = torch.tensor(rows, dtype=dtype)
     batch_size, seqlen = mask.shape
     hidden = torch.arange(1.0, 1 + batch_size * seqlen * 6).view(batch_size, seqlen, 2, 3)
-    packed, indices, cu_seqlens, longest, used = drop_in.unpad_input(hidden, mask)
-    assert packed.shape == (sum(map(sum, rows)), 2, 3)
+    unpadded, indices, cu_seqlens, longest, used = drop_in.unpad_input(hidden, mask)
+    assert unpadded.shape == (sum(map(sum, rows)), 2, 3)
     assert cu_seqlens.dtype is used.dtype is torch.int32
     assert cu_seqlens.diff().tolist() == used.tolist() == [sum(row) for row in rows]
     assert cu_seqlens[0] == 0
     assert longest == max(sum(row) for row in rows)
-    padded = drop_in.pad_input(packed, indices, batch_size, seqlen)
+    padded = drop_in.pad_input(unpadded, indices, batch_size, seqlen)
     assert torch.equal(padded, hidden * mask.bool()[:, :, None, None])
 
 
@@ -154,8 +154,8 @@ def test_unpadding_keeps_places_that_are_not_used() -> None:
     hidden = torch.arange(8.0).view(2, 4)
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
     unused = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0]])
-    packed, indices, cu_seqlens, longest, used = drop_in.unpad_input(hidden, mask, unused)
-    assert packed.tolist() == [0.0, 1.0, 2.0, 4.0]
+    unpadded, indices, cu_seqlens, longest, used = drop_in.unpad_input(hidden, mask, unused)
+    assert unpadded.tolist() == [0.0, 1.0, 2.0, 4.0]
     assert indices.tolist() == [0, 1, 2, 4]
     assert cu_seqlens.tolist() == [0, 3, 4]
     assert (longest, used.tolist()) == (3, [2, 1])
@@ -164,8 +164,8 @@ def test_unpadding_keeps_places_that_are_not_used() -> None:
 def test_padding_has_gradients() -> None:
     hidden = torch.randn(2, 3, 4, requires_grad=True, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[True, False, True], [False, True, False]])
-    packed, indices, *_ = drop_in.unpad_input(hidden, mask)
-    (drop_in.pad_input(packed, indices, 2, 3) * 2.0).sum().backward()
+    unpadded, indices, *_ = drop_in.unpad_input(hidden, mask)
+    (drop_in.pad_input(unpadded, indices, 2, 3) * 2.0).sum().backward()
     assert hidden.grad is not None
     assert torch.equal(hidden.grad, 2.0 * mask[:, :, None].expand(2, 3, 4))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload.pretend import PretendDevice
+from offload.fake_device import FakeDevice
 from tiers import thin
 from torch import Tensor
 from transformers import Cache, DynamicCache
@@ -23,7 +23,7 @@ SMALL = 140_000  # bytes: few layers of three sequences stay on the device
 MODELS = ("llama", "qwen3", "gemma2")
 
 
-def make_cache(name: str, device: PretendDevice | None = None, **changed: Any) -> MicroBatchedCache:
+def make_cache(name: str, device: FakeDevice | None = None, **changed: Any) -> MicroBatchedCache:
     return MicroBatchedCache(deep(name, NUM_LAYERS).config, **cache_arguments(SMALL, device, changed))
 
 
@@ -62,7 +62,7 @@ def assert_close(given: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
-    device = PretendDevice()
+    device = FakeDevice()
     cache = make_cache(name, device, policy=policy)
     assert torch.equal(generate(name, cache), generate(name, None))
     assert sorted(device.branches) == [0] * 11 + [1] * 11
@@ -111,10 +111,10 @@ def test_embeddings_and_positions_are_divided_too() -> None:
 
 
 def test_a_single_sequence_has_all_of_the_budget_and_no_threads() -> None:
-    device = PretendDevice()
+    device = FakeDevice()
     cache, model = make_cache("llama", device), deep("llama", NUM_LAYERS)
     given = {"kv_budget": SMALL, "cpu_memory": LARGE, "page_size": PAGE_SIZE, "hardware": SLOW}
-    alone = FastAttentionCache(model.config, **given, device=PretendDevice())
+    alone = FastAttentionCache(model.config, **given, device=FakeDevice())
     one = {"inputs": prompts(1, LENGTH), "attention_mask": None, "max_new_tokens": 60}
     assert torch.equal(generate("llama", cache, **one), generate("llama", alone, **one))
     assert cache.halves[0].usage == alone.usage
@@ -123,7 +123,7 @@ def test_a_single_sequence_has_all_of_the_budget_and_no_threads() -> None:
 
 
 def test_prompts_pass_one_half_after_the_other() -> None:
-    device = PretendDevice()
+    device = FakeDevice()
     cache = make_cache("llama", device, kv_budget=LARGE)
     for length in (LENGTH, 33):
         logits("llama", cache, prompts(length=length))

@@ -257,6 +257,17 @@ def test_a_second_time_changes_nothing_and_another_implementation_is_served(rank
     ranks.run(again)
 
 
+def divided_by_columns() -> None:
+    model = copy.deepcopy(pair("llama").fast)
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"model.layers.*.self_attn.o_proj": ColwiseParallel()})
+    with pytest.raises(UnsupportedError, match=r"divided among the ranks by rows.* placed \(Shard\(dim=0\),\)"):
+        tile_allreduce(model)
+
+
+def test_a_projection_that_is_divided_in_another_way_is_refused(ranks: Team) -> None:
+    ranks.run(divided_by_columns)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -17,9 +17,9 @@ from fastattention.integrations.transformers import fast_attention_mask
 from fastattention.integrations.transformers.masks import (
     CachedMask,
     DenseMask,
-    PackedMask,
     Scores,
     SequenceMask,
+    VarlenMask,
     attend_dense,
     combine,
 )
@@ -135,19 +135,19 @@ CHEAPEST = {
     "prefill, no padding in the mask": (Request(2, 6, 6, 0, 0, CAUSAL, torch.ones_like(LEFT)), DenseMask),
     "prefill, window": (Request(2, 6, 6, 0, 0, sliding(3), None), DenseMask),
     "prefill, static cache": (Request(2, 6, 9, 0, 0, CAUSAL, None), DenseMask),
-    "prefill, left": (Request(2, 6, 6, 0, 0, CAUSAL, LEFT), PackedMask),
-    "prefill, right, window": (Request(2, 6, 6, 0, 0, sliding(3), RIGHT), PackedMask),
+    "prefill, left": (Request(2, 6, 6, 0, 0, CAUSAL, LEFT), VarlenMask),
+    "prefill, right, window": (Request(2, 6, 6, 0, 0, sliding(3), RIGHT), VarlenMask),
     "decode": (Request(2, 1, 6, 5, 0, CAUSAL, None), DenseMask),
     "decode, sliding cache": (Request(2, 1, 3, 5, 3, sliding(3), LEFT), DenseMask),
     "decode, static cache": (Request(2, 1, 9, 5, 0, CAUSAL, None), CachedMask),
     "decode, left": (Request(2, 1, 6, 5, 0, CAUSAL, LEFT), CachedMask),
     "decode, left, window, static cache": (Request(2, 1, 9, 5, 0, sliding(3), LEFT), CachedMask),
     "chunk, left": (Request(2, 3, 6, 3, 0, CAUSAL, LEFT), CachedMask),
-    "decode after right padding": (Request(2, 1, 6, 5, 0, CAUSAL, HOLES), PackedMask),
+    "decode after right padding": (Request(2, 1, 6, 5, 0, CAUSAL, HOLES), VarlenMask),
     "decode after right padding, window": (Request(2, 1, 6, 5, 0, sliding(5), HOLES), Tensor),
     "encoder": (Request(2, 6, 6, 0, 0, BIDIRECTIONAL, None), DenseMask),
-    "encoder, right": (Request(2, 6, 6, 0, 0, BIDIRECTIONAL, RIGHT), PackedMask),
-    "encoder, right, window": (Request(2, 6, 6, 0, 0, sliding_bidirectional(2), RIGHT), PackedMask),
+    "encoder, right": (Request(2, 6, 6, 0, 0, BIDIRECTIONAL, RIGHT), VarlenMask),
+    "encoder, right, window": (Request(2, 6, 6, 0, 0, sliding_bidirectional(2), RIGHT), VarlenMask),
     "some queries, right, window to both sides": (Request(2, 3, 6, 3, 0, sliding_bidirectional(2), RIGHT), Tensor),
     "cross-attention of a token": (Request(2, 1, 6, 0, 0, BIDIRECTIONAL, RIGHT), CachedMask),
 }
@@ -241,7 +241,7 @@ def test_a_mask_is_for_one_shape() -> None:
 def test_a_mask_moves_with_its_layer() -> None:
     request = Request(2, 6, 6, 0, 0, CAUSAL, LEFT)
     mask = request.make()
-    assert isinstance(mask, PackedMask)
+    assert isinstance(mask, VarlenMask)
     moved = mask.to("meta", non_blocking=True)
     assert moved.cu_seqlens_q.device.type == moved.as_tensor().device.type == "meta"
     assert moved.tokens_q is not None

@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "integer mask": ({"attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.int64)}, ArgumentError, "int64"),
     "mask of another length": ({"attention_mask": torch.zeros(2, 1, 6, 5)}, ArgumentError, r"\(2, 1, 6, 5\)"),
     "queries nobody placed": ({"key": _heads(9, 2), "value": _heads(9, 2)}, UnsupportedError, "6 queries to 9 keys"),
-    "bias of packed sequences": (
+    "bias of variable-length sequences": (
         {"position_bias": torch.zeros(1, 4, 6, 6), "cu_seq_lens_q": torch.arange(3), "cu_seq_lens_k": torch.arange(3)},
         UnsupportedError,
         "position_bias",
@@ -244,17 +244,17 @@ def test_a_layer_without_a_mask_follows_its_flags(is_causal: bool, sliding_windo
     assert weights is None
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
-def test_a_mask_overrules_the_flags_of_a_layer(packed: bool) -> None:
+@pytest.mark.parametrize("varlen", [False, True], ids=["one sequence", "varlen"])
+def test_a_mask_overrules_the_flags_of_a_layer(varlen: bool) -> None:
     """OLMoE hands on a window that its mask does not have."""
     q, k, v = _heads(6), _heads(6, 2), _heads(6, 2)
-    offsets = torch.tensor([0, 2, 6, 12]) if packed else None
+    offsets = torch.tensor([0, 2, 6, 12]) if varlen else None
     mask = integration.fast_attention_mask(2, 6, 6)
     out, _ = integration.fast_attention_forward(
         Layer(), q, k, v, mask, is_causal=False, sliding_window=2, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets
     )
     seen = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
-    if packed:
+    if varlen:
         seen[0, :, 2:, :2] = False
     expected = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)

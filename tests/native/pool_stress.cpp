@@ -1,13 +1,13 @@
-// Exercises the thread pool as calls do, with threads of its own and lent ones, and queues of work that use it; meant to run
+// Exercises the thread pool as calls do, with threads of its own and OpenMP's, and queues of work that use it; meant to run
 // under the thread sanitizer. Exits with 1 when an index was not run exactly once, a slot was used by two threads at once, a
-// job saw other input than its own, or lent threads that were awake did nothing.
+// job saw other input than its own, or an OpenMP team that was awake did nothing.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
-#include "lent_threads.hpp"
+#include "omp_team.hpp"
 #include "thread_pool.hpp"
 #include "work_queue.hpp"
 
@@ -29,7 +29,7 @@ void run_rounds(int rounds, int64_t count, int num_threads) {
     }
 }
 
-// A pretended OpenMP with a team of five, all of whom begin at once.
+// A fake OpenMP with a team of five, all of whom begin at once.
 std::atomic<int> teams{0};
 
 void run_team(void (*function)(void*), void* data, unsigned, unsigned) {
@@ -48,8 +48,8 @@ void run_team(void (*function)(void*), void* data, unsigned, unsigned) {
 // How many there are. Asked first by who looks whether as many are at work: none need be.
 std::atomic<int> members{0};
 
-void run_lent() {
-    fastattention::lend_threads({run_team, [] { return members.exchange(5); }});
+void run_on_team() {
+    fastattention::set_omp_team({run_team, [] { return members.exchange(5); }});
     for (int num_threads : {4, 2, 5})
         for (int64_t count : {2, 7, 5000}) {
             members = 0;
@@ -58,15 +58,15 @@ void run_lent() {
             run_rounds(3, count, num_threads);
             if (teams == before) ++failures;
         }
-    fastattention::lend_threads({});
+    fastattention::set_omp_team({});
 }
 
 // Input and results are plain numbers: what orders them is ready and done alone.
-struct Job {
+struct StressJob {
     int input = 0, result = 0;
 
     static void run(void* argument) {
-        Job& job = *static_cast<Job*>(argument);
+        StressJob& job = *static_cast<StressJob*>(argument);
         std::atomic<int> sum{0};
         fastattention::parallel_for(8, 4, [&](int64_t, int) { sum += job.input; });
         job.result = sum;
@@ -75,17 +75,17 @@ struct Job {
 
 void run_queue(int jobs) {
     uint32_t ready = 0, done = 0;
-    std::vector<Job> work(jobs);
+    std::vector<StressJob> work(jobs);
     fastattention::WorkQueue queue(&ready, &done);
     for (int i = 0; i < jobs; ++i) {
-        queue.push(i + 1, Job::run, &work[i]);
+        queue.push(i + 1, StressJob::run, &work[i]);
         work[i].input = i;
         __atomic_store_n(&ready, i + 1, __ATOMIC_RELEASE);
         if (i % 3 != 0) continue;  // others are asked for ahead
         while (__atomic_load_n(&done, __ATOMIC_ACQUIRE) != static_cast<uint32_t>(i + 1)) fastattention::pause();
         if (work[i].result != 8 * i) ++failures;
     }
-    queue.push(jobs + 1, Job::run, &work[0]);  // never ready
+    queue.push(jobs + 1, StressJob::run, &work[0]);  // never ready
 }
 
 }  // namespace
@@ -94,7 +94,7 @@ int main() {
     // More and fewer threads from call to call, counts below and above them, none at all.
     for (int num_threads : {1, 2, 4, 3, 8, 2})
         for (int64_t count : {0, 1, 2, 7, 500}) run_rounds(50, count, num_threads);
-    run_lent();
+    run_on_team();
     // Several callers at once: one gets the workers, the others work alone.
     std::vector<std::thread> callers;
     for (int i = 0; i < 3; ++i) callers.emplace_back([] { run_rounds(200, 64, 4); });

@@ -1,4 +1,4 @@
-"""The exponential and hyperbolic tangent of every instruction set keep the error bounds of docs/numerics.md."""
+"""Exponential and hyperbolic tangent of every instruction set keep the error bounds of docs/internals/numerics.md."""
 
 from __future__ import annotations
 

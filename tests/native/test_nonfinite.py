@@ -28,14 +28,14 @@ def _qkv(seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> tuple[torch.Tensor
     return q, k, v
 
 
-def _from_a_packed_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+def _from_a_panel_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """fast_attn_func on keys and values in a store."""
     store = PackedKVStore(k.shape[0], k.shape[1], *k.shape[2:], dtype=k.dtype)
     store.append(k, v)
     return store.attend(q, **options)
 
 
-ATTENTION = pytest.mark.parametrize("attend", [fast_attn_func, _from_a_packed_cache], ids=["tensors", "packed-cache"])
+ATTENTION = pytest.mark.parametrize("attend", [fast_attn_func, _from_a_panel_cache], ids=["tensors", "panel-cache"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 SHAPES = pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(1, 900), (70, 70), (60, 700)], ids=["1x900", "70x70", "60x700"]

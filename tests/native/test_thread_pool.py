@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "fastattention" / "backends" / "cpu" / "kernels"
-SOURCES = ("thread_pool.cpp", "work_queue.cpp", "lent_threads.cpp")
+SOURCES = ("thread_pool.cpp", "work_queue.cpp", "omp_team.cpp")
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")

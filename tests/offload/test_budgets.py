@@ -13,17 +13,17 @@ from tiers import thin
 from fastattention.errors import CacheFullError
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
-from offload.pretend import PretendDevice
-from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
+from offload.fake_device import FakeDevice
+from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, page_shape
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
 
-def twin(gpu_pages: int, cpu_pages: int = 1000, num_layers: int = 4, batch_size: int = 1) -> Twin:
-    return Twin(num_layers, batch_size, gpu_pages=gpu_pages, cpu_pages=cpu_pages, share=lambda layers, tokens: 0.4)
+def make_pair(gpu_pages: int, cpu_pages: int = 1000, num_layers: int = 4, batch_size: int = 1) -> CachePair:
+    return CachePair(num_layers, batch_size, gpu_pages=gpu_pages, cpu_pages=cpu_pages, share=lambda layers, tokens: 0.4)
 
 
-def fill(pair: Twin, tokens: int = 1) -> CacheFullError:
+def fill(pair: CachePair, tokens: int = 1) -> CacheFullError:
     """Steps until there is no room; the comparison includes that nothing was lost."""
     for _ in range(500):
         try:
@@ -35,7 +35,7 @@ def fill(pair: Twin, tokens: int = 1) -> CacheFullError:
 
 @pytest.mark.parametrize("tokens", [1, 3, 7])
 def test_cpu_memory_that_is_full_is_named(tokens: int) -> None:
-    pair = twin(25, cpu_pages=50)
+    pair = make_pair(25, cpu_pages=50)
     error = fill(pair, tokens)
     assert "cpu_memory" in str(error)
     assert pair.store.usage.cpu_bytes > 40 * pair.shape.nbytes
@@ -48,7 +48,7 @@ def test_cpu_memory_that_is_full_is_named(tokens: int) -> None:
 
 
 def test_a_prompt_that_the_device_cannot_take_at_once_is_refused_and_taken_in_chunks() -> None:
-    pair = twin(25)
+    pair = make_pair(25)
     pair.attend(10)
     for _ in range(2):
         with pytest.raises(CacheFullError, match=r"gpu_memory.*smaller chunks"):
@@ -59,7 +59,7 @@ def test_a_prompt_that_the_device_cannot_take_at_once_is_refused_and_taken_in_ch
 
 
 def test_no_layer_can_leave_without_cpu_memory() -> None:
-    pair = twin(25, cpu_pages=0)
+    pair = make_pair(25, cpu_pages=0)
     error = fill(pair)
     assert "cpu_memory" in str(error)
     assert not any(pair.store.layers_on_cpu)
@@ -72,7 +72,7 @@ def test_no_layer_can_leave_without_cpu_memory() -> None:
 @pytest.mark.parametrize("gpu_pages", range(8, 40, 2))
 def test_a_step_that_begins_has_room_to_its_end(gpu_pages: int) -> None:
     """However tight the budget is; layers in CPU memory may come before those on the device and after them."""
-    pair = twin(gpu_pages, num_layers=5 if gpu_pages > 9 else 4)
+    pair = make_pair(gpu_pages, num_layers=5 if gpu_pages > 9 else 4)
     for tokens in (7, 5, 3, 6, 5, 1, 9, 1, 5, 5, 5, 2, 5, 4, 5, 5):
         with suppress(CacheFullError):
             pair.attend(tokens)
@@ -84,7 +84,7 @@ def test_a_step_that_begins_has_room_to_its_end(gpu_pages: int) -> None:
 @thin(quick=5, all=2)
 @pytest.mark.parametrize("more", range(10))
 def test_beams_that_shared_their_pages_have_room_for_their_own(more: int) -> None:
-    pair = twin(8 * 3 + 6 + more, num_layers=6, batch_size=3)
+    pair = make_pair(8 * 3 + 6 + more, num_layers=6, batch_size=3)
     for _ in range(8):
         with suppress(CacheFullError):
             pair.attend(5)
@@ -98,7 +98,7 @@ def test_beams_that_shared_their_pages_have_room_for_their_own(more: int) -> Non
 
 @pytest.mark.parametrize("tokens", range(8, 44, 4))
 def test_a_layer_that_leaves_frees_a_shared_page_once(tokens: int) -> None:
-    pair = twin(115, num_layers=3, batch_size=3)
+    pair = make_pair(115, num_layers=3, batch_size=3)
     pair.append(40)
     pair.select([0, 0, 0])
     assert not any(pair.store.layers_on_cpu)
@@ -109,7 +109,7 @@ def test_a_layer_that_leaves_frees_a_shared_page_once(tokens: int) -> None:
 
 @pytest.mark.parametrize("gpu_pages", range(50, 80))
 def test_copies_of_shared_pages_have_room(gpu_pages: int) -> None:
-    pair = twin(gpu_pages, cpu_pages=0, num_layers=3, batch_size=3)
+    pair = make_pair(gpu_pages, cpu_pages=0, num_layers=3, batch_size=3)
     pair.append(5)
     pair.select([0, 0, 0])
     with suppress(CacheFullError):
@@ -118,7 +118,7 @@ def test_copies_of_shared_pages_have_room(gpu_pages: int) -> None:
 
 @pytest.mark.parametrize("gpu_pages", range(110, 150, 3))
 def test_there_is_room_to_forget_when_there_are_more_sequences(gpu_pages: int) -> None:
-    pair = twin(gpu_pages, num_layers=12)
+    pair = make_pair(gpu_pages, num_layers=12)
     pair.append(100)
     assert sum(pair.store.layers_on_cpu) > 4
     with suppress(CacheFullError):
@@ -129,7 +129,7 @@ def test_there_is_room_to_forget_when_there_are_more_sequences(gpu_pages: int) -
 @pytest.mark.parametrize("gpu_pages", range(10, 30))
 def test_there_is_always_room_to_forget(gpu_pages: int) -> None:
     """What ends inside a page needs that page on the device again, in every layer."""
-    pair = twin(gpu_pages, num_layers=6)
+    pair = make_pair(gpu_pages, num_layers=6)
     pair.append(60)
     for length in (59, 57, 53, 50, 46):
         pair.truncate(length)
@@ -141,7 +141,7 @@ def test_there_is_always_room_to_forget(gpu_pages: int) -> None:
 
 @pytest.mark.parametrize("gpu_pages", range(10, 30, 2))
 def test_there_is_always_room_to_undo_a_step(gpu_pages: int) -> None:
-    pair = twin(gpu_pages, num_layers=6)
+    pair = make_pair(gpu_pages, num_layers=6)
     pair.append(50)
     for at in range(0, 80, 5):
         pair.device.faults.arm(at, KeyboardInterrupt())
@@ -153,7 +153,7 @@ def test_there_is_always_room_to_undo_a_step(gpu_pages: int) -> None:
 
 def test_sequences_that_there_is_no_room_for_are_refused() -> None:
     """Buffers are divided anew, never enlarged; and every layer must keep a page of each sequence on the device."""
-    pair = twin(40, batch_size=2)
+    pair = make_pair(40, batch_size=2)
     for rows in ([0] * 3, [0] * 9):
         pair.append(5)
         with suppress(CacheFullError):
@@ -171,7 +171,7 @@ def test_a_store_that_nobody_has_gives_its_memory_back_at_once() -> None:
     """Not when Python happens to look for cycles: memory of the device is scarce."""
     gc.disable()
     try:
-        device = PretendDevice()
+        device = FakeDevice()
         store = CooperativeKVStore(1, 1, page_shape(), device, MemoryCaps(6000, 6000), lambda layers, tokens: 0.5)
         q, k, v = (
             torch.zeros(1, 12, *heads) for heads in ((NHEADS_K, HEADDIM), (NHEADS_K, HEADDIM), (NHEADS_K, HEADDIM_V))
@@ -191,9 +191,9 @@ def test_a_store_that_nobody_has_gives_its_memory_back_at_once() -> None:
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_memory_is_within_the_budgets_to_the_byte(batch_size: int, cache_dtype: torch.dtype | None) -> None:
-    """Twin checks it after every step; here that the budgets are used as well."""
+    """CachePair checks it after every step; here that the budgets are used as well."""
     shape = page_shape(torch.bfloat16, cache_dtype)
-    pair = Twin(3, batch_size, shape, 20 * batch_size, 60, device=PretendDevice())
+    pair = CachePair(3, batch_size, shape, 20 * batch_size, 60, device=FakeDevice())
     fill(pair)
     usage = pair.store.usage
     assert usage.gpu_bytes <= pair.budget.gpu

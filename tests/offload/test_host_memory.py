@@ -12,7 +12,7 @@ from fastattention.errors import CacheFullError
 from fastattention.offload import host_memory
 from fastattention.offload.host_memory import HostMemory
 from fastattention.offload.pages import PagePool, Pages, PageShape, allocate_pages
-from offload.pretend import PretendDevice
+from offload.fake_device import FakeDevice
 
 SHAPES = [
     PageShape(16, 8, 128, 128, torch.bfloat16),
@@ -28,13 +28,13 @@ def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "SLAB", 3 << 16)
 
 
-def made(shape: PageShape, slabs: float = 3.5) -> tuple[PretendDevice, HostMemory, Pages]:
-    device = PretendDevice()
+def made(shape: PageShape, slabs: float = 3.5) -> tuple[FakeDevice, HostMemory, Pages]:
+    device = FakeDevice()
     memory = HostMemory(shape, device)
     return device, memory, allocate_pages(shape, int(slabs * memory.slab_pages), memory.allocate)
 
 
-def spans(device: PretendDevice) -> list[tuple[int, int]]:
+def spans(device: FakeDevice) -> list[tuple[int, int]]:
     return sorted((slab.data_ptr(), slab.data_ptr() + slab.nbytes) for slab in device.pinned)
 
 
@@ -78,7 +78,7 @@ def test_slabs_are_as_large_as_asked_about(shape: PageShape) -> None:
 def test_what_is_copied_in_one_piece_lies_within_a_slab() -> None:
     """As a pool of these pages has its runs."""
     shape = SHAPES[3]
-    device = PretendDevice()
+    device = FakeDevice()
     memory = HostMemory(shape, device)
     pool = PagePool(
         shape, 3 * memory.slab_pages, memory.allocate, name="CPU memory", remedy="", wait=device.wait,
@@ -109,7 +109,7 @@ def test_what_cannot_be_pinned_is_refused_whole_and_may_be_tried_again(shape: Pa
 
 
 def test_address_space_that_the_system_refuses_is_a_full_cache() -> None:
-    memory = HostMemory(SHAPES[0], PretendDevice())
+    memory = HostMemory(SHAPES[0], FakeDevice())
     with pytest.raises(CacheFullError, match=r"address space.*cpu_memory"):
         memory.allocate((1 << 40, 1 << 20), torch.float32)
 
@@ -128,7 +128,7 @@ def test_all_is_unpinned_when_nobody_has_it() -> None:
 
 
 def test_no_pages_take_no_memory() -> None:
-    device = PretendDevice()
+    device = FakeDevice()
     memory = HostMemory(SHAPES[0], device)
     pages = allocate_pages(SHAPES[0], 0, memory.allocate)
     memory.use(0)

@@ -11,7 +11,7 @@ import torch
 from tiers import thin
 
 from fastattention.errors import CacheFullError
-from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
+from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, page_shape
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -22,11 +22,13 @@ every_fault = pytest.mark.parametrize(
 )
 
 
-def full(share: float, batch_size: int = 2, tokens: int = 30, num_layers: int = 4) -> Twin:
+def full(share: float, batch_size: int = 2, tokens: int = 30, num_layers: int = 4) -> CachePair:
     """Of 4 layers, some are in CPU memory."""
     pages = 25 * batch_size if num_layers > 1 else 8 * batch_size
     shape = page_shape(torch.float32)
-    pair = Twin(num_layers, batch_size, shape, pages, share=lambda layers, tokens: share, padding=[3, 0][:batch_size])
+    pair = CachePair(
+        num_layers, batch_size, shape, pages, share=lambda layers, tokens: share, padding=[3, 0][:batch_size]
+    )
     pair.append(tokens)
     pair.steps(3)
     assert any(pair.store.layers_on_cpu)
@@ -34,7 +36,7 @@ def full(share: float, batch_size: int = 2, tokens: int = 30, num_layers: int = 
 
 
 def interrupt_everywhere(
-    pair: Twin, error: BaseException, late: bool, do: Callable[[], None], then: Callable[[], None]
+    pair: CachePair, error: BaseException, late: bool, do: Callable[[], None], then: Callable[[], None]
 ) -> int:
     """Does something again and again, each time with a fault one call later, until none happens; counts the faults."""
     for at in itertools.count():
@@ -188,7 +190,7 @@ def test_beams_after_an_interrupted_step(share: float) -> None:
 @every_fault
 def test_a_layer_that_could_not_leave_leaves_later(error: BaseException, late: bool) -> None:
     for at in itertools.count():
-        pair = Twin(share=lambda layers, tokens: 0.5, gpu_pages=25)
+        pair = CachePair(share=lambda layers, tokens: 0.5, gpu_pages=25)
         pair.attend(17)
         assert not any(pair.store.layers_on_cpu)
         pair.device.faults.arm(at, error, late)
@@ -203,7 +205,7 @@ def test_a_layer_that_could_not_leave_leaves_later(error: BaseException, late: b
 
 
 def test_host_memory_that_cannot_be_pinned_loses_nothing() -> None:
-    pair = Twin(gpu_pages=25, share=lambda layers, tokens: 0.5)
+    pair = CachePair(gpu_pages=25, share=lambda layers, tokens: 0.5)
     pair.attend(17)
     pair.device.most_pinned = 0
     for _ in range(2):

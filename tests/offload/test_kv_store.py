@@ -10,12 +10,12 @@ from tiers import thin
 from torch import Tensor
 
 from fastattention.errors import ArgumentError, CacheFullError
+from fastattention.offload.eviction_order import eviction_order
 from fastattention.offload.kv_store import MOST_QUERIES_ON_CPU, CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
-from fastattention.offload.order import leaving_order
-from fastattention.offload.staging import Piece
-from offload.pretend import PretendDevice
-from offload.twin import HEADDIM, HEADDIM_V, NHEADS_K, Twin, page_shape
+from fastattention.offload.staging import StagedChunk
+from offload.fake_device import FakeDevice
+from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, page_shape
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -27,17 +27,17 @@ QUANTISED = (torch.int8, torch.float8_e4m3fn)
 every_quantised = pytest.mark.parametrize("cache_dtype", QUANTISED, ids=["int8", "float8"])
 
 
-def twin(share: float = 0.4, **changed: Any) -> Twin:
+def make_pair(share: float = 0.4, **changed: Any) -> CachePair:
     """With room on the device for about a layer of 40 tokens, and for a page of the others."""
     batch_size = changed.get("batch_size", 1)
     changed.setdefault("gpu_pages", 25 * batch_size)
-    return Twin(share=lambda layers, tokens: share, **changed)
+    return CachePair(share=lambda layers, tokens: share, **changed)
 
 
 @every_share
 @every_dtype
 def test_steps_after_a_prompt(share: float, dtype: torch.dtype) -> None:
-    pair = twin(share, shape=page_shape(dtype))
+    pair = make_pair(share, shape=page_shape(dtype))
     pair.attend(13)
     pair.steps(30)
     assert 0 < sum(pair.store.layers_on_cpu) < pair.num_layers
@@ -47,7 +47,7 @@ def test_steps_after_a_prompt(share: float, dtype: torch.dtype) -> None:
 @every_quantised
 def test_quantised_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -> None:
     """Exactly those that are whole, each number rounded once."""
-    pair = twin(share, shape=page_shape(torch.float32, cache_dtype))
+    pair = make_pair(share, shape=page_shape(torch.float32, cache_dtype))
     pair.attend(13)
     pair.steps(30)
     pair.append(9)
@@ -60,7 +60,7 @@ def test_quantised_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -
 
 @every_quantised
 def test_quantised_pages_of_half_precision(cache_dtype: torch.dtype) -> None:
-    pair = twin(0.5, shape=page_shape(torch.bfloat16, cache_dtype))
+    pair = make_pair(0.5, shape=page_shape(torch.bfloat16, cache_dtype))
     pair.attend(30)
     pair.steps(9)
     assert any(pair.store.layers_on_cpu)
@@ -70,7 +70,7 @@ def test_quantised_pages_of_half_precision(cache_dtype: torch.dtype) -> None:
 def test_every_option_at_once(share: float) -> None:
     """Softcap, sinks, three sequences of uneven padding; six heads on two, the last dimension of values smaller."""
     options = {"softcap": 3.0, "sinks": torch.randn(6)}
-    pair = twin(share, batch_size=3, nheads=6, options=options, padding=[0, 7, 3])
+    pair = make_pair(share, batch_size=3, nheads=6, options=options, padding=[0, 7, 3])
     pair.attend(11)
     pair.steps(12)
     pair.steps(3, tokens=4)
@@ -81,7 +81,7 @@ def test_every_option_at_once(share: float) -> None:
 
 @every_share
 def test_padding_that_ends_in_a_later_chunk_than_it_begins(share: float) -> None:
-    pair = twin(share, batch_size=3, padding=[22, 0, 9], gpu_pages=80)
+    pair = make_pair(share, batch_size=3, padding=[22, 0, 9], gpu_pages=80)
     for tokens in (10, 10, 4, 1):
         pair.attend(tokens)
     pair.steps(12)
@@ -90,7 +90,7 @@ def test_padding_that_ends_in_a_later_chunk_than_it_begins(share: float) -> None
 
 @every_share
 def test_a_sequence_that_is_padding_alone_gives_zeros(share: float) -> None:
-    pair = twin(share, batch_size=2, padding=[40, 2])
+    pair = make_pair(share, batch_size=2, padding=[40, 2])
     pair.attend(21)
     pair.steps(14)
     assert any(pair.store.layers_on_cpu)
@@ -99,7 +99,7 @@ def test_a_sequence_that_is_padding_alone_gives_zeros(share: float) -> None:
 @every_share
 @pytest.mark.parametrize("chunk", [3, 4, MOST_QUERIES_ON_CPU, MOST_QUERIES_ON_CPU + 1])
 def test_a_prompt_in_chunks(share: float, chunk: int) -> None:
-    pair = twin(share, gpu_pages=35)
+    pair = make_pair(share, gpu_pages=35)
     while pair.length < 66:
         pair.attend(chunk)
     assert any(pair.store.layers_on_cpu)
@@ -109,7 +109,7 @@ def test_a_prompt_in_chunks(share: float, chunk: int) -> None:
 @every_share
 def test_a_prompt_that_nothing_attends_to(share: float) -> None:
     """It may be longer than all that fits the device: a layer in CPU memory takes it in pieces."""
-    pair = twin(share)
+    pair = make_pair(share)
     pair.append(300)
     assert pair.store.layers_on_cpu == [True] * 4
     pair.append(3)
@@ -119,7 +119,7 @@ def test_a_prompt_that_nothing_attends_to(share: float) -> None:
 @every_share
 def test_several_tokens_a_step(share: float) -> None:
     """As in assisted decoding: candidates are appended, and those that are not accepted forgotten."""
-    pair = twin(share)
+    pair = make_pair(share)
     pair.attend(10)
     for accepted in (1, 5, 3, 2, 4, 1, 5, 5, 2, 5):
         length = pair.length
@@ -132,7 +132,7 @@ def test_several_tokens_a_step(share: float) -> None:
 @every_share
 @pytest.mark.parametrize("length", range(40))
 def test_truncating_to_every_length_and_going_on(share: float, length: int) -> None:
-    pair = twin(share, padding=[3])
+    pair = make_pair(share, padding=[3])
     pair.append(36)
     pair.attend(3)
     assert any(pair.store.layers_on_cpu)
@@ -142,7 +142,7 @@ def test_truncating_to_every_length_and_going_on(share: float, length: int) -> N
 
 @every_share
 def test_layers_move_in_the_middle_of_decoding(share: float) -> None:
-    pair = twin(share)
+    pair = make_pair(share)
     pair.attend(16)
     seen = set()
     for _ in range(60):
@@ -156,7 +156,7 @@ def test_layers_move_in_the_middle_of_decoding(share: float) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 8])
 def test_beams(share: float, page_size: int) -> None:
     """Any of the sequences goes on as any other, several times or not at all."""
-    pair = twin(
+    pair = make_pair(
         share, batch_size=3, padding=[0, 5, 2], shape=page_shape(page_size=page_size), gpu_pages=280 // page_size
     )
     pair.attend(9)
@@ -170,7 +170,7 @@ def test_beams(share: float, page_size: int) -> None:
 
 @every_share
 def test_sequences_are_repeated_and_dropped(share: float) -> None:
-    pair = twin(share, batch_size=2, gpu_pages=100, padding=[4, 0])
+    pair = make_pair(share, batch_size=2, gpu_pages=100, padding=[4, 0])
     pair.attend(17)
     pair.select([0, 0, 0, 1, 1, 1])
     pair.steps(7)
@@ -183,7 +183,7 @@ def test_sequences_are_repeated_and_dropped(share: float) -> None:
 
 def test_reading_ahead_uploads_nothing_twice() -> None:
     """In the steady state a step uploads its share once: what was read ahead is used."""
-    pair = twin(1.0)
+    pair = make_pair(1.0)
     pair.append(100)
     pair.steps(2)
     pair.device.finish()
@@ -198,15 +198,15 @@ def test_reading_ahead_uploads_nothing_twice() -> None:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_buffer_is_filled_again_only_when_it_has_been_read(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     """The computation is slower here than the link; the device notices when an upload overtakes it."""
-    pair = twin(0.6, batch_size=batch_size)
-    attend_to_piece = pair.store._attend_to_piece
+    pair = make_pair(0.6, batch_size=batch_size)
+    attend_to_chunk = pair.store._attend_to_chunk
 
-    def slow(q: Tensor, piece: Piece, options: AttendOptions) -> tuple[Tensor, Tensor]:
-        result = attend_to_piece(q, piece, options)
-        pair.device.compute(1.0, piece.buffer.pages.tensors())
+    def slow(q: Tensor, chunk: StagedChunk, options: AttendOptions) -> tuple[Tensor, Tensor]:
+        result = attend_to_chunk(q, chunk, options)
+        pair.device.compute(1.0, chunk.buffer.pages.tensors())
         return result
 
-    monkeypatch.setattr(pair.store, "_attend_to_piece", slow)
+    monkeypatch.setattr(pair.store, "_attend_to_chunk", slow)
     pair.append(60)
     pair.steps(4)
     pair.select([0] * batch_size)
@@ -218,7 +218,7 @@ def test_a_buffer_is_filled_again_only_when_it_has_been_read(monkeypatch: pytest
 
 
 def test_the_cpu_reads_only_what_is_not_uploaded() -> None:
-    pair = twin(0.5)
+    pair = make_pair(0.5)
     pair.append(160)
     pair.steps(2)  # none of them has corrected the share yet
     before = pair.device.cpu_bytes
@@ -228,7 +228,7 @@ def test_the_cpu_reads_only_what_is_not_uploaded() -> None:
 
 @every_share
 def test_a_prompt_is_attended_to_by_the_device_alone(share: float) -> None:
-    pair = twin(share)
+    pair = make_pair(share)
     pair.append(60)
     pair.steps(2)
     before = pair.device.cpu_bytes
@@ -238,7 +238,7 @@ def test_a_prompt_is_attended_to_by_the_device_alone(share: float) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 32])
 def test_layers_leave_spread_over_the_depth_the_last_first(count: int) -> None:
-    order = leaving_order(count)
+    order = eviction_order(count)
     assert sorted(order) == list(range(count))
     assert order[0] == count - 1
     if count == 32:
@@ -246,7 +246,7 @@ def test_layers_leave_spread_over_the_depth_the_last_first(count: int) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    pair = twin()
+    pair = make_pair()
     pair.attend(9)
     with pytest.raises(ArgumentError, match="length=10 must be 0 to 9"):
         pair.store.truncate(10)
@@ -264,8 +264,8 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_a_budget_that_holds_no_token_is_refused_with_what_it_takes() -> None:
     with pytest.raises(CacheFullError, match=r"gpu_memory") as refusal:
-        Twin(gpu_pages=7)
+        CachePair(gpu_pages=7)
     least = int(str(refusal.value).split("at least ")[1].split(" ")[0])
     budget = MemoryCaps(least, 1 << 16)
-    store = CooperativeKVStore(4, 1, page_shape(), PretendDevice(), budget, lambda layers, tokens: 0.0)
+    store = CooperativeKVStore(4, 1, page_shape(), FakeDevice(), budget, lambda layers, tokens: 0.0)
     store.append(0, torch.zeros(1, 1, NHEADS_K, HEADDIM), torch.zeros(1, 1, NHEADS_K, HEADDIM_V))

@@ -10,7 +10,7 @@ from tiers import slow
 from fastattention.offload.hardware import PRESETS
 from fastattention.offload.model_shape import ModelShape
 
-from .pretend import PretendDevice
+from .fake_device import FakeDevice
 
 pytestmark = slow
 
@@ -30,7 +30,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     monkeypatch.setitem(long_context.PRESETS, "tiny", TINY)
     monkeypatch.setattr(long_context, "PAGE_SIZE", 8)
     monkeypatch.setattr(long_context, "CHUNK", 64)
-    return long_context.run_cases(CASES, PretendDevice(), lambda _: PRESETS["v100"], torch.float32, rounds=1, steps=1)
+    return long_context.run_cases(CASES, FakeDevice(), lambda _: PRESETS["v100"], torch.float32, rounds=1, steps=1)
 
 
 def test_every_policy_is_timed_predicted_and_agrees(rows: list[dict[str, object]]) -> None:

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastattention.offload.cpu_attention_queue import CpuAttentionQueue
 from fastattention.offload.device import CpuJob
-from fastattention.offload.hand_over import HandOver
 from fastattention.offload.hardware import PRESETS as MACHINES
 from fastattention.offload.hardware import Hardware
-from fastattention.offload.memory import Workload
+from fastattention.offload.memory import OffloadWorkload
 from fastattention.offload.micro_batches import run_together
 from fastattention.offload.model_shape import PRESETS
 from fastattention.offload.policy import Policy
@@ -32,7 +32,7 @@ from fastattention.offload.prediction import (
 )
 from fastattention.threads import get_num_threads, set_num_threads
 
-from .pretend import PretendDevice
+from .fake_device import FakeDevice
 
 LONG = 30.0  # seconds after which what should happen at once is taken not to happen
 SHORT = 0.1  # seconds in which what must not happen would have happened
@@ -49,12 +49,12 @@ def test_results_are_in_the_order_of_the_works() -> None:
         second_done.set()
         return "second"
 
-    assert run_together(PretendDevice(), [first, second]) == ["first", "second"]
-    assert run_together(PretendDevice(), []) == []
+    assert run_together(FakeDevice(), [first, second]) == ["first", "second"]
+    assert run_together(FakeDevice(), []) == []
 
 
 def test_works_run_at_once_in_threads_and_branches_of_their_own() -> None:
-    device, both = PretendDevice(), threading.Barrier(3)
+    device, both = FakeDevice(), threading.Barrier(3)
 
     def work() -> int:
         both.wait(LONG)  # passes only while all of them run
@@ -67,7 +67,7 @@ def test_works_run_at_once_in_threads_and_branches_of_their_own() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_works_begin_after_the_caller_and_the_caller_goes_on_after_them(fails: bool) -> None:
-    device = PretendDevice()
+    device = FakeDevice()
     device.compute(5.0)
 
     def work(seconds: float) -> float:
@@ -83,7 +83,7 @@ def test_works_begin_after_the_caller_and_the_caller_goes_on_after_them(fails: b
 
 
 def test_tensors_that_are_returned_are_adopted_by_the_caller() -> None:
-    device, tensors = PretendDevice(), [torch.zeros(1) for _ in range(4)]
+    device, tensors = FakeDevice(), [torch.zeros(1) for _ in range(4)]
     run_together(device, [lambda: tensors[0], lambda: {"out": (tensors[1], [tensors[2]]), "other": 3}])
     assert [id(tensor) for tensor in device.adopted] == [id(tensor) for tensor in tensors[:3]]
 
@@ -113,7 +113,7 @@ def test_an_exception_is_raised_once_all_have_ended(error: type[BaseException], 
 
     works: list[Callable[[], None]] = [slow, fail] if position else [fail, slow]
     with pytest.raises(error, match="of a work"):
-        run_together(PretendDevice(), works)
+        run_together(FakeDevice(), works)
     slow.returned.set()
     assert slow.abandoned is False
 
@@ -130,7 +130,7 @@ def test_of_several_exceptions_the_first_in_order_is_raised() -> None:
         raise ValueError("second")
 
     with pytest.raises(ValueError, match="first"):
-        run_together(PretendDevice(), [first, second])
+        run_together(FakeDevice(), [first, second])
 
 
 def wait_until_main_thread_waits() -> None:
@@ -164,7 +164,7 @@ def test_a_caller_who_is_interrupted_twice_waits_for_all() -> None:
     before = signal.signal(signal.SIGINT, tell)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_together(PretendDevice(), [slow, interrupt_twice])
+            run_together(FakeDevice(), [slow, interrupt_twice])
     finally:
         signal.signal(signal.SIGINT, before)
     slow.returned.set()
@@ -207,12 +207,12 @@ def other_setting() -> Iterator[None]:
 )
 def test_modes_are_those_of_the_caller(mode: Callable[[], Any]) -> None:
     with mode():
-        assert run_together(PretendDevice(), [modes, modes]) == [modes()] * 2
+        assert run_together(FakeDevice(), [modes, modes]) == [modes()] * 2
 
 
 def test_gradients_may_be_off_outside_and_on_inside() -> None:
     with torch.no_grad(), torch.enable_grad():
-        assert run_together(PretendDevice(), [modes]) == [modes()]
+        assert run_together(FakeDevice(), [modes]) == [modes()]
 
 
 QUERIES = torch.zeros(1, 1, 2, 4)
@@ -233,20 +233,20 @@ class Work:
         pass
 
 
-def hand_over(device: PretendDevice, work: Callable[[int], object]) -> None:
+def enqueue_attention(device: FakeDevice, work: Callable[[int], object]) -> None:
     """Hands over work, which is given its number of threads."""
 
     def prepare(q: Tensor, out: Tensor, lse: Tensor, num_threads: int) -> Work:
         return Work(lambda: work(num_threads))
 
-    HandOver(device).attend(QUERIES, 4, 0, prepare)
+    CpuAttentionQueue(device).attend(QUERIES, 4, 0, prepare)
 
 
 def test_all_threads_but_one_attend() -> None:
     counts: list[int] = []
     set_num_threads(8)
     try:
-        run_together(PretendDevice(), [lambda: hand_over(PretendDevice(), counts.append)] * 2)
+        run_together(FakeDevice(), [lambda: enqueue_attention(FakeDevice(), counts.append)] * 2)
         assert (counts, get_num_threads()) == ([7, 7], 8)
     finally:
         set_num_threads(None)
@@ -255,7 +255,7 @@ def test_all_threads_but_one_attend() -> None:
 def test_waiting_for_the_device_keeps_nobody_from_the_cpu() -> None:
     waiting, attended = threading.Event(), threading.Event()
 
-    class LateDevice(PretendDevice):
+    class LateDevice(FakeDevice):
         def run_on_cpu(self, job: CpuJob, nbytes: int, after: Sequence[Any]) -> Any:
             waiting.set()
             assert attended.wait(LONG)
@@ -263,13 +263,13 @@ def test_waiting_for_the_device_keeps_nobody_from_the_cpu() -> None:
 
     def second() -> None:
         assert waiting.wait(LONG)
-        hand_over(PretendDevice(), lambda _: attended.set())
+        enqueue_attention(FakeDevice(), lambda _: attended.set())
 
-    run_together(PretendDevice(), [lambda: hand_over(LateDevice(), lambda _: None), second])
+    run_together(FakeDevice(), [lambda: enqueue_attention(LateDevice(), lambda _: None), second])
 
 
 K = 1024
-LLAMA = Workload(PRESETS["llama-3-8b"], batch_size=8, seqlen=32 * K)
+LLAMA = OffloadWorkload(PRESETS["llama-3-8b"], batch_size=8, seqlen=32 * K)
 H200 = MACHINES["h200"]
 AMPLE = 1 << 40  # bytes of buffers: uploads never wait for room
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastattention.errors import ArgumentError
 from fastattention.offload.hardware import PRESETS as MACHINES
 from fastattention.offload.hardware import Hardware
-from fastattention.offload.memory import Workload
+from fastattention.offload.memory import OffloadWorkload
 from fastattention.offload.model_shape import PRESETS, ModelShape
 from fastattention.offload.placement import Placement, place, spread
 from fastattention.offload.policy import Policy
@@ -302,7 +302,7 @@ def test_caps_are_never_exceeded_and_nothing_is_lost(
     memory = placement.memory
     assert memory.gpu <= options["gpu_memory"]
     assert options["cpu_memory"] is None or memory.cpu_kv <= options["cpu_memory"]
-    workload = Workload(model, options["batch_size"], options["seqlen"], options["quantised"])
+    workload = OffloadWorkload(model, options["batch_size"], options["seqlen"], options["quantised"])
     on_gpu = len(model.full_layers) - placement.num_layers_cpu
     assert memory.resident_kv >= on_gpu * workload.gpu_layer_bytes
     newest = placement.num_layers_cpu * workload.cpu_page_bytes

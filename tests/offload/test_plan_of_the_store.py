@@ -1,4 +1,4 @@
-"""What the planner says a store takes and how long a step is, the store does: it runs here on a pretended device."""
+"""What the planner says a store takes and how long a step is, the store does: it runs here on a fake device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastattention.offload import memory
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions
-from fastattention.offload.memory import Budget, Workload, divide, longest_seqlen, memory_of
+from fastattention.offload.memory import Budget, OffloadWorkload, divide, longest_seqlen, memory_of
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy
 from fastattention.offload.prediction import seconds_per_token, upload_fraction
 
-from .pretend import PretendDevice, Rates
+from .fake_device import FakeDevice, Rates
 
 MODEL = ModelShape("tiny", 6, 2, 1, 16, 32, 32, 32, dtype_bytes=4)
 PAGE_SIZE, CHUNK = 8, 48
@@ -33,16 +33,16 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "STAGING_TOKENS", 64)
 
 
-def workload_of(batch_size: int, seqlen: int, quantised: bool = False) -> Workload:
-    return Workload(MODEL, batch_size, seqlen, quantised, PAGE_SIZE)
+def workload_of(batch_size: int, seqlen: int, quantised: bool = False) -> OffloadWorkload:
+    return OffloadWorkload(MODEL, batch_size, seqlen, quantised, PAGE_SIZE)
 
 
 def make_store(
-    workload: Workload, caps: MemoryCaps, device: PretendDevice | None = None, share: float = 0.0
+    workload: OffloadWorkload, caps: MemoryCaps, device: FakeDevice | None = None, share: float = 0.0
 ) -> CooperativeKVStore:
     cache_dtype = torch.int8 if workload.quantised else None
     shape = PageShape(PAGE_SIZE, MODEL.nheads_k, MODEL.headdim, MODEL.headdim_v, torch.float32, cache_dtype)
-    device = device or PretendDevice()
+    device = device or FakeDevice()
     return CooperativeKVStore(MODEL.num_layers, workload.batch_size, shape, device, caps, lambda layers, tokens: share)
 
 
@@ -110,11 +110,11 @@ def test_the_store_has_the_buffers_of_the_plan() -> None:
 def test_a_step_takes_what_is_predicted_also_when_uploads_wait_for_room(policy: Policy, layer_seconds: float) -> None:
     # The link takes 0.5 ms for a layer on the CPU, and 0.13 ms to fill both buffers, once before each of two.
     rates = Rates(link=128e6, cpu=256e6)
-    hardware = Hardware("pretended", 1e30, rates.link, rates.cpu, 1e12, 0.0, layer_seconds)
+    hardware = Hardware("fake", 1e30, rates.link, rates.cpu, 1e12, 0.0, layer_seconds)
     workload = workload_of(1, 512)
     cache_bytes = memory_of(workload, 2, Budget(0, workspace=0)).gpu - FIXED + workload.staging_bytes(1 << 30)
     staging = workload.staging_bytes(cache_bytes)
-    device = PretendDevice(rates)
+    device = FakeDevice(rates)
     share = upload_fraction(policy, workload, hardware, 2, staging)
     store = make_store(workload, MemoryCaps(cache_bytes, 1 << 24), device, share)
     fill(store, workload.seqlen)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastattention.errors import CacheFullError
-from offload.twin import Twin, page_shape
+from offload.reference_cache import CachePair, page_shape
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -20,9 +20,9 @@ DTYPES = st.sampled_from([None, None, torch.int8, torch.float8_e4m3fn])
 
 
 class RandomSteps(RuleBasedStateMachine):
-    """A store and plain tensors that hold the same: the comparison is that of Twin."""
+    """A store and plain tensors that hold the same: the comparison is that of CachePair."""
 
-    pair: Twin
+    pair: CachePair
 
     @initialize(
         seed=st.integers(0, 1 << 16),
@@ -48,7 +48,7 @@ class RandomSteps(RuleBasedStateMachine):
         padding: list[int] | None,
     ) -> None:
         torch.manual_seed(seed)
-        self.pair = Twin(
+        self.pair = CachePair(
             num_layers,
             batch_size,
             page_shape(torch.float32, cache_dtype, page_size),

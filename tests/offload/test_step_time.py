@@ -1,4 +1,4 @@
-"""On the pretended clock a step takes the time of the model: copies and the CPU overlap as they are meant to.
+"""On the fake clock a step takes the time of the model: copies and the CPU overlap as they are meant to.
 
 With N layers of w seconds, L of them in CPU memory with S bytes each, b_P and b_C bytes a second of the link and of the
 CPU, tau seconds of handing over, and T0 = N w:
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from offload.clocked import SHAPE, Clocked, S, W, hybrid_share
-from offload.pretend import Rates
+from offload.fake_device import Rates
+from offload.timed_store import SHAPE, S, TimedStore, W, hybrid_share
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -33,14 +33,14 @@ class Run(NamedTuple):
     buffers: float  # bytes
 
 
-def run(num_layers: int, on_cpu: int, share: float, link: float, cpu: float, hand_over: float = 0.0) -> Run:
+def run(num_layers: int, on_cpu: int, share: float, link: float, cpu: float, handover: float = 0.0) -> Run:
     """The last of some steps."""
-    clocked = Clocked(num_layers, on_cpu, share, Rates(link, cpu, hand_over))
-    clocked.steps(STEPS - STEADY)
-    uploaded = clocked.device.uploaded_bytes
-    seconds = clocked.steps(STEADY)
-    busy = (clocked.device.uploaded_bytes - uploaded) / link / STEADY / seconds
-    store = clocked.store
+    timed = TimedStore(num_layers, on_cpu, share, Rates(link, cpu, handover))
+    timed.steps(STEPS - STEADY)
+    uploaded = timed.device.uploaded_bytes
+    seconds = timed.steps(STEADY)
+    busy = (timed.device.uploaded_bytes - uploaded) / link / STEADY / seconds
+    store = timed.store
     return Run(seconds, busy, store.usage.gpu_bytes - store._gpu.used * SHAPE.nbytes)
 
 
@@ -54,10 +54,10 @@ def test_classical(num_layers: int, on_cpu: int, link: float) -> None:
 
 @every_link
 @every_ratio
-@pytest.mark.parametrize("hand_over", [0.0, 0.3])
-def test_cooperative(link: float, ratio: float, hand_over: float) -> None:
-    model = 16 * W + 4 * (S / (ratio * link) + hand_over)
-    found = run(16, 4, 0.0, link, ratio * link, hand_over)
+@pytest.mark.parametrize("handover", [0.0, 0.3])
+def test_cooperative(link: float, ratio: float, handover: float) -> None:
+    model = 16 * W + 4 * (S / (ratio * link) + handover)
+    found = run(16, 4, 0.0, link, ratio * link, handover)
     assert found.step == pytest.approx(model, rel=0.04)
     assert found.link == 0.0
 

@@ -1,4 +1,4 @@
-"""How the CTAs of a decode share out keys: kernels/schedule.cuh by other means, from lists of tiles."""
+"""A reference of kernels/schedule.cuh, which shares out the keys of a decode over CTAs, from lists of tiles."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ DECODE = Problem(
 )
 
 
-class Piece(NamedTuple):
-    """What a group has of a sequence: some of its tiles, in order."""
+class SequenceSpan(NamedTuple):
+    """The span of one sequence that a CTA group has: some of its tiles, in order."""
 
-    group: int
+    cta_group: int
     batch: int
     tiles: list[int]
     is_whole: bool
     slot: int  # of the group's first unit, for a partial result
 
 
-class Line:
-    """The tiles of all sequences, and which group of CTAs has which of them."""
+class TileStream:
+    """The tiles of all sequences, and which CTA group has which of them."""
 
     def __init__(self, tiles: Sequence[int], split: Split) -> None:
         """tiles: of each sequence."""
@@ -52,10 +52,10 @@ class Line:
         self.ends = list(itertools.accumulate(tiles))
         self.begins = [0, *self.ends[:-1]]
         if split.num_splits > 0:
-            self.stretches = [part for batch in range(len(tiles)) for part in self._splits_of(batch)]
+            self.spans = [part for batch in range(len(tiles)) for part in self._splits_of(batch)]
         else:
             total = self.ends[-1] if tiles else 0
-            self.stretches = _even_parts(range(total), min(split.num_groups, total))
+            self.spans = _even_parts(range(total), min(split.num_cta_groups, total))
 
     def _splits_of(self, batch: int) -> list[list[int]]:
         tiles = range(self.begins[batch], self.ends[batch])
@@ -66,27 +66,27 @@ class Line:
         """The sequence that has a tile."""
         return next(batch for batch, end in enumerate(self.ends) if tile < end)
 
-    def groups_of(self, batch: int) -> list[int]:
+    def cta_groups_of(self, batch: int) -> list[int]:
         """The groups that have tiles of a sequence."""
-        return [group for group, _ in enumerate(self.stretches) if self._shared(group, batch)]
+        return [cta_group for cta_group, _ in enumerate(self.spans) if self._shared(cta_group, batch)]
 
-    def pieces(self) -> list[Piece]:
-        """What every group does, in its order."""
+    def sequence_spans(self) -> list[SequenceSpan]:
+        """What every CTA group does, in its order."""
         return [
-            self._piece(group, batch, tiles)
-            for group, _ in enumerate(self.stretches)
+            self._sequence_span(cta_group, batch, tiles)
+            for cta_group, _ in enumerate(self.spans)
             for batch, _ in enumerate(self.ends)
-            if (tiles := self._shared(group, batch))
+            if (tiles := self._shared(cta_group, batch))
         ]
 
-    def _shared(self, group: int, batch: int) -> list[int]:
-        return [tile for tile in self.stretches[group] if self.begins[batch] <= tile < self.ends[batch]]
+    def _shared(self, cta_group: int, batch: int) -> list[int]:
+        return [tile for tile in self.spans[cta_group] if self.begins[batch] <= tile < self.ends[batch]]
 
-    def _piece(self, group: int, batch: int, tiles: list[int]) -> Piece:
+    def _sequence_span(self, cta_group: int, batch: int, tiles: list[int]) -> SequenceSpan:
         begins = tiles[0] == self.begins[batch]
-        place = group if self.split.num_splits > 0 else 2 * group + begins
+        place = cta_group if self.split.num_splits > 0 else 2 * cta_group + begins
         is_whole = begins and tiles[-1] == self.ends[batch] - 1
-        return Piece(group, batch, tiles, is_whole, place * self.split.num_units)
+        return SequenceSpan(cta_group, batch, tiles, is_whole, place * self.split.num_units)
 
 
 def _even_parts(tiles: range, parts: int) -> list[list[int]]:
@@ -95,7 +95,7 @@ def _even_parts(tiles: range, parts: int) -> list[list[int]]:
 
 
 def tiles_of(keys: int, seqlen_q: int, window: tuple[int, int], config: KernelConfig) -> int:
-    """Tiles of the line that a sequence has. window: to the left and to the right, -1 unlimited."""
+    """Tiles of the stream that a sequence has. window: to the left and to the right, -1 unlimited."""
     mask = TileRange(seqlen_q, keys, *window)
     first_key = mask.row_begin(0) // config.tile_n * config.tile_n
-    return max(1, -(-(mask.row_end(seqlen_q - 1) - first_key) // config.line_tile))
+    return max(1, -(-(mask.row_end(seqlen_q - 1) - first_key) // config.stream_tile))

@@ -50,7 +50,7 @@ class Call:
 
 LENGTHS = {"cu_seqlens_q": [0, 2, 6], "cu_seqlens_k": [0, 5, 7]}
 DENSE = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 16)}
-PACKED = {"q": (6, 4, 8), "k": (7, 2, 8), "v": (7, 2, 16)}
+VARLEN = {"q": (6, 4, 8), "k": (7, 2, 8), "v": (7, 2, 16)}
 PER_HEAD = {"alibi_slopes": (4,), "sinks": (4,)}
 NEW_TOKENS = {"k": (2, 2, 2, 8), "v": (2, 2, 2, 16), "rotary_cos": (16, 4), "rotary_sin": (16, 4)}
 SCALES = {"k_scale": (5, 4, 2), "v_scale": (5, 4, 2)}
@@ -61,11 +61,11 @@ CALLS = (
     Call("dense_everything", fast_attn_func, DENSE | PER_HEAD | {"attn_bias": (5, 7)}, {}, EVERYTHING),
     Call("qkvpacked", fast_attn_qkvpacked_func, {"qkv": (2, 5, 3, 4, 8)}, {}, {}),
     Call("kvpacked", fast_attn_kvpacked_func, {"q": (2, 5, 4, 8), "kv": (2, 7, 2, 2, 8)}, {}, {}),
-    Call("varlen", fast_attn_varlen_func, PACKED, LENGTHS, {"causal": True}),
+    Call("varlen", fast_attn_varlen_func, VARLEN, LENGTHS, {"causal": True}),
     Call(
         "varlen_everything",
         fast_attn_varlen_func,
-        PACKED | PER_HEAD | {"attn_bias": (1, 6, 5)},
+        VARLEN | PER_HEAD | {"attn_bias": (1, 6, 5)},
         LENGTHS,
         EVERYTHING | {"max_seqlen_q": 4, "max_seqlen_k": 5},
     ),

@@ -1,4 +1,4 @@
-"""docs/adding_a_backend.md: the backend on the page exists as written, and keeps every promise of a backend."""
+"""docs/internals/adding-a-backend.md: the backend on the page exists as written and keeps every promise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiers import Tier, slow, tier_of
 from fastattention import backends
 from fastattention.backends import registry
 
-PAGE = (Path(__file__).parents[2] / "docs" / "adding_a_backend.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "adding-a-backend.md").read_text()
 # A block of code begins with the path of the file that it is, or is part of.
 BLOCKS = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 PLAIN = Engine("plain")
@@ -81,7 +81,7 @@ def test_the_backend_of_the_page_passes_conformance(request: pytest.FixtureReque
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("packed", "packed calls"),
+        ("varlen", "varlen calls"),
         ("append-one", "kvcache calls"),
         ("softcap", "softcap"),
         ("alibi-causal", "alibi_slopes"),

@@ -18,7 +18,7 @@ from fastattention.backends.ascend.backend import AscendBackend, why_not_kernels
 from fastattention.backends.ascend.chips import CHIPS, Chip, find_chip
 from fastattention.backends.ascend.tiling import Tiling
 from fastattention.problem import Inputs, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 CHIP = CHIPS["910B2"]
 TILING = Tiling(outer_tile_m=16, outer_tile_n=64, inner_tile_m=8, preload=1, multibuffer=True)
@@ -152,13 +152,13 @@ def test_caches_that_the_operators_would_copy_go_to_the_kernels(layout: dict[str
     assert OnNpu("vendor").implementation(problem, inputs) == "vendor"
 
 
-def test_more_packed_keys_than_the_operators_count_go_to_the_kernels() -> None:
+def test_more_varlen_keys_than_the_operators_count_go_to_the_kernels() -> None:
     half = 2**19
     offsets_q = torch.tensor([0, 1, 3], dtype=torch.int32)
     offsets_k = torch.tensor([0, half, 2 * half + 1], dtype=torch.int32)
     q = torch.zeros(3, 1, 16, dtype=torch.float16)
     k = q[:1].expand(2 * half + 1, 1, 16)
-    problem, inputs = prepare_packed(q, k, k, offsets_q, offsets_k, 2, half + 1, Options())
+    problem, inputs = prepare_varlen(q, k, k, offsets_q, offsets_k, 2, half + 1, Options())
     assert OnNpu().implementation(problem) == "vendor"
     assert OnNpu().implementation(problem, inputs) == "triton"
 

@@ -25,7 +25,7 @@ from fastattention.backends.ascend.simulator.row_block import Run, row_block, si
 from fastattention.backends.ascend.simulator.standard import StandardKind, predict_standard
 from fastattention.backends.ascend.simulator.tiles import Shape, Tiling
 from fastattention.backends.ascend.simulator.whole_chip import predict
-from fastattention.backends.ascend.simulator.workload import MaskMode, Workload
+from fastattention.backends.ascend.simulator.workload import MaskMode, SimulatedCall
 from fastattention.backends.ascend.tiling import tiling_for
 from fastattention.backends.common.tile_range import TileKind, TileRange
 
@@ -239,7 +239,7 @@ def test_longer_takes_longer_and_more_of_anything_is_not_faster(tiling: Tiling) 
 
 def test_nothing_exceeds_the_peak() -> None:
     for dtype in (torch.float16, torch.float32):
-        workload = Workload(1, 16384, 16384, 32, 32, 256, 256, dtype)
+        workload = SimulatedCall(1, 16384, 16384, 32, 32, 256, 256, dtype)
         assert 0.3 < predict(workload, tiling_for(workload, CHIP), CHIP).fraction_of_peak < 1.0
 
 
@@ -250,14 +250,14 @@ def test_scores_of_half_the_size_are_faster() -> None:
 
 
 def test_heads_that_share_keys_are_not_slower() -> None:
-    own = Workload(1, 65536, 65536, 32, 32, 128, 128, torch.float16)
+    own = SimulatedCall(1, 65536, 65536, 32, 32, 128, 128, torch.float16)
     shared = replace(own, nheads_k=1)
     tiling = TILINGS["large"]
     assert predict(shared, tiling, CHIP).seconds <= predict(own, tiling, CHIP).seconds
 
 
 def test_decode_occupies_every_core_and_reads_no_faster_than_memory() -> None:
-    decode = Workload(1, 1, 65536, 32, 8, 128, 128, torch.float16)
+    decode = SimulatedCall(1, 1, 65536, 32, 8, 128, 128, torch.float16)
     prediction = predict(decode, TILINGS["decode"], CHIP)
     assert prediction.num_splits == 3
     assert prediction.num_row_blocks == 24
@@ -285,7 +285,7 @@ def test_one_core_fetches_what_others_find_in_the_cache() -> None:
 def test_tiles_of_row_blocks_are_those_that_the_mask_leaves(
     seqlen_q: int, seqlen_k: int, window: tuple[int, int], rows: int, keys: int
 ) -> None:
-    workload = Workload(1, seqlen_q, seqlen_k, 1, 1, 16, 16, torch.float16, *window)
+    workload = SimulatedCall(1, seqlen_q, seqlen_k, 1, 1, 16, 16, torch.float16, *window)
     band = TileRange(seqlen_q, seqlen_k, *window)
     for block, (num_tiles, num_masked) in enumerate(workload.row_blocks(Tiling(rows, keys, 8, 1, True))):
         first, last = block * rows, min((block + 1) * rows, seqlen_q) - 1
@@ -301,7 +301,7 @@ def test_tiles_of_row_blocks_are_those_that_the_mask_leaves(
 
 
 def test_useful_arithmetic_counts_visible_scores_only() -> None:
-    causal = Workload(2, 3, 5, 4, 2, 16, 8, torch.float16, window_right=0)
+    causal = SimulatedCall(2, 3, 5, 4, 2, 16, 8, torch.float16, window_right=0)
     assert causal.useful_flops == 2 * 2 * 4 * (3 + 4 + 5) * (16 + 8)
     assert replace(causal, window_right=-1).useful_flops == 2 * 2 * 4 * 15 * (16 + 8)
 
@@ -371,7 +371,7 @@ def test_standard_attention_stores_the_square_of_the_length() -> None:
 def test_gain_over_standard_attention_grows_with_the_length(causal: bool) -> None:
     gains = []
     for seqlen in (2048, 8192, 32768):
-        workload = Workload(1, seqlen, seqlen, 32, 32, 128, 128, torch.float16, window_right=0 if causal else -1)
+        workload = SimulatedCall(1, seqlen, seqlen, 32, 32, 128, 128, torch.float16, window_right=0 if causal else -1)
         ours = predict(workload, tiling_for(workload, CHIP), CHIP).seconds
         fused, eager = (predict_standard(workload, CHIP, kind).seconds / ours for kind in StandardKind)
         assert eager > fused

@@ -12,7 +12,7 @@ from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.estimate import row_block_estimate
 from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
-from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling, compiler_options, tiling_for, why_not_fit
 from fastattention.problem import Layout, Problem
 
@@ -157,25 +157,25 @@ def test_windows_of_every_chosen_tiling_lie_in_the_mask_tile() -> None:
 
 
 WORKLOADS = {
-    "1K": Workload(1, 1024, 1024, 1, 1, 128, 128, torch.float16),
-    "8K": Workload(1, 8192, 8192, 1, 1, 128, 128, torch.float16),
-    "causal": Workload(1, 4096, 4096, 12, 12, 128, 128, torch.float16, window_right=0),
-    "float32": Workload(1, 2048, 2048, 8, 8, 256, 256, torch.float32),
-    "headdim 64": Workload(2, 2048, 2048, 16, 4, 64, 64, torch.bfloat16),
-    "decode": Workload(4, 1, 8192, 32, 8, 128, 128, torch.float16),
-    "short": Workload(1, 300, 300, 16, 16, 16, 16, torch.float16),
+    "1K": SimulatedCall(1, 1024, 1024, 1, 1, 128, 128, torch.float16),
+    "8K": SimulatedCall(1, 8192, 8192, 1, 1, 128, 128, torch.float16),
+    "causal": SimulatedCall(1, 4096, 4096, 12, 12, 128, 128, torch.float16, window_right=0),
+    "float32": SimulatedCall(1, 2048, 2048, 8, 8, 256, 256, torch.float32),
+    "headdim 64": SimulatedCall(2, 2048, 2048, 16, 4, 64, 64, torch.bfloat16),
+    "decode": SimulatedCall(4, 1, 8192, 32, 8, 128, 128, torch.float16),
+    "short": SimulatedCall(1, 300, 300, 16, 16, 16, 16, torch.float16),
 }
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
-def test_chosen_tiling_is_among_the_fastest_by_the_whole_simulator(workload: Workload) -> None:
+def test_chosen_tiling_is_among_the_fastest_by_the_whole_simulator(workload: SimulatedCall) -> None:
     fitting = tilings._candidates(workload, CHIP, tilings.LONGEST)
     fastest = min(predict(workload, tiling, CHIP).seconds for tiling in fitting)
     assert predict(workload, tiling_for(workload, CHIP), CHIP).seconds <= 1.03 * fastest
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
-def test_estimate_stays_near_the_simulation(workload: Workload) -> None:
+def test_estimate_stays_near_the_simulation(workload: SimulatedCall) -> None:
     for tiling in tilings._candidates(workload, CHIP, tilings.LONGEST):
         simulated = predict(workload, tiling, CHIP).seconds * CHIP.clock_hz
         assert estimate_cycles(workload, tiling, CHIP, row_block_estimate) == pytest.approx(simulated, rel=0.25)

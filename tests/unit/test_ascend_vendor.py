@@ -1,4 +1,4 @@
-"""The vendor's operators without torch_npu: what is refused, masks in their words, plans of packed sequences."""
+"""The vendor's operators without torch_npu: what is refused, masks in their words, plans of varlen calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.vendor.masks import SparseMode, rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, check
-from fastattention.backends.ascend.vendor.prefill import PackedPlan
+from fastattention.backends.ascend.vendor.prefill import VarlenPlan
 from fastattention.problem import Layout, Problem
 
 DENSE = Problem(
@@ -36,14 +36,14 @@ DENSE = Problem(
     window_left=-1,
     window_right=0,
 )
-PACKED = replace(DENSE, layout=Layout.PACKED)
+VARLEN = replace(DENSE, layout=Layout.VARLEN)
 CACHE = replace(DENSE, layout=Layout.KVCACHE, seqlen_q=5, total_q=10)
 DECODE = replace(CACHE, seqlen_q=1, total_q=2)
 PAGES = replace(CACHE, page_block_size=128)
 DECODE_PAGES = replace(DECODE, page_block_size=16)
 
 
-@pytest.mark.parametrize("problem", [DENSE, PACKED, CACHE, DECODE, PAGES, DECODE_PAGES])
+@pytest.mark.parametrize("problem", [DENSE, VARLEN, CACHE, DECODE, PAGES, DECODE_PAGES])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -63,7 +63,7 @@ def test_an_append_with_rotary_is_served_since_it_comes_first() -> None:
     assert vendor.why_not(replace(CACHE, seqlen_new=5, rotary_dim=32)) is None
 
 
-@pytest.mark.parametrize("problem", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("problem", [DENSE, VARLEN], ids=["dense", "varlen"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -82,7 +82,7 @@ def test_prefills_have_two_operators_to_choose_from(problem: Problem, fields: di
 REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
     *(
         (problem, fields, named)
-        for problem in (DENSE, PACKED, CACHE, DECODE)
+        for problem in (DENSE, VARLEN, CACHE, DECODE)
         for fields, named in (
             ({"needs_grad": True}, "gradient"),
             ({"dropout_p": 0.1}, "dropout_p=0.1"),
@@ -96,9 +96,9 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
     ),
     (DENSE, {"headdim": 800}, "headdim=800; npu_fusion_attention takes at most 768"),
     (DENSE, {"dtype": torch.float32, "seqlen_k": 2**20 + 1}, "seqlen_k=1048577"),
-    (PACKED, {"batch_size": 1025}, "batch_size=1025"),
-    (PACKED, {"total_q": 2**20 + 1}, "total_q=1048577"),
-    (PACKED, {"page_block_size": 128}, "block_table"),
+    (VARLEN, {"batch_size": 1025}, "batch_size=1025"),
+    (VARLEN, {"total_q": 2**20 + 1}, "total_q=1048577"),
+    (VARLEN, {"page_block_size": 128}, "block_table"),
     (CACHE, {"dtype": torch.float32}, "float32"),
     (CACHE, {"has_sinks": True}, "sinks"),
     (CACHE, {"headdim": 64, "headdim_v": 48}, "headdim_v=48 must equal headdim=64"),
@@ -184,9 +184,9 @@ def test_tokens_of_a_band_cannot_overflow() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.sampled_from([-1, 0, 1, 4]))
-def test_a_packed_plan_holds_the_queries_with_keys_and_no_others(lengths: list[tuple[int, int]], right: int) -> None:
+def test_a_varlen_plan_holds_the_queries_with_keys_and_no_others(lengths: list[tuple[int, int]], right: int) -> None:
     offsets_q, offsets_k = ([0, *itertools.accumulate(each[axis] for each in lengths)] for axis in (0, 1))
-    plan = PackedPlan.of(offsets_q, offsets_k, right)
+    plan = VarlenPlan.of(offsets_q, offsets_k, right)
     wanted_q, wanted_k, wanted_lengths = [], [], []
     for first_q, first_k, (seqlen_q, seqlen_k) in zip(offsets_q, offsets_k, lengths, strict=False):
         seen = [first_q + i for i, row in enumerate(visible(seqlen_q, seqlen_k, -1, right)) if any(row)]

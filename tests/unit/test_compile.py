@@ -112,7 +112,7 @@ def test_one_graph_serves_all_lengths() -> None:
     assert counts == [counts[0]] * 3
 
 
-def test_one_graph_serves_all_packed_lengths() -> None:
+def test_one_graph_serves_all_varlen_lengths() -> None:
     graphs = CompileCounterWithBackend("aot_eager")
     function = torch.compile(fast_attn_varlen_func, fullgraph=True, backend=graphs, dynamic=True)
     counts = []

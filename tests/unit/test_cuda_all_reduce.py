@@ -14,8 +14,8 @@ from fastattention.backends.cuda.all_reduce import (
     MOST_CTAS,
     Flags,
     Peers,
+    all_reduce_launch,
     all_reduce_params,
-    all_reduce_step,
     ctas_for,
 )
 from fastattention.backends.cuda.chips import CHIPS
@@ -37,7 +37,7 @@ PACKETS_OF_CTA = 32 * ALL_REDUCE_WARPS
 def test_bulk_copies_are_for_hopper_and_newer(chip: str, num_ranks: int) -> None:
     config = all_reduce_config("bfloat16", num_ranks, CHIPS[chip])
     assert config == AllReduceConfig("bfloat16", num_ranks, bulk_copies=chip == "H100")
-    assert config.shared_bytes <= CHIPS[chip].shared_per_block
+    assert config.shared_bytes <= CHIPS[chip].shared_per_cta
     for newer in (90, 100, 120):
         assert all_reduce_config("float32", num_ranks, CHIPS["H100"]._replace(target=newer)).bulk_copies
 
@@ -46,9 +46,9 @@ def test_bulk_copies_are_for_hopper_and_newer(chip: str, num_ranks: int) -> None
 def test_bulk_copies_need_their_shared_memory(num_ranks: int) -> None:
     needed = AllReduceConfig("float16", num_ranks, bulk_copies=True).shared_bytes
     for missing, bulk_copies in ((0, True), (1, False)):
-        limits = CHIPS["H100"]._replace(shared_per_block=needed - missing)
+        limits = CHIPS["H100"]._replace(shared_per_cta=needed - missing)
         assert all_reduce_config("float16", num_ranks, limits).bulk_copies == bulk_copies
-    assert all_reduce_config("float16", num_ranks, CHIPS["H100"]._replace(shared_per_block=99 << 10)).shared_bytes == 0
+    assert all_reduce_config("float16", num_ranks, CHIPS["H100"]._replace(shared_per_cta=99 << 10)).shared_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_the_header_has_as_many_warps() -> None:
 
 
 def test_a_step_is_made_once() -> None:
-    step = all_reduce_step(torch.bfloat16, 4, 12, True)
-    assert (step.variant, step.num_blocks) == (AllReduceConfig("bfloat16", 4, bulk_copies=True), 12)
-    assert all_reduce_step(torch.bfloat16, 4, 12, True) is step
-    assert all_reduce_step(torch.float32, 4, 12, False).variant == AllReduceConfig("float32", 4, bulk_copies=False)
+    step = all_reduce_launch(torch.bfloat16, 4, 12, True)
+    assert (step.variant, step.num_ctas) == (AllReduceConfig("bfloat16", 4, bulk_copies=True), 12)
+    assert all_reduce_launch(torch.bfloat16, 4, 12, True) is step
+    assert all_reduce_launch(torch.float32, 4, 12, False).variant == AllReduceConfig("float32", 4, bulk_copies=False)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     "call",
     [
         {},
-        {"layout": Layout.PACKED, "total_q": 200},
-        {"layout": Layout.PACKED, "page_block_size": 16},
+        {"layout": Layout.VARLEN, "total_q": 200},
+        {"layout": Layout.VARLEN, "page_block_size": 16},
         {"window_left": 5, "window_right": 3},
         {"softcap": 30.0, "has_alibi": True, "has_bias": True, "has_sinks": True},
         {"headdim": 256, "headdim_v": 40},
@@ -66,7 +66,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     ],
     ids=[
         "dense",
-        "packed",
+        "varlen",
         "paged",
         "window",
         "scores",
@@ -114,7 +114,7 @@ def test_a_refusal_says_why(backend: CudaBackend, call: dict[str, Any], reason: 
     ("call", "how"),
     [
         ({}, ""),
-        ({"layout": Layout.PACKED, "page_block_size": 16}, ""),
+        ({"layout": Layout.VARLEN, "page_block_size": 16}, ""),
         (CACHE, "the decode kernel"),
         ({**CACHE, "seqlen_new": 1, "page_block_size": 16}, "the decode kernel"),
         ({"layout": Layout.KVCACHE, "batch_size": 40, "total_q": 40 * 128}, "the forward kernel"),
@@ -123,7 +123,7 @@ def test_a_refusal_says_why(backend: CudaBackend, call: dict[str, Any], reason: 
             "the decode kernel",
         ),
     ],
-    ids=["dense", "packed", "decode", "append", "prefill", "int8"],
+    ids=["dense", "varlen", "decode", "append", "prefill", "int8"],
 )
 def test_it_says_which_kernel_serves_a_cache(backend: CudaBackend, call: dict[str, Any], how: str) -> None:
     assert backend.how(dataclasses.replace(PROBLEM, **call)) == how
@@ -133,7 +133,7 @@ def launches(backend: CudaBackend, **call: Any) -> list[tuple[str, int]]:
     """(entry, CTAs) of what a call launches."""
     plan = backend._plan(dataclasses.replace(PROBLEM, device=torch.device("cuda", A100), **call))
     steps = [plan.append] if plan.append is not None else []
-    return [(step.variant.entries[step.entry].name, step.num_blocks) for step in [*steps, *plan.attention]]
+    return [(step.variant.entries[step.entry].name, step.num_ctas) for step in [*steps, *plan.attention]]
 
 
 def test_a_decode_of_few_rows_is_one_kernel(backend: CudaBackend) -> None:

@@ -101,7 +101,7 @@ def test_every_kernel_is_one_that_decode_cuh_accepts(chip: str) -> None:
         assert config.tile_m % (config.row_warps * facts.step_rows) == 0
         assert config.tile_n % (16 if config.arch >= 75 else 8) == 0
         assert config.num_stages == (2 if config.arch >= 80 else 1)
-        assert not (config.warps_share_rows and config.tile_m > facts.step_rows * 2)
+        assert not (config.split_keys_across_warps and config.tile_m > facts.step_rows * 2)
         assert config.headdim_v % 16 == 0
 
 
@@ -114,7 +114,7 @@ def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
 
 
 def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
-    tiny = CHIPS["A100"]._replace(shared_per_block=1000)
+    tiny = CHIPS["A100"]._replace(shared_per_cta=1000)
     with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0: decode_sm80_.*; decode_sm80_"):
         choose_decode_feature(80, tiny, torch.float16, 128, Feature.PLAIN)
 
@@ -147,28 +147,28 @@ def test_shared_memory_is_queries_stages_and_statistics(
         tile_n=32,
         num_warps=4,
         num_stages=2,
-        warps_share_rows=True,
+        split_keys_across_warps=True,
         cache_format=cache_format,
     )
     queries = 16 * (128 * dtype_bytes + padding)
     scales = 2 * 4 if cache_format else 0
     token = 128 * cache_bytes + padding + 64 * cache_bytes + padding + scales
     assert config.shared_bytes == queries + 4 * (2 * 32 * token + 16 * 2 * 4)
-    shared_keys = replace(config, warps_share_rows=False)
+    shared_keys = replace(config, split_keys_across_warps=False)
     assert shared_keys.shared_bytes == queries + 2 * 32 * token + 16 * 2 * 4
 
 
 def test_warps_share_out_keys_or_rows() -> None:
     keys, rows = plain("A100", 128, 16), plain("A100", 128, 128)
-    assert (keys.key_warps, keys.row_warps, keys.line_tile) == (4, 1, 4 * keys.tile_n)
-    assert (rows.key_warps, rows.row_warps, rows.line_tile) == (1, 8, rows.tile_n)
+    assert (keys.key_warps, keys.row_warps, keys.stream_tile) == (4, 1, 4 * keys.tile_n)
+    assert (rows.key_warps, rows.row_warps, rows.stream_tile) == (1, 8, rows.tile_n)
 
 
 # --- choices ---
 
 # Changing a choice on purpose changes this list with it.
 # (chip, headdim, rows, keys for each multiprocessor) ->
-# (tile_m, tile_n, num_warps, num_stages, min_blocks, num_value_parts)
+# (tile_m, tile_n, num_warps, num_stages, min_ctas, num_value_parts)
 GOLDEN = {
     ("P100", 64, 1, 0): (16, 16, 2, 1, 1, 1),
     ("P100", 64, 17, 0): (64, 32, 4, 1, 1, 1),
@@ -206,7 +206,7 @@ def test_choices_are_the_known_ones(chip: str, headdim: int, rows: int, keys: in
         config.tile_n,
         config.num_warps,
         config.num_stages,
-        config.min_blocks,
+        config.min_ctas,
         config.num_value_parts,
     )
     assert found == GOLDEN[chip, headdim, rows, keys]
@@ -236,11 +236,11 @@ CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
         ({"layout": Layout.DENSE, "seqlen_q": 33, "batch_size": 1, "seqlen_k": 1024}, False),
         ({"layout": Layout.DENSE, "seqlen_k": 255}, False),
         ({"layout": Layout.DENSE, "has_bias": True}, False),
-        ({"layout": Layout.PACKED, "page_block_size": 16}, False),
+        ({"layout": Layout.VARLEN, "page_block_size": 16}, False),
     ],
     ids=["one query", "128 rows", "many of 128", "more rows", "more, but few", "two tiles", "prefill", "quantised",
          "dense", "dense, 16 rows", "dense, 128 rows", "many rows, fewer keys",
-         "many rows, many sequences", "dense, more rows", "dense, few keys", "bias", "packed"],
+         "many rows, many sequences", "dense, more rows", "dense, few keys", "bias", "varlen"],
 )  # fmt: skip
 def test_few_rows_and_what_would_not_fill_the_gpu_are_decodes(call: dict[str, object], decodes: bool) -> None:
     assert is_decode(replace(CALL, **call), CHIPS["A100"]) == decodes  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from fastattention.backends.cuda.decode_heuristics import Split, choose_decode, 
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.problem import Problem
 
-from .decode_schedule import DECODE, Line, Piece, tiles_of
+from .decode_schedule import DECODE, SequenceSpan, TileStream, tiles_of
 
 
 @st.composite
@@ -60,17 +60,17 @@ def test_a_split_covers_the_rows_and_says_who_merges(problem: Problem, chip: str
 @given(problems(), st.sampled_from(list(CHIPS)))
 def test_ctas_fill_the_gpu_but_are_no_more_than_there_are_tiles(problem: Problem, chip: str) -> None:
     config, split = chosen(replace(problem, num_splits=0), CHIPS[chip])
-    most_tiles = problem.batch_size * max(1, -(-problem.seqlen_k // config.line_tile))
-    resident = config.min_blocks * CHIPS[chip].num_sms
-    assert 1 <= split.num_groups <= most_tiles
-    assert split.num_groups == 1 or split.num_ctas <= 4 * resident
+    most_tiles = problem.batch_size * max(1, -(-problem.seqlen_k // config.stream_tile))
+    resident = config.min_ctas * CHIPS[chip].num_sms
+    assert 1 <= split.num_cta_groups <= most_tiles
+    assert split.num_cta_groups == 1 or split.num_ctas <= 4 * resident
     waves = -(-split.num_ctas // resident)
     # Four waves that end together leave less than a quarter unused, of which a tenth is given for fewer waves.
-    assert split.num_groups == most_tiles or split.num_ctas >= 0.9 * 0.75 * waves * resident
+    assert split.num_cta_groups == most_tiles or split.num_ctas >= 0.9 * 0.75 * waves * resident
 
 
 @pytest.mark.parametrize(
-    ("nheads_k", "groups", "why"),
+    ("nheads_k", "cta_groups", "why"),
     [
         (1, 216, "one wave fills all"),
         (8, 27, "likewise"),
@@ -81,23 +81,23 @@ def test_ctas_fill_the_gpu_but_are_no_more_than_there_are_tiles(problem: Problem
     ],
     ids=lambda value: str(value).replace(" ", "-"),
 )
-def test_groups_of_an_a100(nheads_k: int, groups: int, why: str) -> None:
+def test_groups_of_an_a100(nheads_k: int, cta_groups: int, why: str) -> None:
     problem = replace(DECODE, nheads=nheads_k, nheads_k=nheads_k, seqlen_k=1 << 22)
     config, split = chosen(problem, CHIPS["A100"])
-    assert config.min_blocks * CHIPS["A100"].num_sms == 216
-    assert split.num_groups == groups, why
+    assert config.min_ctas * CHIPS["A100"].num_sms == 216
+    assert split.num_cta_groups == cta_groups, why
 
 
 @given(problems(), st.sampled_from(list(CHIPS)))
 def test_a_call_s_num_splits_is_taken_up_to_its_tiles(problem: Problem, chip: str) -> None:
     config, split = chosen(replace(problem, num_splits=max(problem.num_splits, 1)), CHIPS[chip])
-    most_tiles = max(1, -(-problem.seqlen_k // config.line_tile))
+    most_tiles = max(1, -(-problem.seqlen_k // config.stream_tile))
     assert split.num_splits == min(max(problem.num_splits, 1), most_tiles)
-    assert split.num_groups == problem.batch_size * split.num_splits
+    assert split.num_cta_groups == problem.batch_size * split.num_splits
 
 
 @st.composite
-def lines(draw: st.DrawFn) -> tuple[Problem, KernelConfig, Line]:
+def lines(draw: st.DrawFn) -> tuple[Problem, KernelConfig, TileStream]:
     """A problem with lengths that only the device knows."""
     problem = draw(problems())
     chip = CHIPS[draw(st.sampled_from(list(CHIPS)))]._replace(num_sms=draw(st.sampled_from([1, 3, 20, 132])))
@@ -107,78 +107,78 @@ def lines(draw: st.DrawFn) -> tuple[Problem, KernelConfig, Line]:
         st.lists(st.integers(0, problem.seqlen_k) | full, min_size=problem.batch_size, max_size=problem.batch_size)
     )
     window = problem.window_left, problem.window_right
-    return problem, config, Line([tiles_of(length, problem.seqlen_q, window, config) for length in keys], split)
+    return problem, config, TileStream([tiles_of(length, problem.seqlen_q, window, config) for length in keys], split)
 
 
-def example_line(num_groups: int, num_splits: int, *tiles: int) -> tuple[Problem, KernelConfig, Line]:
-    slots = num_groups * (1 if num_splits else 2)
-    split = Split(1, 1, num_groups, num_splits, slots, 1, True)
+def example_stream(num_cta_groups: int, num_splits: int, *tiles: int) -> tuple[Problem, KernelConfig, TileStream]:
+    slots = num_cta_groups * (1 if num_splits else 2)
+    split = Split(1, 1, num_cta_groups, num_splits, slots, 1, True)
     config, _ = chosen(DECODE, CHIPS["A100"])
-    return replace(DECODE, batch_size=len(tiles)), config, Line(list(tiles), split)
+    return replace(DECODE, batch_size=len(tiles)), config, TileStream(list(tiles), split)
 
 
 @settings(deadline=None)  # the model is slow Python
 @given(lines())
-@example(example_line(3, 0, 1, 1, 8, 1, 1))
-@example(example_line(6, 2, 1, 5, 2))
-def test_every_tile_of_every_sequence_is_in_one_stretch(made: tuple[Problem, KernelConfig, Line]) -> None:
-    problem, _, line = made
-    pieces = line.pieces()
-    tiles = [tile for piece in pieces for tile in piece.tiles]
-    assert sorted(tiles) == list(range(line.ends[-1]))
-    assert {piece.batch for piece in pieces} == set(range(problem.batch_size))
-    for batch, found in itertools.groupby(pieces, key=lambda piece: piece.batch):
-        groups = [piece.group for piece in found]
-        assert groups == list(range(groups[0], groups[-1] + 1)) == line.groups_of(batch)
+@example(example_stream(3, 0, 1, 1, 8, 1, 1))
+@example(example_stream(6, 2, 1, 5, 2))
+def test_every_tile_of_every_sequence_is_in_one_stretch(made: tuple[Problem, KernelConfig, TileStream]) -> None:
+    problem, _, stream = made
+    sequence_spans = stream.sequence_spans()
+    tiles = [tile for span in sequence_spans for tile in span.tiles]
+    assert sorted(tiles) == list(range(stream.ends[-1]))
+    assert {span.batch for span in sequence_spans} == set(range(problem.batch_size))
+    for batch, found in itertools.groupby(sequence_spans, key=lambda span: span.batch):
+        cta_groups = [span.cta_group for span in found]
+        assert cta_groups == list(range(cta_groups[0], cta_groups[-1] + 1)) == stream.cta_groups_of(batch)
 
 
 @settings(deadline=None)  # the model is slow Python
 @given(lines())
-def test_stretches_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig, Line]) -> None:
-    problem, _, line = made
-    if line.split.num_splits == 0:
-        sizes = [len(stretch) for stretch in line.stretches]
+def test_stretches_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig, TileStream]) -> None:
+    problem, _, stream = made
+    if stream.split.num_splits == 0:
+        sizes = [len(span) for span in stream.spans]
         assert min(sizes) >= 1
         assert max(sizes) - min(sizes) <= 1
     else:
         for batch in range(problem.batch_size):
-            sizes = [len(line.stretches[group]) for group in line.groups_of(batch)]
+            sizes = [len(stream.spans[cta_group]) for cta_group in stream.cta_groups_of(batch)]
             assert max(sizes) - min(sizes) <= 1
 
 
 @settings(deadline=None)  # the model is slow Python
 @given(lines())
-@example(example_line(2, 0, 3, 3, 3))
-def test_every_partial_result_has_a_place_of_its_own(made: tuple[Problem, KernelConfig, Line]) -> None:
-    _, _, line = made
-    partial = [piece for piece in line.pieces() if not piece.is_whole]
-    slots = [piece.slot + unit for piece in partial for unit in range(line.split.num_units)]
+@example(example_stream(2, 0, 3, 3, 3))
+def test_every_partial_result_has_a_place_of_its_own(made: tuple[Problem, KernelConfig, TileStream]) -> None:
+    _, _, stream = made
+    partial = [span for span in stream.sequence_spans() if not span.is_whole]
+    slots = [span.slot + unit for span in partial for unit in range(stream.split.num_units)]
     assert len(set(slots)) == len(slots)
-    assert all(0 <= slot < line.split.num_slots for slot in slots)
+    assert all(0 <= slot < stream.split.num_slots for slot in slots)
 
 
 @settings(deadline=None)  # the model is slow Python
 @given(lines())
-@example(example_line(2, 0, 3, 3, 3))
-def test_who_merges_finds_what_each_group_left(made: tuple[Problem, KernelConfig, Line]) -> None:
+@example(example_stream(2, 0, 3, 3, 3))
+def test_who_merges_finds_what_each_group_left(made: tuple[Problem, KernelConfig, TileStream]) -> None:
     """It knows the groups of a sequence alone: the first of them has its beginning, the others have not."""
-    _, _, line = made
-    for piece in line.pieces():
-        assert piece.is_whole == (len(line.groups_of(piece.batch)) == 1)
-        if not piece.is_whole and line.split.num_splits == 0:
-            is_first = piece.group == line.groups_of(piece.batch)[0]
-            assert piece.slot == (2 * piece.group + is_first) * line.split.num_units
+    _, _, stream = made
+    for span in stream.sequence_spans():
+        assert span.is_whole == (len(stream.cta_groups_of(span.batch)) == 1)
+        if not span.is_whole and stream.split.num_splits == 0:
+            is_first = span.cta_group == stream.cta_groups_of(span.batch)[0]
+            assert span.slot == (2 * span.cta_group + is_first) * stream.split.num_units
 
 
 def test_the_model_says_what_its_words_say() -> None:
-    _, _, line = example_line(2, 0, 3, 1, 3)
-    assert line.pieces() == [
-        Piece(0, 0, [0, 1, 2], True, 1),
-        Piece(0, 1, [3], True, 1),
-        Piece(1, 2, [4, 5, 6], True, 3),
+    _, _, stream = example_stream(2, 0, 3, 1, 3)
+    assert stream.sequence_spans() == [
+        SequenceSpan(0, 0, [0, 1, 2], True, 1),
+        SequenceSpan(0, 1, [3], True, 1),
+        SequenceSpan(1, 2, [4, 5, 6], True, 3),
     ]
-    _, _, line = example_line(2, 0, 5, 2)
-    assert [piece.slot for piece in line.pieces()] == [1, 2, 3]
-    _, _, line = example_line(4, 2, 1, 5)
-    assert line.stretches == [[0], [], [1, 2, 3], [4, 5]]
-    assert [piece.slot for piece in line.pieces()] == [0, 2, 3]
+    _, _, stream = example_stream(2, 0, 5, 2)
+    assert [span.slot for span in stream.sequence_spans()] == [1, 2, 3]
+    _, _, stream = example_stream(4, 2, 1, 5)
+    assert stream.spans == [[0], [], [1, 2, 3], [4, 5]]
+    assert [span.slot for span in stream.sequence_spans()] == [0, 2, 3]

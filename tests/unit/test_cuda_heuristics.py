@@ -190,7 +190,7 @@ CONFIG = dataclasses.replace(
     tile_n=64,
     num_warps=8,
     num_stages=2,
-    min_blocks=1,
+    min_ctas=1,
     queries_in_registers=True,
 )
 
@@ -206,8 +206,8 @@ def test_shared_memory_is_queries_and_stages_of_keys_and_values() -> None:
 @pytest.mark.parametrize(
     ("change", "limits", "reason"),
     [
-        ({}, {"shared_per_block": 100_000}, "104448 bytes of shared memory, the GPU has 100000 a CTA"),
-        ({"min_blocks": 2}, {"shared_per_sm": 200_000}, "2 CTAs of 104448 bytes, the GPU has 200000"),
+        ({}, {"shared_per_cta": 100_000}, "104448 bytes of shared memory, the GPU has 100000 a CTA"),
+        ({"min_ctas": 2}, {"shared_per_sm": 200_000}, "2 CTAs of 104448 bytes, the GPU has 200000"),
         ({"tile_m": 256}, {}, "registers of accumulators, a thread has 255"),
         ({}, {"registers_per_sm": 32768}, "registers of accumulators, a thread has 128"),
     ],
@@ -223,7 +223,7 @@ def test_the_reason_says_what_is_needed_and_what_there_is(
 
 
 def test_no_kernel_at_all_is_an_error_with_every_reason() -> None:
-    tiny = CHIPS["A100"]._replace(shared_per_block=1000)
+    tiny = CHIPS["A100"]._replace(shared_per_cta=1000)
     candidates = heuristics.configs_for(80, "float16", 128, 128, 128, False, False)
     with pytest.raises(CompileError, match=r"no kernel fits compute capability 8\.0") as raised:
         choose_config(problem_of(headdim=128), 80, tiny)
@@ -253,7 +253,7 @@ def _limits(l2_bytes: int) -> Limits:
     ids=["short", "long", "grouped", "batch", "longer than the cache", "longer and grouped", "no keys"],
 )
 def test_heads_share_three_quarters_of_the_cache(call: dict[str, int], l2_bytes: int, heads: int) -> None:
-    assert heuristics.heads_together(problem_of(**call), _limits(l2_bytes)) == heads  # type: ignore[arg-type]
+    assert heuristics.heads_per_l2_wave(problem_of(**call), _limits(l2_bytes)) == heads  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 16]), st.integers(1, 5), st.sampled_from(list(CHIPS)))
@@ -266,7 +266,7 @@ def test_heads_together_fit_the_cache_and_are_as_many_as_can(
     def fits(query_heads: int) -> bool:
         return -(-query_heads // problem.group_size) * seqlen_k * 128 * 2 <= cache_bytes
 
-    together = heuristics.heads_together(problem, CHIPS[chip])
+    together = heuristics.heads_per_l2_wave(problem, CHIPS[chip])
     assert problem.group_size <= together <= heads
     assert together == problem.group_size or fits(together)
     num_groups = -(-heads // together)
@@ -274,7 +274,7 @@ def test_heads_together_fit_the_cache_and_are_as_many_as_can(
 
 
 # Changing a choice on purpose changes this list with it.
-# (chip, headdim, seqlen) -> (tile_m, tile_n, num_warps, num_stages, min_blocks)
+# (chip, headdim, seqlen) -> (tile_m, tile_n, num_warps, num_stages, min_ctas)
 GOLDEN = {
     ("P100", 64, 4096): (64, 32, 4, 1, 1),
     ("V100", 64, 1): (64, 32, 2, 1, 2),
@@ -303,7 +303,7 @@ GOLDEN = {
 def test_choices_are_the_known_ones(chip: str, headdim: int, seqlen: int) -> None:
     limits = CHIPS[chip]
     config = choose_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, seqlen)
-    found = config.tile_m, config.tile_n, config.num_warps, config.num_stages, config.min_blocks
+    found = config.tile_m, config.tile_n, config.num_warps, config.num_stages, config.min_ctas
     assert found == GOLDEN[chip, headdim, seqlen]
 
 

@@ -64,9 +64,9 @@ CALLS: dict[str, tuple[Layout, tuple[Any, ...]]] = {
     "fast_attn_func": (Layout.DENSE, (x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8))),
     "fast_attn_qkvpacked_func": (Layout.DENSE, (x(1, 3, 3, 2, 8),)),
     "fast_attn_kvpacked_func": (Layout.DENSE, (x(1, 3, 2, 8), x(1, 4, 2, 2, 8))),
-    "fast_attn_varlen_func": (Layout.PACKED, (x(3, 2, 8), x(4, 2, 8), x(4, 2, 8), int32(0, 3), int32(0, 4))),
-    "fast_attn_varlen_qkvpacked_func": (Layout.PACKED, (x(3, 3, 2, 8), int32(0, 3))),
-    "fast_attn_varlen_kvpacked_func": (Layout.PACKED, (x(3, 2, 8), x(4, 2, 2, 8), int32(0, 3), int32(0, 4))),
+    "fast_attn_varlen_func": (Layout.VARLEN, (x(3, 2, 8), x(4, 2, 8), x(4, 2, 8), int32(0, 3), int32(0, 4))),
+    "fast_attn_varlen_qkvpacked_func": (Layout.VARLEN, (x(3, 3, 2, 8), int32(0, 3))),
+    "fast_attn_varlen_kvpacked_func": (Layout.VARLEN, (x(3, 2, 8), x(4, 2, 2, 8), int32(0, 3), int32(0, 4))),
     "fast_attn_with_kvcache": (Layout.KVCACHE, (x(1, 3, 2, 8), x(1, 4, 2, 8), x(1, 4, 2, 8))),
 }
 

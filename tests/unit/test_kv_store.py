@@ -179,10 +179,10 @@ class AnyNpu(AscendBackend):
 
 
 @pytest.mark.parametrize("backend", [SdpaBackend(), AnyGpu(), AnyNpu()], ids=["sdpa", "cuda", "ascend"])
-def test_backends_that_cannot_read_panels_refuse_a_packed_cache(backend: Backend) -> None:
+def test_backends_that_cannot_read_panels_refuse_them(backend: Backend) -> None:
     problem = explain(queries(), function=make(PackedKVStore).attend).problem
     assert problem.panel_size == 32
-    assert "packed in panels" in (backend.why_not(problem) or "")
+    assert "interleaved panels" in (backend.why_not(problem) or "")
 
 
 def test_a_packed_store_is_for_the_cpu_and_for_eager_calls() -> None:
@@ -194,21 +194,21 @@ def test_a_packed_store_is_for_the_cpu_and_for_eager_calls() -> None:
     assert torch.equal(store.seqlens, int32(0, 0))
 
 
-def test_a_packed_cache_has_the_layout_that_is_documented() -> None:
+def test_a_panel_cache_has_the_documented_layout() -> None:
     """Others may write it: where each number lies is part of the interface."""
     for dtype, pair in ((torch.bfloat16, 2), (torch.float16, 1), (torch.float32, 1)):
         store = make(PackedKVStore, dtype)
         k, v = tokens(CAPACITY, dtype)
         store.append(k, v)
-        packed_k, packed_v = store._k, store._v
-        assert packed_k.shape == (BATCH_SIZE, NHEADS_K, 3, -(-HEADDIM // pair), 32, pair)
-        assert packed_v.shape == (BATCH_SIZE, NHEADS_K, 96 // pair, HEADDIM_V, pair)
+        panels_k, panels_v = store._k, store._v
+        assert panels_k.shape == (BATCH_SIZE, NHEADS_K, 3, -(-HEADDIM // pair), 32, pair)
+        assert panels_v.shape == (BATCH_SIZE, NHEADS_K, 96 // pair, HEADDIM_V, pair)
         for token, d in ((0, 0), (31, 12), (32, 3), (76, 7)):
-            assert torch.equal(packed_k[:, :, token // 32, d // pair, token % 32, d % pair], k[:, token, :, d])
+            assert torch.equal(panels_k[:, :, token // 32, d // pair, token % 32, d % pair], k[:, token, :, d])
         for token, d in ((0, 0), (33, 6), (76, 3)):
-            assert torch.equal(packed_v[:, :, token // pair, d, token % pair], v[:, token, :, d])
+            assert torch.equal(panels_v[:, :, token // pair, d, token % pair], v[:, token, :, d])
         if pair == 2:
-            assert not packed_k[:, :, 0, -1, :, 1].any()
+            assert not panels_k[:, :, 0, -1, :, 1].any()
 
 
 SIZES = (

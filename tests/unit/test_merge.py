@@ -39,7 +39,7 @@ def test_parts_of_the_keys_give_what_all_keys_give(cuts: list[int]) -> None:
     torch.testing.assert_close(lse, whole_lse)
 
 
-def test_packed_parts_merge_too() -> None:
+def test_varlen_parts_merge_too() -> None:
     q, k, v = torch.randn(5, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
     cu_seqlens_q = torch.tensor([0, 2, 5], dtype=torch.int32)
 
@@ -141,6 +141,6 @@ def test_wrong_parts_are_refused(refusal: Refusal) -> None:
     assert_refused(lambda: merge_attn_states(**arguments), refusal)
 
 
-def test_a_packed_lse_does_not_fit_a_dense_out() -> None:
+def test_a_varlen_lse_does_not_fit_a_dense_out() -> None:
     with pytest.raises(ArgumentError, match=r"lses\[0\] must be \(2, 4, 5\)"):
         merge_attn_states([OUT], [torch.zeros(4, 10)])

@@ -43,7 +43,7 @@ def scalars(**changes: Any) -> tuple[Any, ...]:
 def attention_samples() -> dict[str, tuple[Any, ...]]:
     """Arguments of `fastattention::attention`."""
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 16)
-    packed = (q[0], k[0], v[0], int32(0, 2, 5), int32(0, 7, 7))
+    varlen = (q[0], k[0], v[0], int32(0, 2, 5), int32(0, 7, 7))
     pages = (torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 8), int32([0, 2], [1, 0]))
     per_head = (torch.rand(4), torch.randn(2, 1, 5, 7), torch.randn(4))
 
@@ -66,9 +66,9 @@ def attention_samples() -> dict[str, tuple[Any, ...]]:
             *grads(q, k, v), *none, *grads(*per_head), torch.tensor(3),
             *scalars(causal=True, softcap=3.0, dropout_p=0.2, deterministic=True, return_lse=True),
         ),
-        "packed": (*packed, None, *none, None, *scalars(max_seqlen_q=3, max_seqlen_k=7)),
-        "packed_gradients": (
-            *grads(*packed[:3]), *packed[3:], None, *none, None, *scalars(causal=True, return_lse=True),
+        "varlen": (*varlen, None, *none, None, *scalars(max_seqlen_q=3, max_seqlen_k=7)),
+        "varlen_gradients": (
+            *grads(*varlen[:3]), *varlen[3:], None, *none, None, *scalars(causal=True, return_lse=True),
         ),
         "paged": (q[0], *pages[:2], int32(0, 2, 5), int32(0, 7, 8), pages[2], *none, None, *scalars()),
         "paged_gradients": (

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from fastattention import fast_attn_func
 from fastattention.problem import Inputs, Layout, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.validation.common import read_options
 
 
@@ -53,10 +53,10 @@ def test_dense_problem_says_everything_about_the_call() -> None:
     assert not problem.is_paged
 
 
-def test_packed_problem_takes_the_longest_lengths() -> None:
+def test_varlen_problem_takes_the_longest_lengths() -> None:
     q, k, v = torch.zeros(5, 6, 16), torch.zeros(7, 2, 16), torch.zeros(7, 2, 24)
-    problem, inputs = prepare_packed(q, k, v, int32(0, 2, 5), int32(0, 7, 7), None, 9, Options())
-    assert problem.layout is Layout.PACKED
+    problem, inputs = prepare_varlen(q, k, v, int32(0, 2, 5), int32(0, 7, 7), None, 9, Options())
+    assert problem.layout is Layout.VARLEN
     assert (problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.total_q) == (2, 3, 9, 5)
     assert problem.out_shape == (5, 6, 24)
     assert problem.lse_shape == (6, 5)

@@ -226,6 +226,16 @@ def test_wrong_argument_is_refused_before_anything_is_written(refusal: Refusal) 
         {"block_table": int32([0, 1], [4, 1]), "cache_seqlens": int32(4, 5)},
         ("block_table puts two appended tokens into slot 1 of page 1", "a place of its own"),
     ),
+    Refusal(
+        "shared_place_of_single_tokens",
+        {
+            "k": torch.ones(2, 1, 2, 16),
+            "v": torch.ones(2, 1, 2, 24),
+            "block_table": int32([0, 1], [0, 2]),
+            "cache_seqlens": int32(1, 1),
+        },
+        ("block_table puts two appended tokens into slot 1 of page 0", "a place of its own"),
+    ),
 )
 def test_wrong_page_is_refused_before_anything_is_written(refusal: Refusal) -> None:
     fast_attn_with_kvcache(**paged_arguments())

@@ -15,7 +15,7 @@ from fastattention.backends.sdpa import backend as sdpa_backend
 from fastattention.backends.sdpa import fused, masks
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.reference import reference_attention
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_packed
+from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 
 def qkv(seqlen_q: int = 37, seqlen_k: int = 53, headdim_v: int = 16, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,6 +38,13 @@ def assert_matches_reference(problem: Problem, inputs: Inputs) -> None:
         assert result.lse is not None
         assert expected.lse is not None
         torch.testing.assert_close(result.lse, expected.lse.float())
+
+
+@pytest.mark.parametrize("sink", [-200.0, 200.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_far_from_all_scores_does_not_overflow(sink: float, causal: bool) -> None:
+    options = Options(causal=causal, return_lse=True)
+    assert_matches_reference(*prepare_dense(*qkv(53, 37), options, sinks=torch.tensor([sink, 0.0, -sink, sink])))
 
 
 @pytest.fixture
@@ -203,7 +210,7 @@ def test_a_row_without_keys_has_its_sink_as_lse() -> None:
     torch.testing.assert_close(lse[:, :, :4], sinks[None, :, None].expand(2, 4, 4))
 
 
-@pytest.mark.parametrize("function", ["dense", "packed"])
+@pytest.mark.parametrize("function", ["dense", "varlen"])
 def test_a_batch_of_nothing_has_a_gradient_of_nothing(function: str) -> None:
     if function == "dense":
         q = torch.zeros(0, 5, 4, 16, requires_grad=True)
@@ -287,11 +294,11 @@ def test_the_mask_is_the_one_that_was_applied() -> None:
     torch.testing.assert_close(result.out, expected.out.float())
 
 
-def test_packed_dropout_mask_is_padded_with_zeros() -> None:
+def test_varlen_dropout_mask_is_padded_with_zeros() -> None:
     q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
     cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 5], [0, 7, 9]))
     options = Options(dropout_p=0.5, return_lse=True)
-    problem, inputs = prepare_packed(
+    problem, inputs = prepare_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, options, dropout_seed=torch.tensor(3)
     )
     mask = serve(problem, inputs).dropout_mask

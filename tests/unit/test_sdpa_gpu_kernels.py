@@ -72,7 +72,7 @@ REFUSED: list[dict[str, Any]] = [
     {"device": torch.device("cpu")},
     {"device": torch.device("xpu", 0)},
     {"layout": Layout.KVCACHE},
-    {"layout": Layout.PACKED},
+    {"layout": Layout.VARLEN},
     {"dtype": torch.float32},
     {"headdim": 96},
     {"headdim_v": 32},

@@ -1,1 +1,10 @@
-"""The ascend backend: kernels for Ascend NPUs in Triton, and the fused operators of torch_npu."""
+"""The ascend backend: Triton kernels for Ascend NPUs, and the fused operators of torch_npu.
+
+backend.py    checks a call and chooses between kernels and operators
+call.py       a problem and its tensors as launches of the kernels
+kernels.py    the Triton kernels; mask_tile.py has the mask that all tiles share
+tiling.py     chooses tile sizes with the simulator
+chips.py      hardware figures
+simulator/    predicts the time of a call on an Ascend 910B
+vendor/       calls of torch_npu's operators
+"""

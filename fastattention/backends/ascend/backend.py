@@ -1,4 +1,4 @@
-"""The ascend backend: checks, and the choice between our kernels and the operators of torch_npu."""
+"""The ascend backend: checks a call, and chooses between our kernels and the operators of torch_npu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastattention import config
 from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
-from fastattention.backends.common.packed_cache import REFUSAL
+from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
@@ -168,7 +168,7 @@ def why_not_kernels(problem: Problem) -> str | None:
     if problem.has_bias:
         return (
             "attn_bias is not served: a tile of it would take the Vector units' buffers from the scores; "
-            "use window_size, alibi_slopes or packed sequences where they say the same, or backend='sdpa'"
+            "use window_size, alibi_slopes or variable-length sequences where they say the same, or backend='sdpa'"
         )
     if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:
         widths = f"headdim={problem.headdim}, headdim_v={problem.headdim_v}"
@@ -179,7 +179,7 @@ def why_not_kernels(problem: Problem) -> str | None:
 @functools.cache
 def _why_no_npu() -> str | None:
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed; an Ascend server needs CANN and torch_npu, see docs/ascend.md"
+        return "torch_npu is not installed; an Ascend server needs CANN and torch_npu, see docs/guides/ascend.md"
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # whatever a library of the vendor's raises when CANN is missing or too old

@@ -1,4 +1,4 @@
-"""From a problem and its tensors to launches of our kernels: sizes, strides, splits."""
+"""Turns a problem and its tensors into launches of the Triton kernels: sizes, strides, splits."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _with_rows(tensor: Tensor, axis: int) -> Tensor:
 class _Strides(NamedTuple):
     """A tensor as a kernel walks through it, in elements.
 
-    Rows are queries, or heads when rows are heads. The batch of packed sequences is one of tokens.
+    Rows are queries, or heads when rows are heads. The batch of variable-length sequences is one of tokens.
     """
 
     tensor: Tensor

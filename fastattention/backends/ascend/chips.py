@@ -1,4 +1,4 @@
-"""What an Ascend 910B offers a kernel: buffers, units and paths to memory, each figure with the place it comes from.
+"""Hardware figures of the Ascend 910B (buffers, units, bandwidths), each with its source.
 
 Sources, by the letter that stands behind a figure:
 
@@ -9,7 +9,7 @@ Sources, by the letter that stands behind a figure:
     ?  a guess; what depends on it is said beside it
 
 An AI Core is one Cube unit (matrix products) and two Vector units (all else). They meet nowhere but in global memory,
-or in the second-level cache that stands for it.
+or in the L2 cache that stands for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Chip:
     l2_bytes: int = 192 * KIB * KIB  # P: of the whole chip
 
     # Paths of a core.
-    l2_read_rate: float = 110.0  # P: from the second-level cache; the two Vector units share as much (R: O update)
+    l2_read_rate: float = 110.0  # P: from the L2 cache; the two Vector units share as much (R: O update)
     l2_write_rate: float = 86.0  # P: into it; likewise
     hbm_rate: float = 32.0  # P: one core from memory, when the cores together do not exceed the chip's
     l1_to_l0a_rate: float = 256.0  # R: as published with the cycle counts; P has 512

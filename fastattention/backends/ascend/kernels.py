@@ -1,4 +1,4 @@
-"""Our kernels for Ascend NPUs, in Triton: attention by two-level tiling, and the merge of its splits.
+"""The Triton kernels for Ascend NPUs: attention by two-level tiling, and the merge of its splits.
 
 First level: a program takes tiles of TILE_M query rows, one after the other, and goes through the keys that they see
 in tiles of TILE_N. Both products of a tile are the Cube's. Second level: what is between them, the softmax of a
@@ -52,15 +52,15 @@ def attention_forward(
     out,  # rows of headdim_v elements; float32 when the keys are split
     lse,  # float32
     mask,  # int8 (MASK_SIZE, MASK_SIZE), the mask tile; None when no edge of a mask is to be drawn
-    cu_seqlens_q,  # int32 (batch_size + 1,) when packed, else None
-    cu_seqlens_k,  # int32 (batch_size + 1,) when packed, else None
+    cu_seqlens_q,  # int32 (batch_size + 1,) when varlen, else None
+    cu_seqlens_k,  # int32 (batch_size + 1,) when varlen, else None
     cache_seqlens,  # int32 (batch_size,), tokens in the cache before the call's own; None without a cache
     cache_leftpad,  # int32 (batch_size,) or None
     cache_batch_idx,  # int32 (batch_size,) or None
     block_table,  # int32 (batch_size, ...) or None
     alibi_slopes,  # float32 (nheads,) or (batch_size, nheads), or None
     sinks,  # float32 (nheads,) or None
-    # Strides are in elements; that of the batch is that of tokens when packed.
+    # Strides are in elements; that of the batch is that of tokens when varlen.
     q_stride_batch, q_stride_row, q_stride_head,
     k_stride_batch, k_stride_row, k_stride_head,
     v_stride_batch, v_stride_row, v_stride_head,
@@ -72,8 +72,8 @@ def attention_forward(
     group_size,  # heads of queries that share a head of keys
     num_m_tiles,
     num_splits,
-    seqlen_q,  # of every sequence unless packed
-    seqlen_k,  # of every sequence unless packed or cached
+    seqlen_q,  # of every sequence unless varlen
+    seqlen_k,  # of every sequence unless varlen or cached
     seqlen_new,  # tokens that this call appended to the cache
     page_block_size,
     headdim,
@@ -188,7 +188,7 @@ def _sequence(
 ):  # fmt: skip
     """How many queries and keys a sequence has, and where they lie.
 
-    Those are places on the first axis of q and k, whose stride is that of tokens when packed, and the row of key 0.
+    Those are places on the first axis of q and k, whose stride is that of tokens when varlen, and the row of key 0.
     """
     length_q = seqlen_q
     length_k = seqlen_k

@@ -1,4 +1,4 @@
-"""Which tiles serve a call: what fits a chip's buffers, and of that what the simulator finds fastest. Pure Python."""
+"""Chooses the tiles of a call: those that fit a chip's buffers and that the simulator finds fastest. Pure Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastattention.backends.ascend.simulator.tiles import (
     vector_rows,
 )
 from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
-from fastattention.backends.ascend.simulator.workload import Workload, padded
+from fastattention.backends.ascend.simulator.workload import SimulatedCall, padded
 from fastattention.errors import UnsupportedError
 from fastattention.problem import Problem
 
@@ -131,10 +131,12 @@ def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False)
 @functools.lru_cache(maxsize=4096)
 def choose_tiling(problem: Problem, chip: Chip) -> Tiling:
     """The tiling that the simulator finds fastest for a problem. Raises UnsupportedError when none fits."""
-    return tiling_for(Workload.of(problem), chip, problem.page_block_size)
+    return tiling_for(SimulatedCall.of(problem), chip, problem.page_block_size)
 
 
-def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = None, by_hand: bool = False) -> Tiling:
+def tiling_for(
+    workload: SimulatedCall, chip: Chip, page_block_size: int | None = None, by_hand: bool = False
+) -> Tiling:
     """As choose_tiling. page_block_size: tokens of a page, which no tile of keys exceeds; None without pages.
 
     by_hand: as buffer_uses takes it; our kernel goes through a compiler.
@@ -157,7 +159,7 @@ def tiling_for(workload: Workload, chip: Chip, page_block_size: int | None = Non
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(workload: Workload, chip: Chip, longest_tile: int, by_hand: bool) -> Tiling:
+def _fastest(workload: SimulatedCall, chip: Chip, longest_tile: int, by_hand: bool) -> Tiling:
     cost = {
         tiling: estimate_cycles(workload, tiling, chip, row_block_estimate)
         for tiling in _candidates(workload, chip, longest_tile, by_hand)
@@ -174,7 +176,7 @@ def _fastest(workload: Workload, chip: Chip, longest_tile: int, by_hand: bool) -
     return min(good, key=lambda tiling: (tiling.preload, -tiling.outer_tile_n, seconds[tiling]))
 
 
-def _candidates(workload: Workload, chip: Chip, longest_tile: int, by_hand: bool = False) -> Iterator[Tiling]:
+def _candidates(workload: SimulatedCall, chip: Chip, longest_tile: int, by_hand: bool = False) -> Iterator[Tiling]:
     """Tilings that fit, and are not larger than the call."""
     most_rows = padded(workload.num_rows)
     most_keys = min(padded(workload.seqlen_k), longest_tile)
@@ -187,7 +189,7 @@ def _candidates(workload: Workload, chip: Chip, longest_tile: int, by_hand: bool
                 yield Tiling(rows, keys, inner, preload, multibuffer)
 
 
-def _best_slices(tiling: Tiling, workload: Workload, chip: Chip, by_hand: bool) -> int | None:
+def _best_slices(tiling: Tiling, workload: SimulatedCall, chip: Chip, by_hand: bool) -> int | None:
     """Rows of a slice of a tiling: the fewest slices that fit; None when no number of them does."""
     headdims, dtype = (workload.headdim, workload.headdim_v), workload.dtype
     for loops in VECTOR_LOOPS:

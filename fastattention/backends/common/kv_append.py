@@ -1,4 +1,4 @@
-"""Rotary embedding and append to a key/value cache in plain torch: any device, dense caches and pages."""
+"""Rotary embedding and append to a KV cache in plain torch, for any device, dense caches and pages."""
 
 from __future__ import annotations
 

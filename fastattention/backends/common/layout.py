@@ -1,4 +1,4 @@
-"""Where tensors lie, as kernels want to know it: pointers and strides in elements."""
+"""Pointers and strides, in elements, of the tensors that kernels take."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pointers(*tensors: Tensor | None) -> list[int]:
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:
-    """(batch, row, head) strides of (batch, row, head, headdim) or packed (row, head, headdim); zeros for None."""
+    """(batch, row, head) strides of (batch, row, head, headdim) or varlen (row, head, headdim); zeros for None."""
     if tensor is None:
         return 0, 0, 0
     strides = tensor.stride()
@@ -49,7 +49,7 @@ def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
 
 
 def bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
-    """(batch, head, row, key) strides of (batch, head, row, key) or packed (head, row, key); zeros for None."""
+    """(batch, head, row, key) strides of (batch, head, row, key) or varlen (head, row, key); zeros for None."""
     if bias is None:
         return 0, 0, 0, 0
     *batch, head, row, key = bias.stride()

@@ -1,4 +1,4 @@
-"""The merge of attention over disjoint parts of the keys, in torch: differentiable, on any device."""
+"""Merges attention over disjoint parts of the keys, in plain torch: differentiable, on any device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structures of C whose fields are pointers and then numbers: the arguments of kernels."""
+"""ctypes structures for the arguments of kernels: pointers first, then numbers."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def _field(name: str, type_: type[Any], lengths: Mapping[str, int]) -> tuple[str
 
 
 def formats(listed: Fields) -> tuple[struct.Struct, struct.Struct]:
-    """How pointers, and all other fields, are packed: Params._pointers and Params._rest."""
-    packed = "".join(_code(type_) for _, type_ in listed)
-    num_pointers = packed.count("Q")
-    return struct.Struct(packed[:num_pointers]), struct.Struct(packed[num_pointers:])
+    """The struct formats of pointers and of all other fields: Params._pointers and Params._rest."""
+    codes = "".join(_code(type_) for _, type_ in listed)
+    num_pointers = codes.count("Q")
+    return struct.Struct(codes[:num_pointers]), struct.Struct(codes[num_pointers:])
 
 
 def _code(type_: Any) -> str:

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and which tiles need no mask or no work: tile_range.hpp for Python and for Triton.
+"""Which keys a query sees, and which tiles need no mask or no work: tile_range.hpp for Python and Triton.
 
 first_key and past_last_key are plain arithmetic on integers, so that kernels in Triton compile these very functions.
 """

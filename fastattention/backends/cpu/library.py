@@ -1,4 +1,4 @@
-"""The native library: finds it, loads it with ctypes, and speaks its C interface (kernels/params.h)."""
+"""Finds the native library, loads it with ctypes, and calls its C interface (kernels/params.h)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 5  # of api.cpp
+_ABI_VERSION = 6  # of api.cpp
 
 
 class Peaks(NamedTuple):
@@ -70,7 +70,7 @@ class Library:
             "fastattention_queue_push": (int64, (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p)),
             "fastattention_queue_newest": (ctypes.c_uint32, (ctypes.c_void_p,)),
             "fastattention_queue_end": (None, (ctypes.c_void_p,)),
-            "fastattention_lend_threads": (None, (ctypes.c_void_p,) * 2),
+            "fastattention_set_omp_team": (None, (ctypes.c_void_p,) * 2),
             "fastattention_flop_loop": (ctypes.c_double, (int64,) * 4),
             "fastattention_read_loop": (None, (int64, ctypes.c_void_p, int64, int64)),
             "fastattention_classify_tile": (int64, (int64,) * 8),
@@ -143,9 +143,9 @@ class Library:
         """Gives up a queue: waits for the job under way, and drops others, which count as done."""
         self._functions.fastattention_queue_end(queue)
 
-    def lend_threads(self, openmp: OpenMp) -> None:
-        """Threads that work while they are awake, instead of the library's own."""
-        self._functions.fastattention_lend_threads(*openmp)
+    def set_omp_team(self, openmp: OpenMp) -> None:
+        """Sets the OpenMP team whose threads work, while they are awake, instead of the library's own."""
+        self._functions.fastattention_set_omp_team(*openmp)
 
     def flop_loop(self, kind: int, iterations: int, num_threads: int) -> float:
         """Runs multiply-adds (kind 0) or bfloat16 dots (kind 1) on all threads; returns the operations done."""
@@ -176,7 +176,7 @@ def find_library() -> Path:
 def load_library() -> Library:
     """The library, loaded once, with the threads of torch. Raises LibraryError."""
     library = Library(find_library())
-    library.lend_threads(find_openmp())
+    library.set_omp_team(find_openmp())
     return library
 
 

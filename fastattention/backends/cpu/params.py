@@ -1,4 +1,4 @@
-"""The arguments of a call of the native library: kernels/params.h, field by field."""
+"""The arguments of a call of the native library, field by field as in kernels/params.h."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def attention_params(
 
 
 def _template(problem: Problem, inputs: Inputs, num_threads: int) -> bytes:
-    packed = problem.layout is Layout.PACKED
+    varlen = problem.layout is Layout.VARLEN
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     out_row = problem.nheads * problem.headdim_v
-    lse_head = problem.total_q if packed else problem.seqlen_q
+    lse_head = problem.total_q if varlen else problem.seqlen_q
     # fmt: off
     return AttentionParams.template(
         _DTYPE_CODES[problem.dtype], _DTYPE_CODES[problem.cache_dtype or problem.dtype],
@@ -83,8 +83,8 @@ def _template(problem: Problem, inputs: Inputs, num_threads: int) -> bytes:
         problem.nheads, problem.nheads_k, problem.headdim, problem.headdim_v,
         problem.page_block_size or 0, problem.panel_size,
         *token_strides(inputs.q), *_cache_strides(problem, inputs.k), *_cache_strides(problem, inputs.v),
-        0 if packed else problem.seqlen_q * out_row, out_row, problem.headdim_v,
-        0 if packed else problem.nheads * lse_head, lse_head,
+        0 if varlen else problem.seqlen_q * out_row, out_row, problem.headdim_v,
+        0 if varlen else problem.nheads * lse_head, lse_head,
         *token_strides(inputs.k_new), *token_strides(inputs.v_new),
         *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
         0 if table is None else table.stride(0), 0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
@@ -97,5 +97,5 @@ def _template(problem: Problem, inputs: Inputs, num_threads: int) -> bytes:
 
 
 def _cache_strides(problem: Problem, cache: Tensor) -> tuple[int, int, int]:
-    """(batch, row, head) strides of k or v; the rows of a packed cache have none."""
+    """(batch, row, head) strides of k or v; the rows of a cache in panels have none."""
     return (cache.stride(0), 0, cache.stride(1)) if problem.panel_size else token_strides(cache)

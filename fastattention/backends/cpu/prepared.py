@@ -1,4 +1,4 @@
-"""PreparedCall: attention that some thread runs later, without Python."""
+"""PreparedCall: attention that is set up now and run later by any thread, without the GIL."""
 
 from __future__ import annotations
 

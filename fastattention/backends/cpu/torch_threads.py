@@ -1,4 +1,4 @@
-"""The threads that torch computes with, which ours would have to share cores with (kernels/lent_threads.hpp)."""
+"""Finds the OpenMP team of torch, whose threads do our work too (kernels/omp_team.hpp)."""
 
 from __future__ import annotations
 

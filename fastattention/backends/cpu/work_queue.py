@@ -1,4 +1,4 @@
-"""WorkQueue: a thread without Python that does jobs when a number in memory says that they may begin."""
+"""WorkQueue: a native worker thread that runs each job once a number in memory has been reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastattention.backends.cpu.library import Library, load_library
 class WorkQueue:
     """Jobs, one after another: each begins once `ready` has reached its number, which `done` has when it is over.
 
-    ready, done: tensors on the CPU whose first 32 bits these numbers are, equal at first. They count in a circle: of
+    ready, done: tensors on the CPU whose first 32 bits these numbers are, equal at first. They count modulo 2**32: of
     two numbers that are less than 2**31 apart the later is the larger. While a job waits, its thread is busy.
     """
 

@@ -1,4 +1,4 @@
-"""The sum over GPUs of one host by kernels/all_reduce.cuh: flags, parameters, launch."""
+"""Launches kernels/all_reduce.cuh, the all-reduce over the GPUs of one host: flags and parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fastattention.backends.cuda.kernel_config import ALL_REDUCE_WARPS, AllReduceConfig
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
-from fastattention.backends.cuda.plan import Step
+from fastattention.backends.cuda.plan import KernelLaunch
 
 MOST_CTAS = 64
 PACKET_BYTES = 16  # that a thread reads at a time
@@ -45,9 +45,9 @@ class Peers:
 
 
 @functools.lru_cache(maxsize=256)
-def all_reduce_step(dtype: torch.dtype, num_ranks: int, num_ctas: int, bulk_copies: bool) -> Step:
+def all_reduce_launch(dtype: torch.dtype, num_ranks: int, num_ctas: int, bulk_copies: bool) -> KernelLaunch:
     """The launch of so many CTAs, the same on all ranks."""
-    return Step(AllReduceConfig(DTYPE_NAMES[dtype], num_ranks, bulk_copies), 0, num_ctas)
+    return KernelLaunch(AllReduceConfig(DTYPE_NAMES[dtype], num_ranks, bulk_copies), 0, num_ctas)
 
 
 def all_reduce_params(
@@ -83,6 +83,6 @@ def ctas_for(nbytes: int, num_ranks: int, at_most: int, whole: bool) -> int:
     return max(min(at_most, -(-of_a_rank // (32 * ALL_REDUCE_WARPS))), 1)
 
 
-def launcher(step: Step, params: AllReduceParams, device_index: int) -> Callable[[int], None]:
+def launcher(launch: KernelLaunch, params: AllReduceParams, device_index: int) -> Callable[[int], None]:
     """What enqueues it on a stream, with the parameters as they are then. The device must be the current one."""
-    return functools.partial(step.function(device_index).launch, params, step.num_blocks)
+    return functools.partial(launch.function(device_index).launch, params, launch.num_ctas)

@@ -1,4 +1,4 @@
-"""The cuda backend: checks, allocation, and the kernels of a call."""
+"""The cuda backend: checks a call, allocates its results, and launches its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattention import config
 from fastattention.backends.base import Backend
 from fastattention.backends.common.layout import pointers, strides_of
-from fastattention.backends.common.packed_cache import REFUSAL
+from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of
@@ -27,7 +27,7 @@ from fastattention.backends.cuda.merging import (
     num_warps,
 )
 from fastattention.backends.cuda.params import MOST_PARTS, AttentionParams
-from fastattention.backends.cuda.plan import Plan, Step, append_params, attention_template, make_plan
+from fastattention.backends.cuda.plan import KernelLaunch, Plan, append_params, attention_template, make_plan
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 _MAX_PLANS = 4096
@@ -135,8 +135,8 @@ class CudaBackend(Backend):
             plan = self._merge_plans[key] = make_merge_plan(outs, lses, dtype)
         out = torch.empty_like(outs[0], dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.empty_like(lses[0], memory_format=torch.contiguous_format)
-        if plan.step is not None:
-            self._launch(plan.step, merge_params(plan.template, outs, lses, out, lse), problem)
+        if plan.launch is not None:
+            self._launch(plan.launch, merge_params(plan.template, outs, lses, out, lse), problem)
         return out, lse
 
     def _attend(
@@ -162,13 +162,13 @@ class CudaBackend(Backend):
             0 if counters is None else counters.data_ptr(),
         )
         # fmt: on
-        for step in plan.attention:
-            self._launch(step, params, problem)
+        for launch in plan.attention:
+            self._launch(launch, params, problem)
 
-    def _append(self, step: Step, problem: Problem, inputs: Inputs) -> Inputs:
+    def _append(self, launch: KernelLaunch, problem: Problem, inputs: Inputs) -> Inputs:
         """Writes the caches; returns the inputs with q rotated."""
         q_rotated = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if problem.rotary_dim else None
-        self._launch(step, append_params(problem, inputs, q_rotated), problem)
+        self._launch(launch, append_params(problem, inputs, q_rotated), problem)
         return inputs if q_rotated is None else inputs._replace(q=q_rotated)
 
     def _plan(self, problem: Problem) -> Plan:
@@ -206,15 +206,15 @@ class CudaBackend(Backend):
         index = _device_index(problem)
         return counters_of(index).take(count, module.current_stream(index))
 
-    def _launch(self, step: Step, params: Params, problem: Problem | MergeProblem) -> None:
+    def _launch(self, launch: KernelLaunch, params: Params, problem: Problem | MergeProblem) -> None:
         index = _device_index(problem)
-        function = step.function(index)
+        function = launch.function(index)
         stream = module.current_stream(index)
         if index == module.current_device():
-            function.launch(params, step.num_blocks, stream)
+            function.launch(params, launch.num_ctas, stream)
         else:
             with torch.cuda.device(index):
-                function.launch(params, step.num_blocks, stream)
+                function.launch(params, launch.num_ctas, stream)
 
 
 def _device_index(problem: Problem | MergeProblem) -> int:

@@ -1,4 +1,4 @@
-"""What a GPU offers a kernel. Figures are those of the compute capabilities in NVIDIA's CUDA C++ programming guide."""
+"""Limits of each GPU, from the table of compute capabilities in NVIDIA's CUDA C++ programming guide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Limits(NamedTuple):
     """Limits of one GPU, or of all GPUs of one compute capability."""
 
     target: int  # compute capability: 10 * major + minor, e.g. 75
-    shared_per_block: int  # bytes a CTA may have, opted in
+    shared_per_cta: int  # bytes a CTA may have, opted in
     shared_per_sm: int  # bytes all CTAs of a multiprocessor share
     num_sms: int
     l2_bytes: int

@@ -1,4 +1,4 @@
-"""Counters in GPU memory that are zero whenever no kernel uses them: each kernel leaves them as it found them.
+"""Counters in GPU memory that every kernel leaves at zero for the next one.
 
 Kernels that run at the same time must not share them. Those of one stream never do, nor do replays of one graph: a
 stream has counters of its own, and so has every call that is captured.

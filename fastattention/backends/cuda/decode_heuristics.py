@@ -1,4 +1,4 @@
-"""Which variant of the decode kernel serves a call over a cache, if not the forward kernel does: pure Python.
+"""Chooses the variant of the decode kernel and its split of the keys. Pure Python.
 
 A decode takes all query heads that share a key head as rows of one tile, and shares out the keys of all sequences among
 CTAs (kernels/schedule.cuh). Sequences with many queries fill the GPU without that: they go to the forward kernel.
@@ -39,9 +39,9 @@ class _Tiles(NamedTuple):
     tile_n: int
     num_warps: int
     num_stages: int
-    min_blocks: int
+    min_ctas: int
     queries_in_registers: bool
-    warps_share_rows: bool
+    split_keys_across_warps: bool
     num_value_parts: int = 1
     few: _Few | None = None
     quantised: bool = False  # for such caches, whose bytes need more warps than they take memory
@@ -161,14 +161,14 @@ def configs_for(
             tile_n=sizes.tile_n,
             num_warps=sizes.num_warps,
             num_stages=sizes.num_stages,
-            min_blocks=sizes.min_blocks,
+            min_ctas=sizes.min_ctas,
             queries_in_registers=sizes.queries_in_registers,
             num_value_parts=sizes.num_value_parts,
             modifies_scores=modifies,
             paged=paged,
             decodes=True,
             cache_format=cache_format,
-            warps_share_rows=sizes.warps_share_rows,
+            split_keys_across_warps=sizes.split_keys_across_warps,
         )
         for sizes in by_preference
     ]
@@ -197,7 +197,7 @@ class Split(NamedTuple):
 
     num_m_tiles: int  # of the query rows that share a key head
     num_units: int  # CTAs of a group: one for each of these tiles and each key head
-    num_groups: int  # that share out all keys, or all parts of all sequences where num_splits is set
+    num_cta_groups: int  # that share out all keys, or all parts of all sequences where num_splits is set
     num_splits: int  # of each sequence, where the call asked for them; otherwise 0
     num_slots: int  # for partial results; 0 when there are none
     partial_rows: int  # of a slot
@@ -211,7 +211,7 @@ class Split(NamedTuple):
     @property
     def num_ctas(self) -> int:
         """All of them."""
-        return self.num_groups * self.num_units
+        return self.num_cta_groups * self.num_units
 
 
 def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Split:
@@ -219,30 +219,30 @@ def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Spli
     rows = num_rows(problem)
     num_m_tiles = -(-rows // config.tile_m)
     units, partial_rows = problem.nheads_k * num_m_tiles, min(rows, config.tile_m)
-    most_tiles = max(1, -(-problem.seqlen_k // config.line_tile))  # of a sequence
+    most_tiles = max(1, -(-problem.seqlen_k // config.stream_tile))  # of a sequence
     # A CTA with part of the columns of v has no maxima and sums of its own.
     in_place = partial_rows <= _MAX_ROWS_IN_PLACE and config.num_value_parts == 1
     if problem.num_splits > 0:
         num_splits = min(problem.num_splits, most_tiles)
-        groups = problem.batch_size * num_splits
-        slots = groups * units * (num_splits > 1)
-        return Split(num_m_tiles, units, groups, num_splits, slots, partial_rows, slots > 0 and in_place)
-    groups = min(_num_groups(units, config.min_blocks * limits.num_sms), problem.batch_size * most_tiles)
-    slots = 2 * groups * units * (most_tiles > 1)
-    return Split(num_m_tiles, units, groups, 0, slots, partial_rows, slots > 0 and in_place)
+        cta_groups = problem.batch_size * num_splits
+        slots = cta_groups * units * (num_splits > 1)
+        return Split(num_m_tiles, units, cta_groups, num_splits, slots, partial_rows, slots > 0 and in_place)
+    cta_groups = min(_num_cta_groups(units, config.min_ctas * limits.num_sms), problem.batch_size * most_tiles)
+    slots = 2 * cta_groups * units * (most_tiles > 1)
+    return Split(num_m_tiles, units, cta_groups, 0, slots, partial_rows, slots > 0 and in_place)
 
 
-def _num_groups(units: int, resident: int) -> int:
+def _num_cta_groups(units: int, resident: int) -> int:
     """Groups whose CTAs fill the GPU once, or a few times where units are too many to do so evenly.
 
     units: CTAs of a group; resident: CTAs that run at once.
     """
 
-    def used(groups: int) -> float:
-        ctas = groups * units
+    def used(cta_groups: int) -> float:
+        ctas = cta_groups * units
         return ctas / (-(-ctas // resident) * resident)
 
     candidates = range(1, max(1, _MAX_WAVES * resident // max(units, 1)) + 1)
     once = max(1, resident // max(units, 1))
-    best = max(used(groups) for groups in candidates)
+    best = max(used(cta_groups) for cta_groups in candidates)
     return once if used(once) >= _ENOUGH_USED * best else next(n for n in candidates if used(n) >= _ENOUGH_USED * best)

@@ -1,4 +1,4 @@
-"""Which variant of the forward kernel serves a call: pure Python, no device needed.
+"""Chooses the variant of the forward kernel. Pure Python, no device needed.
 
 `choose_config` maps (Problem, code path, limits of the GPU) to a KernelConfig. decode_heuristics.py does so for few
 queries over a cache.
@@ -22,7 +22,7 @@ class _Tiles(NamedTuple):
     tile_n: int
     num_warps: int
     num_stages: int
-    min_blocks: int
+    min_ctas: int
     queries_in_registers: bool
     num_value_parts: int = 1
     max_seqlen_q: int | None = None  # calls with more queries prefer another
@@ -108,7 +108,7 @@ def configs_for(
             tile_n=sizes.tile_n,
             num_warps=sizes.num_warps,
             num_stages=sizes.num_stages,
-            min_blocks=sizes.min_blocks,
+            min_ctas=sizes.min_ctas,
             queries_in_registers=sizes.queries_in_registers,
             num_value_parts=sizes.num_value_parts,
             modifies_scores=modifies_scores,
@@ -144,7 +144,7 @@ def first_that_fits(candidates: Iterable[KernelConfig], limits: Limits) -> Kerne
     raise CompileError(f"no kernel fits compute capability {limits.target / 10:.1f}: {'; '.join(reasons)}")
 
 
-def heads_together(problem: Problem, limits: Limits) -> int:
+def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
     """Query heads whose CTAs start together: their keys and values fill at most three quarters of the L2 cache.
 
     Whole groups that share a key head, and as many each time, so that the last ones fill the GPU too.

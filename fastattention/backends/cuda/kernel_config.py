@@ -1,4 +1,4 @@
-"""Variants of kernels: what attends, writes caches, merges parts, adds them up, and does so over GPUs."""
+"""The configurations of kernels (attention, append, merge, sum, all-reduce) and their macros."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class KernelConfig:
     tile_n: int  # keys of a tile
     num_warps: int
     num_stages: int  # tiles of keys, and of values, in shared memory
-    min_blocks: int  # CTAs of a multiprocessor for which the compiler leaves registers
+    min_ctas: int  # CTAs of a multiprocessor for which the compiler leaves registers
     queries_in_registers: bool  # otherwise they are read from shared memory for every tile of keys
     num_value_parts: int  # CTAs that share the columns of v, where one has too few registers for all
     modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
     paged: bool
     decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
     cache_format: str = ""  # of a quantised cache: "int8" or "float8"
-    warps_share_rows: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
+    split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
 
     @property
     def source(self) -> str:
@@ -115,7 +115,7 @@ class KernelConfig:
     @property
     def key_warps(self) -> int:
         """Warps that share out the keys of a tile of decode.cuh among themselves."""
-        return self.num_warps if self.warps_share_rows else 1
+        return self.num_warps if self.split_keys_across_warps else 1
 
     @property
     def row_warps(self) -> int:
@@ -123,7 +123,7 @@ class KernelConfig:
         return self.num_warps // self.key_warps
 
     @property
-    def line_tile(self) -> int:
+    def stream_tile(self) -> int:
         """Keys that a CTA takes at a time."""
         return self.tile_n * self.key_warps
 
@@ -166,12 +166,12 @@ class KernelConfig:
     def name(self) -> str:
         """A readable name, unique among variants."""
         parts = f"p{self.num_value_parts}" * (self.num_value_parts > 1)
-        layout = "r" * self.warps_share_rows + "q" * self.queries_in_registers + parts
+        layout = "r" * self.split_keys_across_warps + "q" * self.queries_in_registers + parts
         cache = f"_{self.cache_format}" if self.cache_format else ""
         features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged
         return (
             f"{'decode' if self.decodes else 'forward'}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
-            f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_blocks}{layout}{features}"
+            f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}{layout}{features}"
         )
 
     def macros(self) -> dict[str, str]:
@@ -187,13 +187,13 @@ class KernelConfig:
             "FA_TILE_N": str(self.tile_n),
             "FA_WARPS": str(self.num_warps),
             "FA_STAGES": str(self.num_stages),
-            "FA_MIN_BLOCKS": str(self.min_blocks),
+            "FA_MIN_CTAS": str(self.min_ctas),
             "FA_QUERIES_IN_REGISTERS": str(int(self.queries_in_registers)),
             "FA_VALUE_PARTS": str(self.num_value_parts),
             "FA_MODIFIES": str(int(self.modifies_scores)),
             "FA_PAGED": str(int(self.paged)),
             "FA_GROUPED_ROWS": str(int(self.decodes)),
-            "FA_WARPS_SHARE_ROWS": str(int(self.warps_share_rows)),
+            "FA_SPLIT_KEYS_ACROSS_WARPS": str(int(self.split_keys_across_warps)),
             "FA_SWIZZLED": str(int(self.swizzled)),
             "FA_SHARED_BYTES": str(self.shared_bytes),
             "FA_COMBINE_SHARED_BYTES": str(self.combine_bytes),
@@ -336,18 +336,18 @@ class AllReduceConfig:
 def all_reduce_config(dtype: str, num_ranks: int, limits: Limits) -> AllReduceConfig:
     """The variant for a GPU: with bulk copies, where there are such and shared memory for them."""
     bulk = AllReduceConfig(dtype, num_ranks, bulk_copies=True)
-    if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_block:
+    if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_cta:
         return bulk
     return AllReduceConfig(dtype, num_ranks, bulk_copies=False)
 
 
 def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:
     """Why a GPU cannot run a configuration, or None."""
-    if config.shared_bytes > limits.shared_per_block:
-        return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_block} a CTA"
-    if config.min_blocks * config.shared_bytes > limits.shared_per_sm:
-        return f"{config.min_blocks} CTAs of {config.shared_bytes} bytes, the GPU has {limits.shared_per_sm}"
-    registers = limits.registers_per_sm // (config.num_threads * config.min_blocks)
+    if config.shared_bytes > limits.shared_per_cta:
+        return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_cta} a CTA"
+    if config.min_ctas * config.shared_bytes > limits.shared_per_sm:
+        return f"{config.min_ctas} CTAs of {config.shared_bytes} bytes, the GPU has {limits.shared_per_sm}"
+    registers = limits.registers_per_sm // (config.num_threads * config.min_ctas)
     if config.accumulators > min(registers, MAX_REGISTERS) - 24:
         return f"{config.accumulators} registers of accumulators, a thread has {min(registers, MAX_REGISTERS)}"
     return None

@@ -1,4 +1,4 @@
-"""Tensors as the kernels read them: of the dtype that is computed in, rows at multiples of 16 bytes."""
+"""Makes tensors readable by the kernels: the computed dtype, rows aligned to 16 bytes."""
 
 from __future__ import annotations
 

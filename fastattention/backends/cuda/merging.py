@@ -1,4 +1,4 @@
-"""What a merge of parts launches, and its parameters."""
+"""The launch that merges attention over parts of the keys, and its parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastattention.backends.common.layout import token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
 from fastattention.backends.cuda.params import MOST_PARTS, MergeParams
-from fastattention.backends.cuda.plan import Step
+from fastattention.backends.cuda.plan import KernelLaunch
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 MOST_WARPS = 2**31 - 1  # of a launch: kernels count them in 32 bits
@@ -22,7 +22,7 @@ MOST_WARPS = 2**31 - 1  # of a launch: kernels count them in 32 bits
 class MergePlan(NamedTuple):
     """How parts of some shape and strides are merged."""
 
-    step: Step | None  # none when there is nothing to compute
+    launch: KernelLaunch | None  # none when there is nothing to compute
     template: bytes
 
 
@@ -39,9 +39,9 @@ def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch
     strides += [(0,) * 6] * (MOST_PARTS - len(outs))
     by_axis = [stride for axis in zip(*strides, strict=True) for stride in axis]
     template = MergeParams.template(*by_axis, len(outs), batch_size, tokens, nheads, headdim_v)
-    num_blocks = -(-num_warps(outs[0].shape) // MERGE_WARPS)
+    num_ctas = -(-num_warps(outs[0].shape) // MERGE_WARPS)
     config = MergeConfig(DTYPE_NAMES[outs[0].dtype], DTYPE_NAMES[dtype])
-    return MergePlan(Step(config, 0, num_blocks) if num_blocks else None, template)
+    return MergePlan(KernelLaunch(config, 0, num_ctas) if num_ctas else None, template)
 
 
 def merge_params(template: bytes, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor) -> Params:
@@ -52,6 +52,6 @@ def merge_params(template: bytes, outs: Sequence[Tensor], lses: Sequence[Tensor]
 
 
 def _lse_strides(lse: Tensor) -> tuple[int, int, int]:
-    """(batch, head, token) strides of (batch_size, nheads, tokens), or packed (nheads, tokens)."""
+    """(batch, head, token) strides of (batch_size, nheads, tokens), or varlen (nheads, tokens)."""
     *batch, head, token = lse.stride()
     return batch[0] if batch else 0, head, token

@@ -1,4 +1,4 @@
-"""The arguments of the kernels: kernels/params.h, field by field."""
+"""The arguments of the kernels, field by field as in kernels/params.h."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AttentionParams(Params):
         i="""q_stride_row k_stride_row v_stride_row out_stride_row batch_size seqlen_q seqlen_k seqlen_new
         max_cache_seqlen nheads group_size group_multiplier group_shift headdim headdim_v
         page_block_size page_multiplier page_shift window_left window_right bias_is_float
-        num_m_tiles heads_together num_units units_multiplier units_shift
-        num_groups groups_multiplier groups_shift num_splits partial_rows""",
+        num_m_tiles heads_per_l2_wave num_units units_multiplier units_shift
+        num_cta_groups cta_groups_multiplier cta_groups_shift num_splits partial_rows""",
         f="softmax_scale softcap",
     )
     _pointers, _rest = formats(_fields_)

@@ -1,4 +1,4 @@
-"""What a problem alone decides, worked out once: its kernels, their grids, and the parameters that calls share."""
+"""Plan: what depends on a problem alone, cached: its kernels, their grids, and the shared parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
-class Step:
-    """One launch."""
+class KernelLaunch:
+    """One kernel launch."""
 
     variant: Variant
     entry: int  # of the variant's
-    num_blocks: int
+    num_ctas: int
     loaded: dict[int, Function] = field(default_factory=dict)  # by device
 
     def function(self, device_index: int) -> Function:
@@ -43,40 +43,42 @@ class Plan:
     """How a problem is served, and the parameters of its calls for every set of strides seen."""
 
     dtype: torch.dtype  # in which attention reads and writes
-    append: Step | None
-    attention: tuple[Step, ...]  # none when there is nothing to compute
+    append: KernelLaunch | None
+    attention: tuple[KernelLaunch, ...]  # none when there is nothing to compute
     num_m_tiles: int
-    heads_together: int
+    heads_per_l2_wave: int
     split: Split | None  # of a decode
     templates: dict[Strides, bytes] = field(default_factory=dict)
 
 
 def make_plan(problem: Problem, arch: int, limits: Limits) -> Plan:
     """The plan for a problem on a GPU. Raises CompileError when no kernel fits it."""
-    append = _append_step(problem)
+    append = _append_launch(problem)
     if problem.total_q == 0 or problem.headdim_v == 0:
         return Plan(problem.dtype, append, (), 0, 0, None)
     if decode_heuristics.is_decode(problem, limits):
         config = decode_heuristics.choose_decode(problem, arch, limits)
         split = decode_heuristics.choose_split(problem, config, limits)
-        return Plan(_DTYPES[config.dtype], append, _decode_steps(problem, config, split), split.num_m_tiles, 0, split)
+        return Plan(
+            _DTYPES[config.dtype], append, _decode_launches(problem, config, split), split.num_m_tiles, 0, split
+        )
     config = heuristics.choose_config(problem, arch, limits)
     num_m_tiles = -(-problem.seqlen_q // config.tile_m)
-    step = Step(config, 0, num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
+    launch = KernelLaunch(config, 0, num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
     return Plan(
-        _DTYPES[config.dtype], append, (step,), num_m_tiles, heuristics.heads_together(problem, limits), split=None
+        _DTYPES[config.dtype], append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits), split=None
     )
 
 
-def _decode_steps(problem: Problem, config: KernelConfig, split: Split) -> tuple[Step, ...]:
-    decode = Step(config, 0, split.num_ctas * config.num_value_parts)
+def _decode_launches(problem: Problem, config: KernelConfig, split: Split) -> tuple[KernelLaunch, ...]:
+    decode = KernelLaunch(config, 0, split.num_ctas * config.num_value_parts)
     if split.num_slots == 0 or split.merges_in_place:
         return (decode,)
     rows = problem.batch_size * split.num_units * split.partial_rows
-    return decode, Step(config, 1, rows)
+    return decode, KernelLaunch(config, 1, rows)
 
 
-def _append_step(problem: Problem) -> Step | None:
+def _append_launch(problem: Problem) -> KernelLaunch | None:
     """A warp for each new row of keys and of values, and for each row of queries that is rotated."""
     rows = 2 * problem.batch_size * problem.seqlen_new * problem.nheads_k
     if problem.rotary_dim:
@@ -85,7 +87,7 @@ def _append_step(problem: Problem) -> Step | None:
         return None
     # Caches have the dtype of q, on every GPU.
     dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
-    return Step(AppendConfig(dtype, CACHE_FORMATS[problem.cache_dtype]), 0, -(-rows // APPEND_WARPS))
+    return KernelLaunch(AppendConfig(dtype, CACHE_FORMATS[problem.cache_dtype]), 0, -(-rows // APPEND_WARPS))
 
 
 def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
@@ -93,16 +95,16 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     (q_batch, q_row, q_head), (k_batch, k_row, k_head) = token_strides(inputs.q), token_strides(inputs.k)
     v_batch, v_row, v_head = token_strides(inputs.v)
-    packed = problem.layout is Layout.PACKED
+    varlen = problem.layout is Layout.VARLEN
     out_row = problem.nheads * inputs.v.shape[-1]
-    lse_head = problem.total_q if packed else problem.seqlen_q
+    lse_head = problem.total_q if varlen else problem.seqlen_q
     split, page_block_size = plan.split or Split(0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
         *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
-        0 if packed else problem.seqlen_q * out_row, inputs.v.shape[-1],
-        0 if packed else problem.nheads * lse_head, lse_head,
+        0 if varlen else problem.seqlen_q * out_row, inputs.v.shape[-1],
+        0 if varlen else problem.nheads * lse_head, lse_head,
         *bias_strides(bias),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),
@@ -112,8 +114,8 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         inputs.q.shape[-1], inputs.v.shape[-1], page_block_size, *divisor(page_block_size),
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
-        plan.num_m_tiles, plan.heads_together, split.num_units, *divisor(split.num_units),
-        split.num_groups, *divisor(split.num_groups), split.num_splits, split.partial_rows,
+        plan.num_m_tiles, plan.heads_per_l2_wave, split.num_units, *divisor(split.num_units),
+        split.num_cta_groups, *divisor(split.num_cta_groups), split.num_splits, split.partial_rows,
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on

@@ -1,4 +1,4 @@
-"""The sum of parts of one size, by kernels/sum_parts.cuh: what a collective needs between its copies."""
+"""Launches kernels/sum_parts.cuh, the sum of parts of one size that a collective needs between copies."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from fastattention.backends.cuda.kernel_config import SUM_WARPS, SumConfig
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_PARTS, SumParams
-from fastattention.backends.cuda.plan import Step
+from fastattention.backends.cuda.plan import KernelLaunch
 
 NUMBERS_OF_CTA = SUM_WARPS * 32 * 4
 
 
 @functools.lru_cache(maxsize=1024)
-def sum_step(dtype: torch.dtype, count: int) -> Step:
+def sum_launch(dtype: torch.dtype, count: int) -> KernelLaunch:
     """The launch for `count` numbers."""
-    return Step(SumConfig(DTYPE_NAMES[dtype]), 0, -(-count // NUMBERS_OF_CTA))
+    return KernelLaunch(SumConfig(DTYPE_NAMES[dtype]), 0, -(-count // NUMBERS_OF_CTA))
 
 
 def sum_params(parts: Sequence[int], shared: int, out: int, count: int) -> SumParams:
@@ -36,5 +36,5 @@ def sum_parts(
 
     Numbers are float16, bfloat16 or float32, added in float32 and rounded once. The device must be the current one.
     """
-    step = sum_step(dtype, count)
-    step.function(device_index).launch(sum_params(parts, shared, out, count), step.num_blocks, stream)
+    launch = sum_launch(dtype, count)
+    launch.function(device_index).launch(sum_params(parts, shared, out, count), launch.num_ctas, stream)

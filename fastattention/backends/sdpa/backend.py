@@ -6,7 +6,7 @@ import torch
 
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
-from fastattention.backends.common.packed_cache import REFUSAL
+from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.sdpa import fused, gpu_kernels, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, join, split
@@ -25,7 +25,7 @@ class SdpaBackend(Backend):
         return None
 
     def why_not(self, problem: Problem) -> str | None:
-        """Only gradients through an append, and packed caches, are refused."""
+        """Only gradients through an append, and caches in panels, are refused."""
         if problem.panel_size:
             return REFUSAL
         if problem.layout is Layout.KVCACHE and problem.needs_grad:

@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention: what it can compute, and how a part is handed to it."""
+"""torch's scaled_dot_product_attention: which calls it can compute, and how to call it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattention.backends.sdpa import gpu_kernels
+from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, Mask, chunk_mask, chunks, hides_nothing, sees_everything
-from fastattention.backends.sdpa.one_by_one import one_by_one
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
 from fastattention.problem import Inputs, Layout, Problem
 
@@ -142,7 +142,7 @@ def _attend_masked(problem: Problem, part: Part) -> Tensor:
     shared_by_heads = part.slopes is None and part.bias is None
     copies = problem.group_size if shared_by_heads else part.q.shape[0] * problem.nheads
     cut = list(chunks(problem, part, copies * part.k.shape[2]))
-    outs = one_by_one(lambda chunk: _attend_chunk(problem, part, chunk), cut, problem.needs_grad)
+    outs = compute_chunked(lambda chunk: _attend_chunk(problem, part, chunk), cut, problem.needs_grad)
     return torch.cat(outs, dim=2)
 
 

@@ -1,4 +1,4 @@
-"""torch's fused kernels of a GPU, by the operators below autograd.
+"""Calls torch's fused GPU kernels by their operators below autograd.
 
 They give lse too, and FlashAttention aligns a causal mask to the bottom right, where scaled_dot_product_attention does
 neither.

@@ -1,4 +1,4 @@
-"""How the query rows of one part are cut into chunks, and what is added to the scores of a chunk."""
+"""Cuts the query rows of a part into chunks, and makes the mask or bias of each chunk."""
 
 from __future__ import annotations
 

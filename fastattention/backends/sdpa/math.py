@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, chunk_mask, chunks
-from fastattention.backends.sdpa.one_by_one import one_by_one
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
 from fastattention.problem import AttentionOutput, Problem
 
@@ -22,7 +22,7 @@ def attend(problem: Problem, part: Part, generator: torch.Generator | None) -> A
     part = part._replace(q=part.q.float(), k=part.k.float(), v=part.v.float())
     scores_per_row = part.q.shape[0] * problem.nheads * part.k.shape[2]
     cut = [(chunk, _seed(generator)) for chunk in chunks(problem, part, scores_per_row)]
-    results = one_by_one(lambda given: _attend_chunk(problem, part, *given), cut, problem.needs_grad)
+    results = compute_chunked(lambda given: _attend_chunk(problem, part, *given), cut, problem.needs_grad)
     masks = [mask for _, _, mask in results if mask is not None]
     return AttentionOutput(
         torch.cat([out for out, _, _ in results], dim=2).to(problem.dtype),

@@ -1,4 +1,4 @@
-"""Parts: the sequences of a call in groups of one length, which is what torch's attention can compute."""
+"""Parts: the sequences of a call grouped by length, because torch's attention takes equal lengths."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def split(problem: Problem, inputs: Inputs, q: Tensor, whole_batch: bool) -> Ite
     q: inputs.q, or what rotary embedding made of it
     whole_batch: take a dense batch as one part instead of sequence by sequence
     """
-    if problem.layout is Layout.PACKED:
-        return _packed(problem, inputs)
+    if problem.layout is Layout.VARLEN:
+        return _varlen(problem, inputs)
     if problem.layout is Layout.KVCACHE:
         return _cached(problem, inputs, q)
     return _dense(problem, inputs, whole_batch)
@@ -56,11 +56,11 @@ def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -
     """Results of all parts, whose tensors have heads before tokens, in the layout of the call."""
     if not results:
         return _nothing(problem, inputs)
-    packed = problem.layout is Layout.PACKED
-    out = _concatenate([result.out for result in results], 2 if packed else 0).transpose(1, 2)
+    varlen = problem.layout is Layout.VARLEN
+    out = _concatenate([result.out for result in results], 2 if varlen else 0).transpose(1, 2)
     lses = [result.lse for result in results if result.lse is not None]
-    lse = _concatenate(lses, 2 if packed else 0) if lses else None
-    if packed:
+    lse = _concatenate(lses, 2 if varlen else 0) if lses else None
+    if varlen:
         out, lse = out[0], None if lse is None else lse[0]
     masks = [_pad_to(result.dropout_mask, problem) for result in results if result.dropout_mask is not None]
     return AttentionOutput(
@@ -84,7 +84,7 @@ def _dense(problem: Problem, inputs: Inputs, whole_batch: bool) -> Iterator[Part
         yield _part(inputs, sequences, inputs.q[sequences], inputs.k[sequences], inputs.v[sequences], bias)
 
 
-def _packed(problem: Problem, inputs: Inputs) -> Iterator[Part]:
+def _varlen(problem: Problem, inputs: Inputs) -> Iterator[Part]:
     assert inputs.cu_seqlens_q is not None
     assert inputs.cu_seqlens_k is not None
     offsets_q, offsets_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()

@@ -1,11 +1,11 @@
-"""Error of a result against exact attention in float64, on sampled rows."""
+"""The error of a result against exact attention in float64, on sampled rows."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fastattention.cli.bench.workload import Tensors, Workload, sequences
+from fastattention.cli.bench.workload import BenchWorkload, Tensors, sequences
 from fastattention.reference import reference_attention
 from fastattention.validation import Options, prepare_dense
 
@@ -13,17 +13,17 @@ from fastattention.validation import Options, prepare_dense
 SAMPLED_ROWS = 16
 
 
-def max_error(workload: Workload, tensors: Tensors, out: Tensor) -> float:
+def max_error(workload: BenchWorkload, tensors: Tensors, out: Tensor) -> float:
     """Largest absolute difference between `out` and float64 attention over the sampled rows.
 
-    out: (batch_size, seqlen_q, nheads, headdim), or packed (total_q, nheads, headdim).
+    out: (batch_size, seqlen_q, nheads, headdim), or varlen (total_q, nheads, headdim).
     """
     outs = torch.split(out, list(workload.seqlens_q)) if workload.kind == "packed" else out.unbind()
     batch = zip(sequences(workload, tensors), outs, strict=True)
     return max(_sequence_error(workload, sequence, result) for sequence, result in batch)
 
 
-def _sequence_error(workload: Workload, sequence: Tensors, out: Tensor) -> float:
+def _sequence_error(workload: BenchWorkload, sequence: Tensors, out: Tensor) -> float:
     q, k, v = sequence
     seqlen_q, seqlen_k, group = len(q), len(k), workload.nheads // workload.nheads_k
     rows = torch.linspace(0, seqlen_q - 1, min(SAMPLED_ROWS, seqlen_q)).long()

@@ -1,4 +1,4 @@
-"""`fastattention bench`: this machine, its processor and its GPU or NPU, against every peer that is installed."""
+"""`fastattention bench`: measures this machine against every other implementation that is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.cli.bench import gpu, gpu_decode, npu
 from fastattention.cli.bench.session import answer, publish, show_header, start_session
 from fastattention.cli.bench.suite import full_suite, quick_suite
-from fastattention.cli.bench.workload import Workload
+from fastattention.cli.bench.workload import BenchWorkload
 from fastattention.errors import ArgumentError
 
 DEVICES, DEVICE_ROUNDS = {"gpu": gpu.answer, "gpu_decode": gpu_decode.answer, "npu": npu.answer}, 9
@@ -61,7 +61,7 @@ def _check_folder(output: Path) -> None:
 
 
 def _bench_processor(
-    questions: list[str], suite: dict[str, list[Workload]], seconds: float, num_threads: int | None, output: Path
+    questions: list[str], suite: dict[str, list[BenchWorkload]], seconds: float, num_threads: int | None, output: Path
 ) -> None:
     if num_threads is not None:
         torch.set_num_threads(num_threads)

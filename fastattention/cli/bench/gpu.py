@@ -1,7 +1,7 @@
-"""The question "gpu": how fast is prefill on each code path that the GPU can run, beside torch's three kernels?
+"""The question "gpu": the speed of prefill on each code path of the GPU, and of torch's three kernels.
 
-16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length and of uneven ones,
-packed. Useful TFLOPS: 4 seqlen^2 headdim a head, half of that when causal. Medians of interleaved rounds, timed by the
+16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length and of variable
+lengths. Useful TFLOPS: 4 seqlen^2 headdim a head, half of that when causal. Medians of interleaved rounds, timed by the
 GPU.
 """
 
@@ -30,7 +30,7 @@ from fastattention.backends.cuda.chips import ARCHS, arch_of
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
-from fastattention.validation import Options, prepare_dense, prepare_packed
+from fastattention.validation import Options, prepare_dense, prepare_varlen
 
 FULL_SEQLENS, QUICK_SEQLENS = (1024, 2048, 4096, 8192, 16384), (1024, 4096)
 TOKENS, HIDDEN = 16384, 2048
@@ -40,7 +40,7 @@ PEERS = {
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# Lengths of packed sequences as parts of TOKENS.
+# Lengths of variable-length sequences as parts of TOKENS.
 UNEVEN = (0.25, 0.19, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
 Call = Callable[[], object]
 
@@ -50,7 +50,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     if not torch.cuda.is_available():
         raise ArgumentError("question 'gpu' needs a CUDA device, and torch sees none")
     major, minor = torch.cuda.get_device_capability()
-    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
+    machine = {**describe_machine(), "capability": 10 * major + minor}
     # Newer GPUs emulate Volta's m8n8k4, and Pascal's path has no matrix instructions: checked there, not timed.
     newest = arch_of(10 * major + minor)
     paths = [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
@@ -68,7 +68,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
 
 
 def measure(backends: Mapping[str, Backend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """A record for every head dimension, mask and length, and one for packed sequences."""
+    """A record for every head dimension, mask and length, and one for variable-length sequences."""
     records = []
     problems = list(itertools.product((64, 128), (False, True)))
     with progress_bar() as bar:
@@ -77,9 +77,9 @@ def measure(backends: Mapping[str, Backend], seqlens: Sequence[int], rounds: int
             for seqlen in seqlens:
                 calls, flops = dense_calls(backends, headdim, causal, seqlen)
                 records.append(record(f"{seqlen}", headdim, causal, flops, calls, rounds))
-            calls, flops = packed_calls(backends, headdim, causal)
-            packed = record("packed", headdim, causal, flops, calls, rounds)
-            records.append({**packed, "dense_tflops": dense_equivalent(backends, headdim, causal, rounds)})
+            calls, flops = varlen_calls(backends, headdim, causal)
+            varlen = record("packed", headdim, causal, flops, calls, rounds)
+            records.append({**varlen, "dense_tflops": dense_equivalent(backends, headdim, causal, rounds)})
             bar.advance(task)
     return records
 
@@ -114,19 +114,19 @@ def sdpa(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def packed_calls(backends: Mapping[str, Backend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
-    """Every path on packed sequences of uneven length."""
+def varlen_calls(backends: Mapping[str, Backend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
+    """Every path on variable-length sequences of uneven length."""
     lengths = [round(TOKENS * part) for part in UNEVEN]
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     q, k, v = tensors(sum(lengths), headdim=headdim)
     options = Options(causal=causal, window_right=0 if causal else -1)
-    problem, inputs = prepare_packed(q, k, v, offsets, offsets, max(lengths), max(lengths), options)
+    problem, inputs = prepare_varlen(q, k, v, offsets, offsets, max(lengths), max(lengths), options)
     calls: dict[str, Call] = {name: partial(backend.forward, problem, inputs) for name, backend in backends.items()}
     return calls, sum(4.0 * length**2 * HIDDEN for length in lengths) * (0.5 if causal else 1.0)
 
 
 def dense_equivalent(backends: Mapping[str, Backend], headdim: int, causal: bool, rounds: int) -> dict[str, float]:
-    """The rate of every path on dense batches of the packed lengths, together: what packing is measured against."""
+    """The rate of every path on dense batches of the same lengths, together: what varlen is measured against."""
     work, seconds = 0.0, dict.fromkeys(backends, 0.0)
     for part in UNEVEN:
         seqlen = round(TOKENS * part)

@@ -1,8 +1,8 @@
-"""The question "gpu_decode": how fast is one query a sequence against its cache on a GPU, and how close to memory?
+"""The question "gpu_decode": the speed of one query per sequence against its cache on a GPU.
 
 float16, heads of 128. Beside torch's kernels for the same call: pages of several sizes in random order, quantised
 caches, and the code paths of older GPUs. Calls are captured in graphs and replayed, so that the processor does not
-count; caches take turns where one would stay in the second-level cache. Rates are those of the bytes of keys and values
+count; caches take turns where one would stay in the L2 cache. Rates are those of the bytes of keys and values
 that are read. Medians of interleaved rounds, timed by the GPU.
 """
 
@@ -36,7 +36,7 @@ PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cudnn": SDPBackend.CUDN
 STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 PAGES = (1, 16, 64, 256)
 MOST_BYTES = 40_000_000_000  # of one cache
-CACHE_TURN_BYTES = 400_000_000  # of caches that take turns: several times the second-level cache
+CACHE_TURN_BYTES = 400_000_000  # of caches that take turns: several times the L2 cache
 
 
 class Shape(NamedTuple):
@@ -71,7 +71,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     lengths = FULL_LENGTHS if len(seqlens) > 2 else QUICK_LENGTHS
     shapes = [Shape(batch, *heads, seqlen) for heads in HEADS for batch, seqlen in lengths]
     major, minor = torch.cuda.get_device_capability()
-    machine = {**describe_machine(), "capability": 10 * major + minor, "cuda": torch.version.cuda}
+    machine = {**describe_machine(), "capability": 10 * major + minor}
     report = {
         "machine": machine,
         "copy_gbps": copy_bandwidth(rounds),

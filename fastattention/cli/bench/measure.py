@@ -1,4 +1,4 @@
-"""One workload against all its peers."""
+"""Measures one workload on all its peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastattention.cli.bench.accuracy import max_error
 from fastattention.cli.bench.peaks import limit_loop
 from fastattention.cli.bench.peers import Peer, Prepared
 from fastattention.cli.bench.timing import Timing, interleaved
-from fastattention.cli.bench.workload import Tensors, Workload, make_tensors
+from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_tensors
 
 _LIMIT = "the limit itself"  # takes its turns beside the peers
 
@@ -18,7 +18,7 @@ _LIMIT = "the limit itself"  # takes its turns beside the peers
 class Measurement:
     """What one peer did with one workload: a timing and an error, or the reason why there are none."""
 
-    workload: Workload
+    workload: BenchWorkload
     peer: str
     detail: str = ""
     timing: Timing | None = None
@@ -38,7 +38,7 @@ class Measurement:
 
 
 def measure(
-    workload: Workload,
+    workload: BenchWorkload,
     peers: Iterable[Peer],
     seconds: float,
     on_progress: Callable[[float], None] = lambda fraction: None,
@@ -64,7 +64,7 @@ def measure(
     return [replace(result, timing=timings.get(name), limit_rate=limit_rate) for name, result in results.items()]
 
 
-def _first_call(workload: Workload, tensors: Tensors, peer: Peer, prepared: dict[str, Prepared]) -> Measurement:
+def _first_call(workload: BenchWorkload, tensors: Tensors, peer: Peer, prepared: dict[str, Prepared]) -> Measurement:
     """Warm up, compare and add to `prepared`. A peer that fails, by lack of memory too, is left out and says why."""
     reason = peer.why_not(workload)
     if reason is not None:

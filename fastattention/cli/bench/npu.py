@@ -1,4 +1,4 @@
-"""The question "npu": how fast is prefill on an Ascend NPU, by our kernels, through us and by torch_npu itself?
+"""The question "npu": the speed of prefill on an Ascend NPU, by our kernels and by torch_npu.
 
 16384 tokens in all, hidden size 2048, float16, heads of 64 and 128, causal and not; and one head of 128, whose
 latencies have been published for a 910B2. Beside every time of our kernel stands what the simulator predicted.
@@ -23,7 +23,7 @@ from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.ascend.chips import find_chip
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.simulator.whole_chip import predict
-from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import choose_tiling
 from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, record, show_reasons, tensors, write_report
 from fastattention.cli.console import OUTPUT, progress_bar
@@ -81,7 +81,7 @@ def predicted_tflops(problem: Problem, flops: float, name: str) -> dict[str, flo
         chip = find_chip(name)
     except ArgumentError:
         return {}
-    return {OURS: flops / predict(Workload.of(problem), choose_tiling(problem, chip), chip).seconds / 1e12}
+    return {OURS: flops / predict(SimulatedCall.of(problem), choose_tiling(problem, chip), chip).seconds / 1e12}
 
 
 def calls_of(problem: Problem, inputs: Inputs) -> dict[str, Call]:

@@ -1,4 +1,4 @@
-"""What the processor can do at most, measured by loops of the native library."""
+"""The peak rates of the processor, measured by loops of the native library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bars with their numbers on them, losses included. Needs the plot extra."""
+"""Bar charts of measurements, losses included. Needs the plot extra."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.report import Report, fraction_of_limit, full_name, in_words, rate, title, who_is_here
-from fastattention.cli.bench.workload import Workload
+from fastattention.cli.bench.workload import BenchWorkload
 
 OURS, OTHERS = "#c44e52", ("#4c72b0", "#8172b3", "#937860", "#55a868", "#64b5cd", "#8c8c8c", "#ccb974", "#da8bc3")
 BAR_INCHES = 0.24
@@ -34,7 +34,7 @@ def write_png(report: Report, directory: Path) -> Path:
     return path
 
 
-def _draw(panel: Axes, report: Report, workload: Workload, group: list[Measurement]) -> None:
+def _draw(panel: Axes, report: Report, workload: BenchWorkload, group: list[Measurement]) -> None:
     colors, names = [OURS, *OTHERS], list(report.peers)
     values = [_value(report, one) for one in group]
     positions = range(len(group))

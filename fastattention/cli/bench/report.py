@@ -1,4 +1,4 @@
-"""A report: measurements with the machine they were taken on, as tables and as JSON."""
+"""Report: measurements and the machine they were taken on, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.peaks import NAMES, Limits
 from fastattention.cli.bench.peers import FASTATTENTION
-from fastattention.cli.bench.workload import Workload
+from fastattention.cli.bench.workload import BenchWorkload
 
 SCHEMA = 1
 Quantity = Literal["rate", "time"]
@@ -35,7 +35,7 @@ class Report:
     peers: dict[str, str]  # name -> version, or why it was not measured
     measurements: list[Measurement]
 
-    def by_workload(self) -> Iterator[tuple[Workload, list[Measurement]]]:
+    def by_workload(self) -> Iterator[tuple[BenchWorkload, list[Measurement]]]:
         """The measurements of each workload, in the order in which they were taken."""
         for workload, group in groupby(self.measurements, key=lambda measurement: measurement.workload):
             yield workload, list(group)
@@ -128,7 +128,7 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _table(report: Report, workload: Workload, group: list[Measurement]) -> Table:
+def _table(report: Report, workload: BenchWorkload, group: list[Measurement]) -> Table:
     """What was measured; a column without any value is left out."""
     cells = {
         "time": [_time(one) for one in group],

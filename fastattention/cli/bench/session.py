@@ -1,4 +1,4 @@
-"""Runs questions: every workload under a progress bar, then tables, JSON and a picture."""
+"""Runs questions: every workload under a progress bar, then tables, JSON and a chart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastattention.cli.bench.measure import Measurement, measure
 from fastattention.cli.bench.peaks import NAMES, Limits, measure_limits
 from fastattention.cli.bench.peers import ALL_PEERS, Peer
 from fastattention.cli.bench.report import Quantity, Report, show, title, who_is_here
-from fastattention.cli.bench.workload import Workload
+from fastattention.cli.bench.workload import BenchWorkload
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 
@@ -26,7 +26,7 @@ class Session:
     limits: Limits
 
 
-def run_question(question: str, workloads: list[Workload], seconds: float, directory: Path) -> None:
+def run_question(question: str, workloads: list[BenchWorkload], seconds: float, directory: Path) -> None:
     """Answer and publish a single question: what the scripts in benchmarks/ do."""
     session = start_session()
     show_header(session)
@@ -55,7 +55,7 @@ def show_header(session: Session) -> None:
         OUTPUT.print(f"{escape(', '.join(machine['gpus']))}: not measured, this benchmark runs on the CPU only")
 
 
-def answer(session: Session, question: str, workloads: list[Workload], seconds: float) -> Report:
+def answer(session: Session, question: str, workloads: list[BenchWorkload], seconds: float) -> Report:
     """Measure `workloads`, each for about `seconds`, with every peer that is here."""
     peers = [peer for peer in ALL_PEERS if any(peer.applies_to(workload) for workload in workloads)]
     available = [peer for peer in peers if peer.why_unavailable() is None]

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastattention.cli.bench.workload import DTYPES, Workload
+from fastattention.cli.bench.workload import DTYPES, BenchWorkload
 
 # Uneven lengths as requests come in: 3584 real tokens where padding would compute 16384.
-PACKED_FRACTIONS = (1.0, 0.25, 0.1875, 0.125, 0.09375, 0.046875, 0.03125, 0.015625)
+VARLEN_FRACTIONS = (1.0, 0.25, 0.1875, 0.125, 0.09375, 0.046875, 0.03125, 0.015625)
 
 
-def prefill(seqlen: int = 4096) -> list[Workload]:
+def prefill(seqlen: int = 4096) -> list[BenchWorkload]:
     """A whole prompt at once: hidden size 2048 in heads of 64 and of 128, full and causal, in every dtype."""
     return [
-        Workload("prefill", dtype, (seqlen,), (seqlen,), heads, heads, 2048 // heads, causal)
+        BenchWorkload("prefill", dtype, (seqlen,), (seqlen,), heads, heads, 2048 // heads, causal)
         for dtype in DTYPES
         for heads in (32, 16)
         for causal in (False, True)
     ]
 
 
-def decode(grouped_keys: int = 131072, keys: int = 16384) -> list[Workload]:
+def decode(grouped_keys: int = 131072, keys: int = 16384) -> list[BenchWorkload]:
     """One query against a cache: eight query heads a key head in half precision; as many key heads in every dtype."""
     grouped = [_decode(dtype, grouped_keys, 4) for dtype in ("bfloat16", "float16")]
     ungrouped = [_decode(dtype, keys, 32) for dtype in DTYPES]
@@ -28,42 +28,42 @@ def decode(grouped_keys: int = 131072, keys: int = 16384) -> list[Workload]:
     return list(dict.fromkeys([*grouped, *ungrouped, _decode("float16", min(keys, 4096), 32)]))
 
 
-def packed(longest: int = 2048) -> list[Workload]:
+def varlen(longest: int = 2048) -> list[BenchWorkload]:
     """Eight causal sequences of uneven length without padding."""
-    seqlens = tuple(max(1, int(longest * fraction)) for fraction in PACKED_FRACTIONS)
-    return [Workload("packed", dtype, seqlens, seqlens, 16, 16, 64, causal=True) for dtype in DTYPES]
+    seqlens = tuple(max(1, int(longest * fraction)) for fraction in VARLEN_FRACTIONS)
+    return [BenchWorkload("packed", dtype, seqlens, seqlens, 16, 16, 64, causal=True) for dtype in DTYPES]
 
 
-def overhead() -> list[Workload]:
+def overhead() -> list[BenchWorkload]:
     """Next to no arithmetic: what is left is the price of a call. The first is fast_attn_func, the second a cache."""
     return [
-        Workload("prefill", "float32", (1,), (1,), 1, 1, 64),
-        Workload("decode", "float32", (1,), (1,), 1, 1, 64),
+        BenchWorkload("prefill", "float32", (1,), (1,), 1, 1, 64),
+        BenchWorkload("decode", "float32", (1,), (1,), 1, 1, 64),
     ]
 
 
-QUESTIONS: dict[str, Callable[[], list[Workload]]] = {
+QUESTIONS: dict[str, Callable[[], list[BenchWorkload]]] = {
     "prefill": prefill,
     "decode": decode,
-    "packed": packed,
+    "packed": varlen,
     "overhead": overhead,
 }
 
 
-def full_suite() -> dict[str, list[Workload]]:
+def full_suite() -> dict[str, list[BenchWorkload]]:
     """Every question at the sizes of the published numbers."""
     return {name: question() for name, question in QUESTIONS.items()}
 
 
-def quick_suite(seqlen: int = 2048) -> dict[str, list[Workload]]:
+def quick_suite(seqlen: int = 2048) -> dict[str, list[BenchWorkload]]:
     """A taste of every question; nothing is longer than 16 * seqlen keys."""
     return {
         "prefill": [one for one in prefill(seqlen) if one.headdim == 128 and one.causal],
         "decode": decode(16 * seqlen, 2 * seqlen)[:4],
-        "packed": packed(seqlen)[:1],
+        "packed": varlen(seqlen)[:1],
         "overhead": overhead(),
     }
 
 
-def _decode(dtype: str, keys: int, nheads_k: int) -> Workload:
-    return Workload("decode", dtype, (1,), (keys,), 32, nheads_k, 128, causal=True)
+def _decode(dtype: str, keys: int, nheads_k: int) -> BenchWorkload:
+    return BenchWorkload("decode", dtype, (1,), (keys,), 32, nheads_k, 128, causal=True)

@@ -1,4 +1,4 @@
-"""Interleaved timing: everyone measured in turns, in one process, so that a busy moment hits all alike."""
+"""Interleaved timing: candidates take turns in one process, so that noise hits all alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workload: one attention problem to measure, its inputs, and how much arithmetic and reading it takes."""
+"""BenchWorkload: one attention problem to measure, its inputs, and its counts of operations and bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
-class Workload:
+class BenchWorkload:
     """One attention problem. Sequence b has seqlens_q[b] queries and seqlens_k[b] keys; causal is bottom-right."""
 
-    kind: Kind  # decode: one query a sequence against a cache; packed: uneven lengths without padding
+    kind: Kind  # decode: one query a sequence against a cache; packed: variable lengths (varlen)
     dtype: str  # a key of DTYPES
     seqlens_q: tuple[int, ...]
     seqlens_k: tuple[int, ...]
@@ -83,7 +83,7 @@ class Tensors(NamedTuple):
     v: Tensor
 
 
-def make_tensors(workload: Workload, seed: int = 0) -> Tensors:
+def make_tensors(workload: BenchWorkload, seed: int = 0) -> Tensors:
     """Normally distributed q, k and v, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -99,7 +99,7 @@ def make_tensors(workload: Workload, seed: int = 0) -> Tensors:
     )
 
 
-def sequences(workload: Workload, tensors: Tensors) -> list[Tensors]:
+def sequences(workload: BenchWorkload, tensors: Tensors) -> list[Tensors]:
     """The sequences of a batch, each (seqlen, heads, headdim). Views."""
     if workload.kind != "packed":
         return [Tensors(*parts) for parts in zip(*tensors, strict=True)]

@@ -1,1 +1,4 @@
-"""`fastattention plan`: what a device would do, predicted without it. One module a device or strategy."""
+"""`fastattention plan`: predicts what a device would do, without the device. One module per subcommand.
+
+ascend.py, offload.py and allreduce.py are the subcommands; timeline.py, lengths.py and overlap.py draw their pictures.
+"""

@@ -1,4 +1,4 @@
-"""`fastattention plan allreduce`: how much of an all-reduce hides under attention, and in which blocks, predicted."""
+"""`fastattention plan allreduce`: predicts how much of an all-reduce attention hides, and in which blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastattention.distributed.timeline import Event, Timeline
 from fastattention.offload.model_shape import find_model
 from fastattention.sizes import format_bytes
 
-NOTE = "Every time is predicted from rates. docs/tensor_parallel_plan.md says which of them were measured."
+NOTE = "Every time is predicted from rates. docs/internals/tensor-parallel-plan.md says which of them were measured."
 COLUMNS = 60  # of the bars
 NUMERALS = "123456789" + ascii_lowercase  # of blocks
 STYLES = {"compute": "green", "all-reduce": "yellow"}

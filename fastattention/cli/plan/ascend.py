@@ -1,4 +1,4 @@
-"""`fastattention plan ascend`: tiles, time and where it goes on an Ascend 910B, predicted. Needs no device."""
+"""`fastattention plan ascend`: predicts tiles and time on an Ascend 910B. Needs no device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.gains import ablation, causes
 from fastattention.backends.ascend.simulator.tiles import Tiling
-from fastattention.backends.ascend.simulator.whole_chip import Prediction, predict, simulate_row_block
-from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, predict, simulate_row_block
+from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import buffer_uses, tiling_for
 from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
@@ -23,7 +23,7 @@ from fastattention.errors import ArgumentError
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DRAWN_TILES = 6
-NOTE = "Every time and rate is predicted: no Ascend device has run this. docs/ascend.md says what the model assumes."
+NOTE = "Every time and rate is predicted: no Ascend device has run this (docs/internals/ascend-simulator.md)."
 
 
 def plan(
@@ -59,7 +59,7 @@ def plan(
 
 def make_workload(
     batch_size: int, seqlen_q: int, seqlen_k: int, nheads: int, nheads_k: int, headdim: int, causal: bool, dtype: str
-) -> Workload:
+) -> SimulatedCall:
     """A call by the command's options. Raises ArgumentError, naming the option, for a wrong one."""
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype={dtype!r} is not known; choose from {', '.join(DTYPES)}")
@@ -68,12 +68,12 @@ def make_workload(
     if nheads % nheads_k:
         raise ArgumentError(f"heads_k={nheads_k} does not divide heads={nheads}")
     right = 0 if causal else -1
-    return Workload(
+    return SimulatedCall(
         batch_size, seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim, DTYPES[dtype], window_right=right
     )
 
 
-def _summary(prediction: Prediction) -> Table:
+def _summary(prediction: ChipPrediction) -> Table:
     workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     full_mask = workload.seqlen_q * workload.seqlen_k
@@ -95,7 +95,7 @@ def _summary(prediction: Prediction) -> Table:
     return table
 
 
-def _buffers(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
+def _buffers(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> Table:
     table = Table(title="Buffers of a core", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("buffer")
     table.add_column("bytes", justify="right")
@@ -108,7 +108,7 @@ def _buffers(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
     return table
 
 
-def _ablation(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
+def _ablation(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> Table:
     table = Table(title="Ablation, predicted", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("strategy")
     for heading in ("time", "TFLOPS", "gain", "in all"):
@@ -127,7 +127,7 @@ def _ablation(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
     return table
 
 
-def _causes(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
+def _causes(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> Table:
     heading = "Why two-level tiling is faster, predicted"
     table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("cause, one after another")
@@ -137,7 +137,7 @@ def _causes(workload: Workload, tiling: Tiling, chip: Chip) -> Table:
     return table
 
 
-def _where_time_goes(prediction: Prediction) -> Table:
+def _where_time_goes(prediction: ChipPrediction) -> Table:
     table = Table(title="Where the time goes, predicted", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("a core's Cube")
     table.add_column("share", justify="right")
@@ -152,7 +152,7 @@ def _where_time_goes(prediction: Prediction) -> Table:
     return table
 
 
-def _draw(prediction: Prediction, path: Path) -> None:
+def _draw(prediction: ChipPrediction, path: Path) -> None:
     from fastattention.cli.plan.timeline import write_timeline  # needs an extra
 
     workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip

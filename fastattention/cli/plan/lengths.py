@@ -1,4 +1,4 @@
-"""Predicted time of a token against the length of the sequence, every policy a curve. Needs the plot extra."""
+"""Plots the predicted time per token over the sequence length, a curve per policy. Needs the plot extra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fastattention plan offload`: which layers keep their cache in host memory, and what a token takes, predicted."""
+"""`fastattention plan offload`: predicts which layers keep their cache in host memory, and the time per token."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fastattention.cli.console import OUTPUT
 from fastattention.cli.plan.picture import check_output
 from fastattention.offload.hardware import find_hardware
 from fastattention.offload.model_shape import find_model
-from fastattention.offload.placement import Placement, Prediction, place
+from fastattention.offload.placement import Placement, StepPrediction, place
 from fastattention.sizes import format_bytes, read_bytes
 
-NOTE = "Every time is predicted from bandwidths, none is measured. docs/long_context.md says what the model assumes."
+NOTE = "Every time is predicted from bandwidths, none is measured. docs/internals/long-contexts.md has the model."
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _policies(placement: Placement) -> Table:
     return table
 
 
-def _tokens(prediction: Prediction) -> str:
+def _tokens(prediction: StepPrediction) -> str:
     if prediction.longest_seqlen is None:
         return "as host memory allows"
     return str(prediction.longest_seqlen)

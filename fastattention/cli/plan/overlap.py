@@ -1,4 +1,4 @@
-"""Compute and all-reduce of blocks in time, beside the same one after the other. Needs the plot extra."""
+"""Plots the timeline of compute and all-reduce, overlapped and sequential. Needs the plot extra."""
 
 from __future__ import annotations
 

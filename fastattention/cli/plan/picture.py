@@ -1,4 +1,4 @@
-"""What the pictures of plans have in common: which files they can be, and the bars of their timelines."""
+"""Shared code of the pictures of plans: file formats, and the bars of timelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row block in time: what each pipe of the Cube and of both Vector units does, as a picture. Needs the plot extra."""
+"""Plots what each pipe of the Cube and the Vector units does in a row block. Needs the plot extra."""
 
 from __future__ import annotations
 

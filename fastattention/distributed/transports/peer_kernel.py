@@ -21,8 +21,8 @@ from fastattention.backends.cuda import all_reduce
 from fastattention.backends.cuda.all_reduce import (
     Flags,
     Peers,
+    all_reduce_launch,
     all_reduce_params,
-    all_reduce_step,
     ctas_for,
 )
 from fastattention.backends.cuda.jit import module
@@ -153,7 +153,7 @@ class PeerKernel(OnOneHost, BlockTransport):
         )
         if len(self._prepared) >= MOST_PREPARED:
             self._prepared.clear()
-        step = all_reduce_step(kind.dtype, self._size, ctas, self._bulk_copies)
+        step = all_reduce_launch(kind.dtype, self._size, ctas, self._bulk_copies)
         made = self._prepared[kind] = _Prepared(all_reduce.launcher(step, params, self._device.index), params)
         return made
 

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from fastattention.backends.cuda.jit.streams import CIRCLE, write_number
+from fastattention.backends.cuda.jit.streams import U32_MODULUS, stream_write_value32
 
 _LOOKS = 20  # within a timeout
 _LONGEST_REST = 1.0  # seconds from look to look
@@ -39,19 +39,19 @@ class Watch:
             rest = min(self._seconds / _LOOKS, _LONGEST_REST)
             self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), rest), daemon=True)
             self._thread.start()
-        number = (self._enqueued + 1) % CIRCLE
-        write_number(self._address, number, stream)
+        number = (self._enqueued + 1) % U32_MODULUS
+        stream_write_value32(self._address, number, stream)
         self._enqueued = number
 
     @property
     def finished(self) -> int:
         """The number of the newest call that the GPU has finished."""
-        return int(self._finished.item()) % CIRCLE
+        return int(self._finished.item()) % U32_MODULUS
 
     @property
     def is_idle(self) -> bool:
         """Whether all calls are finished. One more may be: of a `finish` that was interrupted before it had counted."""
-        return (self.finished - self._enqueued) % CIRCLE < CIRCLE // 2
+        return (self.finished - self._enqueued) % U32_MODULUS < U32_MODULUS // 2
 
     def check(self, since: float) -> None:
         """Ends the process if nothing has been finished since that time (of time.monotonic) for too long."""

@@ -1,4 +1,4 @@
-"""The attention function: one layer, under a mask of masks.py, a tensor, or none."""
+"""The attention function of a layer, under a mask of masks.py, a tensor, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastattention.integrations.transformers.masks import (
     SequenceMask,
     Window,
     attend_dense,
-    attend_packed,
+    attend_varlen,
     combine,
 )
 from fastattention.integrations.transformers.stored import StoredTokens
@@ -54,7 +54,7 @@ def fast_attention_forward(
     s_aux: sinks, (nheads,)
     position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
     functions: who computes it
-    kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a batch packed by the caller. Others are
+    kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
     Returns (out, None): out is (batch_size, seqlen_q, nheads, headdim_v); there are no weights to return.
     Raises UnsupportedError for paged caches, output_attentions and the arguments of sparse models, ArgumentError for
@@ -71,7 +71,7 @@ def fast_attention_forward(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(attention_mask, Tensor):
         return attend_dense(q, k, v, _attn_bias(attention_mask, position_bias, q), scores), None
-    sequences = _packed_sequences(kwargs)
+    sequences = _varlen_sequences(kwargs)
     if attention_mask is not None and (sequences is None or not isinstance(attention_mask, DenseMask)):
         return attention_mask.attend(q, k, v, position_bias, scores), None
     causal, window = _without_mask(module, is_causal, sliding_window)
@@ -120,7 +120,7 @@ def _attn_bias(attention_mask: Tensor, position_bias: Tensor | None, q: Tensor) 
 
 
 class _Sequences(NamedTuple):
-    """Sequences that the caller packed."""
+    """Variable-length sequences that the caller concatenated."""
 
     cu_seqlens_q: Tensor  # int32 (number of sequences + 1,)
     cu_seqlens_k: Tensor
@@ -128,7 +128,7 @@ class _Sequences(NamedTuple):
     max_seqlen_k: int | None
 
 
-def _packed_sequences(kwargs: dict[str, Any]) -> _Sequences | None:
+def _varlen_sequences(kwargs: dict[str, Any]) -> _Sequences | None:
     cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return None
@@ -149,5 +149,5 @@ def _attend_sequences(
 ) -> Tensor:
     if position_bias is not None:
         raise UnsupportedError("position_bias cannot be combined with cu_seq_lens_q; give an attention_mask instead")
-    out = attend_packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scores, causal, window, *sequences)
+    out = attend_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scores, causal, window, *sequences)
     return out.view(*q.shape[:-1], v.shape[-1])

@@ -1,4 +1,4 @@
-"""A forward pass along the batch: its arguments in parts, and the outputs of the parts as one."""
+"""Splits the arguments of a forward pass along the batch, and concatenates the outputs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from fastattention.offload.device import Device, cuda_device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps, Usage
 from fastattention.offload.measure import hardware_around
-from fastattention.offload.memory import PAGE_SIZE, Workload, prompt_workspace
+from fastattention.offload.memory import PAGE_SIZE, OffloadWorkload, prompt_workspace
 from fastattention.offload.model_shape import ModelShape
 from fastattention.offload.pages import PageShape
 from fastattention.offload.policy import Policy, read_policy
@@ -231,7 +231,7 @@ class FastAttentionCache(Cache):
 
     def _window_bytes(self, batch_size: int, dtype: torch.dtype) -> int:
         """What layers with a window may take of the GPU."""
-        return Workload(self._model_in(dtype), batch_size, sys.maxsize).window_kv_bytes
+        return OffloadWorkload(self._model_in(dtype), batch_size, sys.maxsize).window_kv_bytes
 
     def _model_in(self, dtype: torch.dtype) -> ModelShape:
         return replace(self._model, dtype_bytes=dtype.itemsize)
@@ -243,7 +243,7 @@ class FastAttentionCache(Cache):
         batch_size = self._store.batch_size if self._half is None else self._half.batch_size
         predict: Predict = seconds_per_token if self._half is None else seconds_per_token_in_halves
         model = self._model_in(self._store.shape.dtype)
-        workload = Workload(model, batch_size, tokens, self._cpu_cache_dtype is not None, self._page_size)
+        workload = OffloadWorkload(model, batch_size, tokens, self._cpu_cache_dtype is not None, self._page_size)
         staging = workload.staging_bytes(gpu_bytes)
         policies = [self._policy] if self._policy else [Policy.CLASSICAL, Policy.COOPERATIVE, Policy.HYBRID]
         hardware = self._hardware

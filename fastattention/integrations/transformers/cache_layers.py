@@ -1,4 +1,4 @@
-"""What Transformers sees of the layers of a FastAttentionCache."""
+"""The layers of a FastAttentionCache, with the interface that Transformers expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mask function: once a forward pass, from offsets, cache sizes and padding to a mask that every layer can use."""
+"""The mask function: makes one mask per forward pass, from offsets, cache sizes and padding."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.utils.import_utils import is_tracing
 from fastattention.integrations.transformers.masks import (
     CachedMask,
     DenseMask,
-    PackedMask,
     SequenceMask,
     Tokens,
+    VarlenMask,
     Window,
 )
 from fastattention.integrations.transformers.patterns import Pattern, recognise, require_dispatch
@@ -112,7 +112,7 @@ class _Call(NamedTuple):
         begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
         cu_seqlens = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).to(torch.int32)
         longest = int(cu_seqlens.diff().max())
-        return PackedMask(*self._common(longest), None, None, cu_seqlens, cu_seqlens, longest, longest)
+        return VarlenMask(*self._common(longest), None, None, cu_seqlens, cu_seqlens, longest, longest)
 
     def _without_padding(self, num_keys: int) -> SequenceMask:
         batch_size, _, q_length, kv_length = self.shape
@@ -140,10 +140,10 @@ class _Call(NamedTuple):
         tokens_k, cu_seqlens_k, max_seqlen_k = _packing(used)
         if positional:
             tokens_q, cu_seqlens_q, max_seqlen_q = _packing(used[:, num_keys - q_length :])
-            return PackedMask(*common, tokens_q, tokens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            return VarlenMask(*common, tokens_q, tokens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         # The queries may be of another sequence (cross-attention): what is padding among them is not known.
         cu_seqlens_q = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device) * q_length
-        return PackedMask(*common, None, tokens_k, cu_seqlens_q, cu_seqlens_k, q_length, max_seqlen_k)
+        return VarlenMask(*common, None, tokens_k, cu_seqlens_q, cu_seqlens_k, q_length, max_seqlen_k)
 
     def _common(self, num_keys: int) -> tuple[tuple[int, int, int, int], bool, Window, Callable[[], Tensor]]:
         """The fields of every SequenceMask. The window is -1 on sides where it reaches past all num_keys keys."""
@@ -161,7 +161,7 @@ def _runs(used: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def _packing(used: Tensor) -> tuple[Tokens, Tensor, int]:
-    """The tokens in use, the offsets of sequences once packed, int32 (batch_size + 1,), and the longest length."""
+    """The tokens in use, the offsets of sequences, int32 (batch_size + 1,), and the longest length."""
     lengths = used.sum(dim=1)
     rows, tokens = used.nonzero(as_tuple=True)
     return (rows, tokens), F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())

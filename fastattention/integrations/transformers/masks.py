@@ -1,4 +1,4 @@
-"""Masks of Transformers models, said without a matrix wherever fastattention's functions can say them.
+"""Masks of Transformers models, as arguments of fastattention's functions where possible, not as matrices.
 
 Transformers makes one mask a forward pass and hands it to the attention function of every layer. The masks here carry
 all that this function needs (causal, window, padding, lengths): it never guesses, and nothing is worked out per layer.
@@ -6,7 +6,7 @@ all that this function needs (causal, window, padding, lengths): it never guesse
 SequenceMask
 ├── DenseMask    no padding: fast_attn_func on the keys in use
 ├── CachedMask   few queries, many keys: fast_attn_with_kvcache on the keys where they lie, nothing is copied
-└── PackedMask   padding or packed sequences: fast_attn_varlen_func on the real tokens alone
+└── VarlenMask   padding or variable-length sequences: fast_attn_varlen_func on the real tokens alone
 
 What none of them can say stays a tensor, (batch_size, 1, seqlen_q, seqlen_k), and becomes an attn_bias.
 """
@@ -38,7 +38,7 @@ class Functions(NamedTuple):
     """Who computes a layer: functions with the arguments of these."""
 
     dense: Callable[..., Any] = fast_attn_func
-    packed: Callable[..., Any] = fast_attn_varlen_func
+    varlen: Callable[..., Any] = fast_attn_varlen_func
     kvcache: Callable[..., Any] = fast_attn_with_kvcache
 
 
@@ -143,8 +143,8 @@ class CachedMask(SequenceMask):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedMask(SequenceMask):
-    """Only the listed tokens take part: they are packed, attended to, and put back among zeros."""
+class VarlenMask(SequenceMask):
+    """Only the listed tokens take part: they are gathered, attended to, and put back among zeros."""
 
     tokens_q: Tokens | None  # None is all of them
     tokens_k: Tokens | None
@@ -156,14 +156,14 @@ class PackedMask(SequenceMask):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scores: Scores) -> Tensor:
         if bias is not None:
             return self._attend_as_tensor(q, k, v, bias, scores)
-        packed = attend_packed(
+        out = attend_varlen(
             _taken(q, self.tokens_q), _taken(k, self.tokens_k), _taken(v, self.tokens_k), scores, self.causal,
             self.window, self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k,
         )  # fmt: skip
         shape = (*q.shape[:-1], v.shape[-1])
         if self.tokens_q is None:
-            return packed.view(shape)
-        return packed.new_zeros(shape).index_put(self.tokens_q, packed)
+            return out.view(shape)
+        return out.new_zeros(shape).index_put(self.tokens_q, out)
 
 
 def attend_dense(
@@ -183,7 +183,7 @@ def attend_dense(
     return out
 
 
-def attend_packed(
+def attend_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -196,7 +196,7 @@ def attend_packed(
     max_seqlen_k: int | None,
 ) -> Tensor:
     """fast_attn_varlen_func, or what stands for it, with a layer's scores."""
-    out: Tensor = scores.functions.packed(
+    out: Tensor = scores.functions.varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scores.dropout_p, scores.softmax_scale,
         causal, window, scores.softcap, sinks=scores.sinks,
     )  # fmt: skip
@@ -218,7 +218,7 @@ def combine(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _taken(tensor: Tensor, tokens: Tokens | None) -> Tensor:
-    """The listed tokens, packed: (total, nheads, headdim). One copy, whatever the strides."""
+    """The listed tokens, gathered: (total, nheads, headdim). One copy, whatever the strides."""
     return tensor.flatten(0, 1) if tokens is None else tensor[tokens]
 
 

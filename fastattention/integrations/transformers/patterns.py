@@ -1,4 +1,4 @@
-"""What Transformers' mask functions stand for, and whether a model hands its mask to an attention function at all.
+"""Recognises what Transformers' mask functions compute, and whether a model uses its mask at all.
 
 Transformers describes a mask by a function of indices, composed out of a few of its own. Such a function is recognised
 only when every piece is known, told by its code object. Anything else is a pattern of its own, and None.
@@ -55,7 +55,7 @@ def recognise(mask_function: Callable[..., Any]) -> Pattern | None:
 def _recognise_intersection(overlay: Callable[..., Any], base: Callable[..., Any]) -> Pattern | None:
     """The pattern of and_masks(overlay, base)."""
     if _made_by(overlay, masking_utils.packed_sequence_mask_function):
-        return _recognise_packed(overlay, base)
+        return _recognise_packed_sequences(overlay, base)
     inner, size = recognise(base), _captured(overlay).get("sliding_window")
     if not isinstance(size, int) or size < 1:
         return None
@@ -66,7 +66,7 @@ def _recognise_intersection(overlay: Callable[..., Any], base: Callable[..., Any
     return None
 
 
-def _recognise_packed(overlay: Callable[..., Any], base: Callable[..., Any]) -> Pattern | None:
+def _recognise_packed_sequences(overlay: Callable[..., Any], base: Callable[..., Any]) -> Pattern | None:
     """Several sequences in a row. Positions run through each of them, so its pattern is the one that was remapped."""
     if not _made_by(base, masking_utils.remap_positions_for_packed_sequence):
         return None

@@ -1,4 +1,4 @@
-"""Keys and values that a FastAttentionCache holds: what it gives a layer in place of tensors, and attention to them."""
+"""StoredTokens: what a FastAttentionCache gives a layer instead of tensors, and attention to them."""
 
 from __future__ import annotations
 

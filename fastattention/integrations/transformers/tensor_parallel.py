@@ -39,7 +39,7 @@ def tile_allreduce(model: PreTrainedModel, *, plan: str | PlanOf = "auto", trans
     - `transport`: how blocks are summed, as in `TilingAllReduce`
 
     The model gets the attention implementation "fast_attention_tiled". It is "fast_attention", except that prompts with
-    padding on the left are not packed. Call it on every rank. Prompts are computed in row blocks where that is
+    padding on the left stay dense. Call it on every rank. Prompts are computed in row blocks where that is
     predicted to pay, decoding and short prompts as before. What cannot be tiled runs as before, too, with a
     NotTiledWarning that says why.
 
@@ -117,7 +117,7 @@ def _why_not_deferred(key: Tensor | StoredTokens, attention_mask: SequenceMask |
     if dropout:
         return f"dropout of {dropout}"
     mask = "" if attention_mask is None else f" ({type(attention_mask).__name__})"
-    return f"sequences are packed{mask}, as they are with padding on the right; pad on the left"
+    return f"sequences have variable lengths{mask}, as they are with padding on the right; pad on the left"
 
 
 def _dense(

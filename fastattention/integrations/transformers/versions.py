@@ -1,4 +1,4 @@
-"""Which Transformers this is: one that is supported, and what it calls by another name than others."""
+"""Supported versions of Transformers, and names that differ among them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def warn_of_old_version() -> None:
     if Version(transformers.__version__) < Version(OLDEST):
         warnings.warn(
             f"Transformers {transformers.__version__} is older than {OLDEST}, the oldest that fast_attention supports: "
-            "packed sequences and assisted generation fail with it; upgrade by "
+            "variable-length sequences and assisted generation fail with it; upgrade by "
             f"pip install --upgrade 'transformers>={OLDEST}'",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""The dispatch to torch_npu's operators, against the real torch_npu and without an NPU.
+"""Tests of the dispatch to torch_npu's operators, with the real torch_npu but no NPU.
 
 environment.py           whether torch_npu is installed; imports it
 acl_stub.py acl_stub.c   libraries of CANN that do nothing, without which torch_npu cannot be imported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from conformance.calls import build_call
-from conformance.case import Case, DenseCase, KvCacheCase, PackedCase
+from conformance.case import Case, DenseCase, KvCacheCase, VarlenCase
 from conformance.cases import CASES
 
 from fastattention.backends.ascend import vendor
@@ -29,7 +29,7 @@ MORE: list[Case] = [
                 seqlen_q=3, window=(5, 0)),
     KvCacheCase(name="vendor-leftpad-decode", cache_seqlens=(30, 200, 77), leftpad=(30, 7, 70), window=(50, 0)),
     *(
-        PackedCase(name=f"vendor-packed-{left}-{right}-sinks-{sinks}", seqlens_q=(9, 40, 0, 3, 7, 64, 5, 17),
+        VarlenCase(name=f"vendor-varlen-{left}-{right}-sinks-{sinks}", seqlens_q=(9, 40, 0, 3, 7, 64, 5, 17),
                    seqlens_k=(3, 33, 5, 0, 7, 64, 0, 90), nheads=6, window=(left, right), sinks=sinks)
         for left, right in ((-1, 0), (-1, 4), (6, 0), (6, 4), (2, 60), (100, 100))
         for sinks in (False, True)

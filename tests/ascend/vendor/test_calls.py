@@ -141,7 +141,7 @@ def test_only_caches_that_lie_in_another_way_are_copied(
 
 
 def test_lengths_are_ends_without_the_leading_zero() -> None:
-    given = calls()["packed"].arguments
+    given = calls()["varlen"].arguments
     # Of (1, 40, 0, 3, 130, 17) queries and (9, 33, 5, 0, 130, 64) keys: without the sequences that lack either.
     assert given["actual_seq_qlen"] == [1, 41, 171, 188]
     assert given["actual_seq_kvlen"] == [9, 42, 172, 236]
@@ -155,7 +155,7 @@ def test_a_dense_call_that_inference_does_not_take_goes_to_training() -> None:
 
 
 def test_nothing_to_attend_to_calls_nothing() -> None:
-    for name in ("empty-batch", "no-queries", "no-keys", "packed-no-keys", "packed-all-empty", "cache-empty"):
+    for name in ("empty-batch", "no-queries", "no-keys", "varlen-no-keys", "varlen-all-empty", "cache-empty"):
         assert name not in calls()
 
 

@@ -63,9 +63,9 @@ def npu_fusion_attention(
     else:
         require(input_layout == "TND", f"input_layout {input_layout}")
         require(actual_seq_qlen is not None and actual_seq_kvlen is not None, "TND without lengths")
-        rows = _packed(query, key, value, actual_seq_qlen or (), actual_seq_kvlen or (), scale, mask, sink)
+        rows = _varlen(query, key, value, actual_seq_qlen or (), actual_seq_kvlen or (), scale, mask, sink)
         out = torch.cat([each.out for each in rows])
-        statistics = [_packed_statistics(rows, name, softmax_layout) for name in ("maximum", "total")]
+        statistics = [_varlen_statistics(rows, name, softmax_layout) for name in ("maximum", "total")]
     return out.to(query.dtype), *statistics, query.new_empty(0), 0, 0, 0
 
 
@@ -91,7 +91,7 @@ def _sequence(
     return rows
 
 
-def _packed(
+def _varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -112,7 +112,7 @@ def _packed(
     return rows
 
 
-def _packed_statistics(rows: list[Rows], name: str, softmax_layout: str) -> Tensor:
+def _varlen_statistics(rows: list[Rows], name: str, softmax_layout: str) -> Tensor:
     """(tokens, heads, 8), of which each sequence's part lies heads first unless softmax_layout is TND."""
     parts = [_eight_times(getattr(each, name)) for each in rows]  # (heads, queries, 8)
     if softmax_layout == "TND":

@@ -11,7 +11,7 @@
 #define FA_DEVICE inline
 #define FA_KERNEL
 #define FA_PARAMETER const
-#define FA_LAUNCH_BOUNDS(threads, min_blocks)
+#define FA_LAUNCH_BOUNDS(threads, min_ctas)
 
 namespace fastattention {
 
@@ -24,11 +24,11 @@ struct Words4 {
 
 FA_DEVICE int thread_index() { return emulator::current->index; }
 FA_DEVICE int lane_index() { return emulator::current->lane; }
-FA_DEVICE int64_t block_index() { return emulator::block; }
+FA_DEVICE int64_t cta_index() { return emulator::cta; }
 
 FA_DEVICE void wait_for_previous_kernel() {}
 FA_DEVICE void let_next_kernel_start() {}
-FA_DEVICE void block_barrier() { emulator::block_barrier(); }
+FA_DEVICE void cta_barrier() { emulator::cta_barrier(); }
 FA_DEVICE void warp_barrier() { emulator::warp_barrier(); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return emulator::shuffle(x, lane_index() ^ mask); }
 FA_DEVICE int shuffle(int x, int lane) { return static_cast<int>(emulator::shuffle(static_cast<uint32_t>(x), lane & 31)); }
@@ -37,9 +37,9 @@ FA_DEVICE float shuffle(float x, int lane) {
     return emulator::float_of_bits(emulator::shuffle(emulator::bits_of_float(x), lane));
 }
 FA_DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_index() ^ mask); }
-FA_DEVICE int computed_here(int x) { return x; }
+FA_DEVICE int opaque(int x) { return x; }
 template <class T>
-FA_DEVICE const T* computed_here(const T* x) {
+FA_DEVICE const T* opaque(const T* x) {
     return x;
 }
 FA_DEVICE bool any_lane(bool x) { return emulator::any_lane(x); }

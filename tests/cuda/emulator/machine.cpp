@@ -13,7 +13,7 @@
 namespace emulator {
 
 Thread* current;
-std::int64_t block;
+std::int64_t cta;
 std::uint32_t epoch, first_epoch;
 
 namespace {
@@ -35,7 +35,7 @@ struct Launch {
 
 Launch* now;
 
-const Collective kBlockBarrier{"block_barrier", nullptr};
+const Collective kCtaBarrier{"cta_barrier", nullptr};
 
 void go_on_with(Thread& thread) {
     Thread& from = *current;
@@ -89,7 +89,7 @@ void let_go_on(Warp& warp) {
 // All warps wait at a barrier. They can go on.
 void release(const Thread& thread) {
     if (now->returned_late != nullptr)
-        fail(thread, "waits at block_barrier, but thread %d returned after an earlier barrier", now->returned_late->index);
+        fail(thread, "waits at cta_barrier, but thread %d returned after an earlier barrier", now->returned_late->index);
     ++epoch;
     now->waiting_warps = 0;
     for (Warp& warp : now->warps) let_go_on(warp);
@@ -100,7 +100,7 @@ void return_from_kernel() {
     Warp& warp = *me.warp;
     warp.returned |= bit_of(me);
     warp.stopped |= bit_of(me);
-    if (warp.arrived > 0 && warp.at != &kBlockBarrier) fail(me, "returned while lanes of its warp wait at %s", warp.at->name);
+    if (warp.arrived > 0 && warp.at != &kCtaBarrier) fail(me, "returned while lanes of its warp wait at %s", warp.at->name);
     if (epoch > first_epoch) now->returned_late = &me;
     if (--warp.live == 0) {
         count_accesses(warp);
@@ -126,7 +126,7 @@ void run_thread() {
     return_from_kernel();
 }
 
-void prepare_block(const Stacks& stacks) {
+void prepare_cta(const Stacks& stacks) {
     for (std::size_t i = 0; i < now->turns.size(); ++i) now->turns[i]->turn = i;
     for (Thread& thread : now->threads) {
         thread.num_groups = 0;
@@ -165,7 +165,7 @@ void fail(const Thread& thread, const char* format, ...) {
     va_start(arguments, format);
     std::vsnprintf(what, sizeof what, format, arguments);
     va_end(arguments);
-    std::snprintf(now->report->error, sizeof now->report->error, "block %lld, thread %d %s", static_cast<long long>(block),
+    std::snprintf(now->report->error, sizeof now->report->error, "cta %lld, thread %d %s", static_cast<long long>(cta),
                   thread.index, what);
     leave();
 }
@@ -176,12 +176,12 @@ void arrive(const Collective& at, void* operands) {
     check_fence(me, "waits for others");
     if (warp.arrived == 0) warp.at = &at;
     if (warp.at != &at) fail(me, "waits at %s while lanes of its warp wait at %s", at.name, warp.at->name);
-    if (warp.live < kLanes && &at != &kBlockBarrier) fail(me, "waits at %s, but lanes of its warp have returned", at.name);
+    if (warp.live < kLanes && &at != &kCtaBarrier) fail(me, "waits at %s, but lanes of its warp have returned", at.name);
     warp.operands[me.lane] = operands;
     warp.stopped |= bit_of(me);
     if (++warp.arrived < warp.live) return go_on_with(next_thread(me));
     count_accesses(warp);
-    if (&at != &kBlockBarrier) {
+    if (&at != &kCtaBarrier) {
         let_go_on(warp);
         return at.run(warp);
     }
@@ -189,7 +189,7 @@ void arrive(const Collective& at, void* operands) {
     release(me);
 }
 
-void block_barrier() { arrive(kBlockBarrier, nullptr); }
+void cta_barrier() { arrive(kCtaBarrier, nullptr); }
 
 void pause() {
     current->warp->stopped |= bit_of(*current);
@@ -236,14 +236,14 @@ bool launch(void (*kernel)(const void* params), const void* params, const Grid& 
     matrix_wavefronts = {};
     prepare_launch(num_warps);
     const Stacks stacks(num_warps * kLanes);
-    std::vector<std::int64_t> blocks(static_cast<std::size_t>(grid.num_blocks));
-    std::iota(blocks.begin(), blocks.end(), 0);
+    std::vector<std::int64_t> ctas(static_cast<std::size_t>(grid.num_ctas));
+    std::iota(ctas.begin(), ctas.end(), 0);
     std::mt19937 random(grid.shuffle);
-    if (grid.shuffle != 0) std::shuffle(blocks.begin(), blocks.end(), random);
-    for (std::size_t i = 0; i < blocks.size() && report.error[0] == '\0'; ++i) {
-        block = blocks[i];
+    if (grid.shuffle != 0) std::shuffle(ctas.begin(), ctas.end(), random);
+    for (std::size_t i = 0; i < ctas.size() && report.error[0] == '\0'; ++i) {
+        cta = ctas[i];
         if (grid.shuffle != 0) std::shuffle(now->turns.begin(), now->turns.end(), random);
-        prepare_block(stacks);
+        prepare_cta(stacks);
         begin_shared_memory(shared_bytes, now->threads.size());
         begin_flags();
         current = now->turns[0]->threads;

@@ -5,7 +5,7 @@
 // it stops at the next collective. Warps take turns at barriers. Waiting for a bulk copy, or for another process, is a
 // matter of a single thread.
 //
-// Found, with block and thread, and ending the launch:
+// Found, with cta and thread, and ending the launch:
 // - lanes of a warp that wait at different collectives, or return while others wait;
 // - a barrier that a thread misses: it took part in one, and returned before another (threads that return before the first
 //   barrier do not count);
@@ -37,7 +37,7 @@ struct Range {
 
 // The CTAs of a launch; ../emulator.py mirrors it.
 struct Grid {
-    std::int64_t num_blocks;
+    std::int64_t num_ctas;
     std::uint64_t shuffle;  // 0: CTAs, and warps within each, run in their order; else a seed for another one
 };
 
@@ -86,7 +86,7 @@ struct Warp {
 // The thread that runs.
 extern Thread* current;
 // Of the CTA that runs.
-extern std::int64_t block;
+extern std::int64_t cta;
 // Advances at each barrier of a CTA, and from one CTA to the next; the first of this CTA.
 extern std::uint32_t epoch, first_epoch;
 
@@ -97,7 +97,7 @@ extern std::uint32_t epoch, first_epoch;
 void arrive(const Collective& at, void* operands);
 
 // The current thread waits for all threads of the CTA that have not returned.
-void block_barrier();
+void cta_barrier();
 
 // The current thread stops until another one resumes it. When no thread can go on, a bulk copy ends that one waits for.
 void pause();

@@ -9,7 +9,7 @@ narrowly (benchmarks/ascend_plan.py). The validation is weaker evidence than a b
 
 A stage's cycles follow from the rates of chips.py by the pipeline of core.py, with two constants:
 
-- WRITE_SHARE, from Q K^T, most of whose time the scores leave L0C at the rate of writes to the second-level cache;
+- WRITE_SHARE, from Q K^T, most of whose time the scores leave L0C at the rate of writes to the L2 cache;
 - SLICE_CYCLES, from the softmax, whose rates account for all but some 50 cycles a slice.
 
 The product with values and the update of O have no constant of their own, so what is predicted for them is a check.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 LAUNCH_CYCLES = 10_900  # published: from the host's launch to the first block
 DISPATCH_CYCLES = 2_000  # published: of a block; the model pays it for every row block, on a persistent grid too
 HANDOVER_CYCLES = 220  # published: a synchronisation, by the vendor's simulator; its fit to hardware has up to 1000
-WRITE_SHARE = 0.958  # fitted to Q K^T: of the nominal rate of writes to the second-level cache
+WRITE_SHARE = 0.958  # fitted to Q K^T: of the nominal rate of writes to the L2 cache
 SLICE_CYCLES = 52.0  # fitted to the softmax: a slice's seven Vector instructions filling their pipeline, row statistics
 SOFTMAX_PASSES = 5  # over a slice at the Vector's plain rate: scale, row maximum, difference, row sum, conversion
 MASK_PASSES = 2  # more where a mask is applied: its conversion and the selection

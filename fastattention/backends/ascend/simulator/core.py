@@ -3,7 +3,7 @@
 A stage is cut as the hardware's buffers demand. Within a stage all pipes overlap, two halves of a buffer in turn. Two
 stages of the Cube do not overlap: each uses all of level 0, and a 128 x 256 tile of float32 scores is the whole of L0C.
 This is an assumption. Latencies of a busy chip agree with it; those of a lone core (published.FEW_CORES) are shorter,
-as if stages did overlap and a busy chip lost as much again where its cores meet in the second-level cache, whose total
+as if stages did overlap and a busy chip lost as much again where its cores meet in the L2 cache, whose total
 rate is not published. Loads into L1 run ahead across stages as far as there are buffers. The two Vector units take half
 of the rows each, and their stages overlap wherever pipes and buffers allow it.
 """

@@ -1,4 +1,4 @@
-"""The time of a row block from its stages alone: coarse, and cheap enough to compare many tilings."""
+"""A coarse estimate of the time of a row block, cheap enough to compare many tilings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time on one AI Core: pipes that do one thing after another, and buffers that are released before they are reused."""
+"""Discrete events on one AI Core: pipes that run one operation at a time, and buffers that are reused."""
 
 from __future__ import annotations
 

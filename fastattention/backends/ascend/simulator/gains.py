@@ -1,4 +1,4 @@
-"""What each strategy gains: the ablation, and the gain of two-level tiling split into its causes."""
+"""The predicted gain of each strategy: an ablation, and the gain of two-level tiling by cause."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, Costs
 from fastattention.backends.ascend.simulator.tiles import Tiling
-from fastattention.backends.ascend.simulator.whole_chip import Prediction, predict
-from fastattention.backends.ascend.simulator.workload import MaskMode, Workload, padded
+from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, predict
+from fastattention.backends.ascend.simulator.workload import MaskMode, SimulatedCall, padded
 from fastattention.backends.ascend.tiling import why_not_fit
 from fastattention.errors import UnsupportedError
 
@@ -17,11 +17,11 @@ PAPER_PRELOAD, DEEPER_PRELOAD = 2, 4
 
 
 @dataclass(frozen=True)
-class Step:
+class AblationStep:
     """One more strategy than the step before."""
 
     name: str
-    prediction: Prediction
+    prediction: ChipPrediction
     gain: float  # over the step before; 1.0 of the first
 
 
@@ -33,7 +33,7 @@ class Cause:
     factor: float
 
 
-def unified_tiling(workload: Workload, chip: Chip) -> Tiling:
+def unified_tiling(workload: SimulatedCall, chip: Chip) -> Tiling:
     """FlashAttention as on a GPU: one small tile for both units, handed over each time, nothing computed ahead.
 
     UNIFIED_TILE or, where that does not fit the Vectors' buffers in one piece, the largest square tile that does; not
@@ -47,7 +47,7 @@ def unified_tiling(workload: Workload, chip: Chip) -> Tiling:
     raise UnsupportedError(f"headdim={workload.headdim} fits no buffers of {chip.name} at any tile size")
 
 
-def ablation(workload: Workload, tiling: Tiling, chip: Chip) -> list[Step]:
+def ablation(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> list[AblationStep]:
     """Unified tiling, two-level tiling, deeper preload and, under a mask, the tiling-mask, each on top of the last.
 
     `tiling` gives the two-level tiles. Until the tiling-mask comes, a masked workload has the ordinary full mask and
@@ -67,12 +67,12 @@ def ablation(workload: Workload, tiling: Tiling, chip: Chip) -> list[Step]:
         runs.append(("+ tiling-mask: no full mask read", predict(tiling_mask, deeper, chip)))
     before_each = [runs[0][1], *(prediction for _, prediction in runs)]
     return [
-        Step(name, prediction, earlier.seconds / prediction.seconds)
+        AblationStep(name, prediction, earlier.seconds / prediction.seconds)
         for (name, prediction), earlier in zip(runs, before_each, strict=False)
     ]
 
 
-def causes(workload: Workload, tiling: Tiling, chip: Chip) -> list[Cause]:
+def causes(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> list[Cause]:
     """Why two-level tiling on the paper's schedule is faster than unified tiling.
 
     A chain of counterfactual kernels from one to the other, each with one cost less: the factors depend on the order,

@@ -1,4 +1,4 @@
-"""How fast a core reads: from the second-level cache, or from memory what nobody has brought into the cache yet."""
+"""The bandwidth at which a core reads, from the L2 cache or from memory."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def rate(chip: Chip, active_cores: int, sharers: float) -> float:
 
 
 def cached(chip: Chip, write_share: float) -> Memory:
-    """Everything is in the second-level cache."""
+    """Everything is in the L2 cache."""
     read = chip.l2_read_rate
     return Memory(read, read, read, read, chip.l2_write_rate * write_share)

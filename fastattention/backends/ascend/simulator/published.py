@@ -1,4 +1,4 @@
-"""Latencies that others measured on Ascend chips: what the model is validated on. No constant was fitted to them.
+"""Published latencies of Ascend chips that validate the model. No constant was fitted to them.
 
 They were known when the model's structure was settled, which calibration.py says more about.
 
@@ -19,8 +19,8 @@ from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, P
 from fastattention.backends.ascend.simulator.core import CubeUnit, Setting, VectorUnit
 from fastattention.backends.ascend.simulator.memory import cached
 from fastattention.backends.ascend.simulator.tiles import Shape, Tiling
-from fastattention.backends.ascend.simulator.whole_chip import Prediction, predict
-from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, predict
+from fastattention.backends.ascend.simulator.workload import SimulatedCall
 
 
 class Measured(NamedTuple):
@@ -63,7 +63,7 @@ class Validated:
 
     seqlen: int
     measured: Measured
-    prediction: Prediction
+    prediction: ChipPrediction
 
     @property
     def error(self) -> float:
@@ -76,12 +76,12 @@ class Validated:
         return ALLOWED_ERROR[self.seqlen]
 
 
-def single_head(seqlen: int) -> Workload:
+def single_head(seqlen: int) -> SimulatedCall:
     """The problem that was measured."""
-    return Workload(1, seqlen, seqlen, 1, 1, PUBLISHED_TILE[2], PUBLISHED_TILE[2], torch.float16)
+    return SimulatedCall(1, seqlen, seqlen, 1, 1, PUBLISHED_TILE[2], PUBLISHED_TILE[2], torch.float16)
 
 
-def of_a3(seqlen: int) -> Workload:
+def of_a3(seqlen: int) -> SimulatedCall:
     """Likewise, of A3."""
     return replace(single_head(seqlen), nheads=12)
 

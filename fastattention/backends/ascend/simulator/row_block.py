@@ -1,4 +1,4 @@
-"""A row block on a core: one tile of queries against its tiles of keys, on a schedule with or without preload.
+"""The time of a row block on a core: one tile of queries against its tiles of keys, with or without preload.
 
 With preload p the Cube goes on to the scores of tile j + p - 1 before it multiplies the weights of tile j with values.
 p = 2 is the paper's schedule: scores 1 while the Vector units work on scores 0, then weights 0 times values while they

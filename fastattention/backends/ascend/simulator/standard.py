@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, MASK_PASSES, SOFTMAX_PASSES
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES
-from fastattention.backends.ascend.simulator.workload import Workload
+from fastattention.backends.ascend.simulator.workload import SimulatedCall
 
 GEMM_TILE = 256  # rows and columns of a result that a core computes while it reads its operands once
 
@@ -46,7 +46,7 @@ class StandardPrediction:
     num_kernels: int
 
 
-def predict_standard(workload: Workload, chip: Chip, kind: StandardKind) -> StandardPrediction:
+def predict_standard(workload: SimulatedCall, chip: Chip, kind: StandardKind) -> StandardPrediction:
     """All scores are computed, hidden ones too."""
     scores = float(workload.batch_size * workload.nheads) * workload.seqlen_q * workload.seqlen_k
     kernels = _kernels(workload, kind)
@@ -56,7 +56,7 @@ def predict_standard(workload: Workload, chip: Chip, kind: StandardKind) -> Stan
     return StandardPrediction(cycles / chip.clock_hz, widest * scores, traffic, len(kernels))
 
 
-def _kernels(workload: Workload, kind: StandardKind) -> list[_Kernel]:
+def _kernels(workload: SimulatedCall, kind: StandardKind) -> list[_Kernel]:
     size, shape = workload.dtype.itemsize, workload.shape
     masked = workload.has_window
     # Products are cut into GEMM_TILE x GEMM_TILE results: each operand is read once for so many rows of the other.
@@ -74,7 +74,7 @@ def _kernels(workload: Workload, kind: StandardKind) -> list[_Kernel]:
     return [scores, scale, *hide, softmax, convert, values]
 
 
-def _cycles(kernel: _Kernel, scores: float, workload: Workload, chip: Chip) -> float:
+def _cycles(kernel: _Kernel, scores: float, workload: SimulatedCall, chip: Chip) -> float:
     cores = chip.num_cores
     macs = chip.cube_m * chip.cube_n * chip.cube_k / (chip.float32_slowdown if workload.shape.is_float32 else 1)
     cube = kernel.products * scores / (2 * macs)

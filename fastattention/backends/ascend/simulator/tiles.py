@@ -1,4 +1,4 @@
-"""How work is cut: tiles between Cube and Vector, and below them what a unit holds at a time."""
+"""Tile sizes: of the tiles that Cube and Vector exchange, and of what each unit processes at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole chip: row blocks dealt out to the cores of a persistent grid, and what a call then takes."""
+"""The time of a call on the whole chip: row blocks are dealt out to the cores of a persistent grid."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastattention.backends.ascend.simulator.core import Setting
 from fastattention.backends.ascend.simulator.memory import cached, rate
 from fastattention.backends.ascend.simulator.row_block import Run, row_block, simulate
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Tiling
-from fastattention.backends.ascend.simulator.workload import MaskMode, Workload, decode_splits
+from fastattention.backends.ascend.simulator.workload import MaskMode, SimulatedCall, decode_splits
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ChipPrediction:
     """What the model says of a call. No figure has been measured."""
 
-    workload: Workload
+    workload: SimulatedCall
     tiling: Tiling
     chip: Chip
     seconds: float
@@ -57,7 +57,7 @@ class _Items:
         return max(float(each[core::num_cores].sum()) for core in range(min(len(each), num_cores)))
 
 
-def predict(workload: Workload, tiling: Tiling, chip: Chip, costs: Costs = DEFAULT_COSTS) -> Prediction:
+def predict(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs = DEFAULT_COSTS) -> ChipPrediction:
     """Simulate a call."""
     items = _items(workload, tiling, chip)
     setting = _setting(workload, tiling, chip, costs, items)
@@ -70,11 +70,13 @@ def predict(workload: Workload, tiling: Tiling, chip: Chip, costs: Costs = DEFAU
     spent = {reason: sum(share * result.spent[reason] for share, result in parts) for reason in results[0].spent}
     spent["launch"] = launch / total
     spent["cores without work"] = 1.0 - sum(spent.values())
-    return Prediction(workload, tiling, chip, total / chip.clock_hz, busy, spent, len(items.kind_of), items.num_splits)
+    return ChipPrediction(
+        workload, tiling, chip, total / chip.clock_hz, busy, spent, len(items.kind_of), items.num_splits
+    )
 
 
 def estimate_cycles(
-    workload: Workload, tiling: Tiling, chip: Chip, row_block_cycles: Callable[[Setting, int, int], float]
+    workload: SimulatedCall, tiling: Tiling, chip: Chip, row_block_cycles: Callable[[Setting, int, int], float]
 ) -> float:
     """As `predict`, with another answer to what a row block takes."""
     items = _items(workload, tiling, chip)
@@ -83,12 +85,12 @@ def estimate_cycles(
     return _launch_cycles(items, DEFAULT_COSTS) + items.longest_core(cycles, chip.num_cores)
 
 
-def simulate_row_block(workload: Workload, tiling: Tiling, chip: Chip, num_tiles: int) -> Run:
+def simulate_row_block(workload: SimulatedCall, tiling: Tiling, chip: Chip, num_tiles: int) -> Run:
     """The first so many tiles of a row block without a mask, with all that happens, as `predict` sees them."""
     return simulate(_setting(workload, tiling, chip, DEFAULT_COSTS, _items(workload, tiling, chip)), num_tiles)
 
 
-def _items(workload: Workload, tiling: Tiling, chip: Chip) -> _Items:
+def _items(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> _Items:
     blocks = workload.row_blocks(tiling)
     most = max(tiles for tiles, _ in blocks)
     num_splits = decode_splits(len(blocks) * workload.num_heads, most, chip.num_cores) if workload.is_decode else 1
@@ -105,7 +107,7 @@ def _launch_cycles(items: _Items, costs: Costs) -> float:
     return costs.launch * (2 if items.num_splits > 1 else 1)  # the second kernel merges the splits
 
 
-def _setting(workload: Workload, tiling: Tiling, chip: Chip, costs: Costs, items: _Items) -> Setting:
+def _setting(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs, items: _Items) -> Setting:
     """A core's view of a call: what it reads comes from memory unless the call as a whole fits the cache.
 
     A decode reads keys and values from memory whatever their size: the rest of a model has passed since they were
@@ -123,7 +125,7 @@ def _setting(workload: Workload, tiling: Tiling, chip: Chip, costs: Costs, items
     return Setting(chip, tiling, workload.shape, memory, costs)
 
 
-def _workspace_bytes(workload: Workload, tiling: Tiling) -> int:
+def _workspace_bytes(workload: SimulatedCall, tiling: Tiling) -> int:
     """Of one score tile between the units of a core: scores, weights and product."""
     shape = workload.shape
     row = tiling.outer_tile_n * (shape.score_bytes + shape.element_bytes) + shape.headdim_v * FLOAT32_BYTES

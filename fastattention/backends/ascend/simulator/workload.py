@@ -1,4 +1,4 @@
-"""What is computed: the lengths, heads and mask of a call, and how its mask reaches the kernel."""
+"""SimulatedCall: the lengths, heads and mask of a simulated call, and how its mask reaches the kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MaskMode(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Workload:
+class SimulatedCall:
     """One call of attention on a batch of equally long sequences."""
 
     batch_size: int
@@ -41,7 +41,7 @@ class Workload:
     score_bytes: int = FLOAT32_BYTES  # of a score between Cube and Vector
 
     @classmethod
-    def of(cls, problem: Problem) -> Workload:
+    def of(cls, problem: Problem) -> SimulatedCall:
         """The longest lengths of a problem."""
         return cls(
             problem.batch_size,

@@ -1,15 +1,15 @@
-"""The fused attention operators of torch_npu: which calls they serve exactly, and those calls in the vendor's words.
+"""Calls the fused attention operators of torch_npu, and knows which calls they serve exactly.
 
 limits.py     why_not: what the operators take, each limit with its source
 masks.py      a window as sparse_mode, pre_tokens, next_tokens; which queries have no keys
 operators.py  one call of an operator: its arguments by name, checked, since the vendor checks little
-prefill.py    dense and packed sequences
+prefill.py    dense and variable-length sequences
 cache.py      keys and values in a cache, rows or pages; also dense sequences, whose cache is full
 quantised.py  int8 caches, and int8 queries, keys and values; no public function reaches these yet
 linear_all_reduce.py  no attention: the product that follows it and the sum over ranks, as one operator
 
 torch_npu has two operators of attention. npu_fused_infer_attention_score is documented for inference and takes caches;
-npu_fusion_attention is documented for training, and takes packed sequences, float32, sinks and any head dimension.
+npu_fusion_attention is documented for training, and takes varlen calls, float32, sinks and any head dimension.
 Nothing here imports torch_npu: whoever has tensors on an NPU has imported it, and it registers torch.ops.npu.
 """
 

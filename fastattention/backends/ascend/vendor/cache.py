@@ -1,4 +1,4 @@
-"""Keys and values in a cache, on npu_fused_infer_attention_score; dense sequences are a cache that is full.
+"""Calls with a KV cache on npu_fused_infer_attention_score; a dense call is one whose cache is full.
 
 The operator takes contiguous tensors: caches stored tokens first (BSND) or heads first (BNSD), and pages as
 (num_blocks, page_block_size, nheads_k * headdim) under the first layout or (num_blocks, nheads_k, page_block_size,

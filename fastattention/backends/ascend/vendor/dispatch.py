@@ -1,4 +1,4 @@
-"""Which operator serves a call."""
+"""Chooses the operator that serves a call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:
     """Attention of a problem that `why_not` accepted, on the device of its tensors.
 
     inputs: q after rotary embedding, caches with the new tokens appended; cache_seqlens is without them.
-    Reads lengths of packed sequences and of caches on the host, where the operators take them: this waits for the
-    device. Raises UnsupportedError for a paged cache or packed keys larger than the operators can count.
+    Reads lengths of varlen calls and of caches on the host, where the operators take them: this waits for the
+    device. Raises UnsupportedError for a paged cache or varlen keys larger than the operators can count.
     """
-    if problem.layout is Layout.PACKED:
-        return prefill.forward_packed(problem, inputs)
+    if problem.layout is Layout.VARLEN:
+        return prefill.forward_varlen(problem, inputs)
     if problem.layout is Layout.KVCACHE:
         return cache.forward(problem, inputs, cache.cache_lengths(problem, inputs))
     return _forward_dense(problem, inputs)
@@ -28,7 +28,7 @@ def why_rather_not(problem: Problem, inputs: Inputs) -> str | None:
 
     The tensors are larger than the operators can count, which `forward` refuses, or would be copied in every call.
     """
-    if problem.layout is Layout.PACKED and inputs.k.shape[0] > limits.MAX_TOKENS:
+    if problem.layout is Layout.VARLEN and inputs.k.shape[0] > limits.MAX_TOKENS:
         return f"k has {inputs.k.shape[0]} tokens; the operators take {limits.MAX_TOKENS} at most"
     if inputs.cache_batch_idx is not None or inputs.cache_leftpad is not None:
         return "cache_batch_idx and cache_leftpad are unknown to the operators: the keys in use would be copied"

@@ -1,9 +1,9 @@
-"""What the operators of torch_npu take: reasons, each limit with its source. Plain Python on a Problem.
+"""The limits of the operators of torch_npu, each with its source, as reasons to refuse a Problem.
 
 Sources, those of torch_npu as of version 2.13:
     [T]  torch_npu's documentation of npu_fusion_attention
     [I]  torch_npu's documentation of npu_fused_infer_attention_score
-    [V]  CANN's page aclnnFlashAttentionVarLenScoreV5, what [T] runs for packed sequences
+    [V]  CANN's page aclnnFlashAttentionVarLenScoreV5, what [T] runs for variable-length sequences
     [S]  CANN's page aclnnFlashAttentionScoreV3, what [T] runs with sinks
 Where they disagree the narrower one counts.
 """
@@ -15,10 +15,10 @@ import torch
 from fastattention.problem import Layout, Problem
 
 MAX_HEADS = 256  # [T], [I]: of queries
-MAX_TOKENS = 2**20  # [T]: "1M" tokens of a sequence; [V]: and of all packed sequences
+MAX_TOKENS = 2**20  # [T]: "1M" tokens of a sequence; [V]: and of all variable-length sequences
 _MAX_HEADDIM = 768  # [T]
 _MAX_BATCH = 2 * 2**20  # [T]: "2M" sequences of one length
-_MAX_PACKED_BATCH = 1024  # [T]: a list of lengths has at most "1K"; [V] allows 20000
+_MAX_VARLEN_BATCH = 1024  # [T]: a list of lengths has at most "1K"; [V] allows 20000
 
 _MAX_CACHE_HEADDIM = 512  # [I]
 _HEADDIM_STEP = 16  # [I]: with float16 and bfloat16, for more than one query. Asked of every call, to be safe
@@ -43,8 +43,8 @@ def why_not(problem: Problem) -> str | None:
         return f"a quantised cache ({problem.cache_dtype}) is served by forward_int8_kv alone"
     if problem.layout is Layout.KVCACHE:
         return why_not_inference(problem)
-    if problem.layout is Layout.PACKED:
-        return _why_not_packed(problem)
+    if problem.layout is Layout.VARLEN:
+        return _why_not_varlen(problem)
     if why_not_inference(problem) is None:
         return None
     return _why_not_training(problem)
@@ -79,20 +79,20 @@ def _why_not_training(problem: Problem) -> str | None:
     return _beyond(bounds, "npu_fusion_attention")
 
 
-def _why_not_packed(problem: Problem) -> str | None:
+def _why_not_varlen(problem: Problem) -> str | None:
     if problem.is_paged:  # [T], [V]: there is no block table; [I]: nor with TND before bfloat16 and headdim 128
-        return "block_table with packed sequences; npu_fusion_attention takes no pages"
+        return "block_table with variable-length sequences; npu_fusion_attention takes no pages"
     if (reason := _why_not_training(problem)) is not None:
         return reason
-    bounds = {"batch_size": (problem.batch_size, _MAX_PACKED_BATCH), "total_q": (problem.total_q, MAX_TOKENS)}
-    return _beyond(bounds, "npu_fusion_attention with packed sequences")
+    bounds = {"batch_size": (problem.batch_size, _MAX_VARLEN_BATCH), "total_q": (problem.total_q, MAX_TOKENS)}
+    return _beyond(bounds, "npu_fusion_attention with variable-length sequences")
 
 
 def why_not_inference(problem: Problem) -> str | None:
     """What npu_fused_infer_attention_score does not take of a call with a cache, or of a dense one."""
     if problem.dtype not in (torch.float16, torch.bfloat16):  # [I]
         return f"dtype {problem.dtype}; npu_fused_infer_attention_score takes float16 and bfloat16"
-    if problem.has_sinks:  # version 2 of the operator has learnable_sink: packed sequences in bfloat16 only
+    if problem.has_sinks:  # version 2 of the operator has learnable_sink: variable-length sequences in bfloat16 only
         return "sinks; npu_fused_infer_attention_score takes none with these layouts"
     if problem.headdim_v != problem.headdim:  # [I]: k and v have one shape
         return f"headdim_v={problem.headdim_v} must equal headdim={problem.headdim} for npu_fused_infer_attention_score"

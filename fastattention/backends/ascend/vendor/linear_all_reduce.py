@@ -1,4 +1,4 @@
-"""The product of a row-parallel linear layer and the sum over its ranks, as one operator: npu_mm_all_reduce_base.
+"""npu_mm_all_reduce_base: a row-parallel linear layer and its all-reduce as one operator.
 
     out = sum over ranks of x @ weight.T
 

@@ -1,4 +1,4 @@
-"""Windows in the vendor's words, and queries that see no key.
+"""Translates a window to the operators' arguments, and finds the queries that see no key.
 
 Both operators take a mask as sparse_mode and, for the modes used here, the one mask tile of 2048 x 2048:
 

@@ -1,4 +1,4 @@
-"""One call of an operator of torch_npu: built as data, checked, then run.
+"""One call of a torch_npu operator: built as data, checked, then run.
 
 The vendor checks little. Without a mask a sparse_mode is ignored and every query sees every key; a mask of another size
 or a number of query heads that key heads do not divide is accepted by shape inference, and then computes something.

@@ -1,10 +1,10 @@
-"""Dense and packed sequences on npu_fusion_attention.
+"""Dense and variable-length sequences on npu_fusion_attention.
 
 Layouts are BSND and TND, which are ours. The operator returns the maximum and the sum of every row's softmax eight
-times over, as (batch, heads, queries, 8) or (tokens, heads, 8), and lse = maximum + log(sum). Lengths of packed
+times over, as (batch, heads, queries, 8) or (tokens, heads, 8), and lse = maximum + log(sum). Lengths of varlen
 sequences are lists of cumulative ends, without the 0 that cu_seqlens begins with.
 
-Rows without keys are not given to the operator. It repairs them in some modes, but packed sequences in mode 3 must
+Rows without keys are not given to the operator. It repairs them in some modes, but varlen sequences in mode 3 must
 have no more queries than keys (FlashAttentionVarLenScore, version 5), and no value for their softmax is documented.
 """
 
@@ -38,8 +38,8 @@ def dense_call(problem: Problem, inputs: Inputs) -> Call:
     return Call(TRAINING, arguments | {"input_layout": "BSND"})
 
 
-class PackedPlan(NamedTuple):
-    """Packed sequences as the operator takes them: each with a query and a key, and every query with a key."""
+class VarlenPlan(NamedTuple):
+    """Variable-length sequences as the operator takes them: each with a query and a key, and every query with a key."""
 
     ends_q: list[int]  # cumulative, without the leading 0
     ends_k: list[int]
@@ -47,7 +47,7 @@ class PackedPlan(NamedTuple):
     spans_k: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, offsets_q: Sequence[int], offsets_k: Sequence[int], window_right: int) -> PackedPlan:
+    def of(cls, offsets_q: Sequence[int], offsets_k: Sequence[int], window_right: int) -> VarlenPlan:
         """The plan for cu_seqlens_q and cu_seqlens_k."""
         spans_q, spans_k = [], []
         for (first_q, last_q), (first_k, last_k) in zip(
@@ -64,11 +64,11 @@ def _ends(spans: list[tuple[int, int]]) -> list[int]:
     return list(itertools.accumulate(last - first for first, last in spans))
 
 
-def forward_packed(problem: Problem, inputs: Inputs) -> AttentionOutput:
+def forward_varlen(problem: Problem, inputs: Inputs) -> AttentionOutput:
     """One call of the operator, for the queries that have keys."""
     assert inputs.cu_seqlens_q is not None
     assert inputs.cu_seqlens_k is not None
-    plan = PackedPlan.of(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), problem.window_right)
+    plan = VarlenPlan.of(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), problem.window_right)
     if not plan.spans_q:
         return empty_output(problem, inputs)
     check_size("tokens of k", inputs.k.shape[0], MAX_TOKENS)
@@ -79,7 +79,7 @@ def forward_packed(problem: Problem, inputs: Inputs) -> AttentionOutput:
         given = given._replace(q=inputs.q[kept_q])
     if kept_k is not None:
         given = given._replace(k=inputs.k[kept_k], v=inputs.v[kept_k])
-    out, row_max, row_sum, *_ = run(packed_call(problem, given, plan))
+    out, row_max, row_sum, *_ = run(varlen_call(problem, given, plan))
     lse = (row_max[..., 0] + row_sum[..., 0].log()).T  # (nheads, tokens)
     if kept_q is None:
         return AttentionOutput(out, lse.contiguous() if problem.return_lse else None)
@@ -90,17 +90,17 @@ def forward_packed(problem: Problem, inputs: Inputs) -> AttentionOutput:
     return output
 
 
-def packed_call(problem: Problem, inputs: Inputs, plan: PackedPlan) -> Call:
+def varlen_call(problem: Problem, inputs: Inputs, plan: VarlenPlan) -> Call:
     """The call for sequences of which every query has keys; inputs hold the plan's tokens only."""
     mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, problem.seqlen_k)
-    packed = {
+    varlen = {
         "input_layout": "TND",
         "actual_seq_qlen": plan.ends_q,
         "actual_seq_kvlen": plan.ends_k,
         # Otherwise the maxima of a sequence lie heads first, in a tensor that has the shape of tokens first.
         "softmax_layout": "TND",
     }
-    return Call(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | packed)
+    return Call(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | varlen)
 
 
 def _kept(spans: list[tuple[int, int]], tensor: Tensor) -> Tensor | None:

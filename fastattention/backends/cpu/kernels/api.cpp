@@ -5,7 +5,7 @@
 
 #include "forward.hpp"
 #include "isa.hpp"
-#include "lent_threads.hpp"
+#include "omp_team.hpp"
 #include "prepared.hpp"
 #include "thread_pool.hpp"
 #include "work_queue.hpp"
@@ -15,7 +15,7 @@
 using namespace fastattention;
 
 // Changes with every change of params.h or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 5; }
+FA_EXPORT int64_t fastattention_abi_version() { return 6; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
@@ -66,8 +66,8 @@ FA_EXPORT uint32_t fastattention_queue_newest(void* queue) { return static_cast<
 FA_EXPORT void fastattention_queue_end(void* queue) { delete static_cast<WorkQueue*>(queue); }
 
 // Addresses of GOMP_parallel and omp_get_max_threads; null for none.
-FA_EXPORT void fastattention_lend_threads(void* parallel, void* max_threads) {
-    lend_threads({reinterpret_cast<decltype(OpenMp::parallel)>(parallel),
+FA_EXPORT void fastattention_set_omp_team(void* parallel, void* max_threads) {
+    set_omp_team({reinterpret_cast<decltype(OpenMp::parallel)>(parallel),
                   reinterpret_cast<decltype(OpenMp::max_threads)>(max_threads)});
 }
 
@@ -86,10 +86,10 @@ FA_EXPORT double fastattention_flop_loop(int64_t isa, int64_t kind, int64_t iter
 }
 
 FA_EXPORT void fastattention_read_loop(int64_t isa, const char* data, int64_t bytes, int64_t num_threads) {
-    constexpr int64_t kPiece = int64_t{1} << 20;
+    constexpr int64_t kReadChunk = int64_t{1} << 20;
     const Kernels& kernels = isa_kernels(static_cast<int>(isa));
-    parallel_for(bytes / kPiece, static_cast<int>(num_threads),
-                 [&](int64_t index, int) { kernels.read_loop(data + index * kPiece, kPiece); });
+    parallel_for(bytes / kReadChunk, static_cast<int>(num_threads),
+                 [&](int64_t index, int) { kernels.read_loop(data + index * kReadChunk, kReadChunk); });
 }
 
 // What tile_range.hpp says of a tile, for the test that holds tile_range.py to it.

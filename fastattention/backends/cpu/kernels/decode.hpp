@@ -15,7 +15,7 @@ static constexpr int kMaxGroup = Vec::kWidth < 8 ? Vec::kWidth : 8;
 
 // scores[j * kGroup + g] = key j . query g for the keys of a block, rounded up to whole vectors by repeating the last key.
 template <int kGroup, class Element, class Dot>
-static void score_block(Dot, const Block<Element>& block, int64_t head, const float* queries, int64_t query_stride,
+static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const float* queries, int64_t query_stride,
                         int64_t headdim, float* scores) {
     constexpr int kKeys = Vec::kWidth / kGroup;
     const int64_t chunks = headdim / Dot::kChunk;
@@ -67,7 +67,7 @@ static void score_block(Dot, const Block<Element>& block, int64_t head, const fl
 // acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns from `column` on. units: of the
 // probabilities of each row.
 template <class Element, class Dot, int kGroup, int kChunks, bool kPartial>
-FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
+FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, const float* probabilities, const float* units,
                                   float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
     constexpr int kVectors = Dot::kColumnVectors;
     const int tail = static_cast<int>(headdim_v - column);
@@ -112,7 +112,7 @@ FA_INLINE void accumulate_columns(const Block<Element>& block, int64_t head, con
 
 // The columns from `column` on, kChunks chunks at a time as long as there are so many, then half as many.
 template <class Element, class Dot, int kGroup, int kChunks>
-FA_INLINE void accumulate_from(const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
+FA_INLINE void accumulate_from(const KeyBlock<Element>& block, int64_t head, const float* probabilities, const float* units,
                                float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
     for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
         accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride,
@@ -127,7 +127,7 @@ FA_INLINE void accumulate_from(const Block<Element>& block, int64_t head, const 
 }
 
 template <int kGroup, class Element, class Dot>
-static void accumulate_block(Dot, const Block<Element>& block, int64_t head, const float* probabilities, const float* units,
+static void accumulate_block(Dot, const KeyBlock<Element>& block, int64_t head, const float* probabilities, const float* units,
                              float* acc_o, int64_t acc_stride, int64_t headdim_v) {
     // As many accumulators as leave registers for a value and a broadcast.
     constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
@@ -161,7 +161,7 @@ public:
     }
 
     // `head`: which of the block's heads this is.
-    void attend(const Block<Element>& block, int64_t head) {
+    void attend(const KeyBlock<Element>& block, int64_t head) {
         const TileRange& mask = sequence_->mask;
         const TileKind kind =
             mask.classify(rows_[0].token, rows_[kGroup - 1].token, block.first, block.first + block.n - 1);
@@ -169,9 +169,9 @@ public:
         const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
         score_block<kGroup>(Dot{}, block, head, queries_, query_stride_, call_->params->headdim, scores_);
         if constexpr (kQuantised<Element>) scale_scores(block, head, padded);
-        if (modifies_) modify(block);
+        if (modifies_) score_mod(block);
         for (int64_t i = block.n * kGroup; i < padded; ++i) scores_[i] = -kInfinity;
-        if (kind == TileKind::kPartial) hide(block);
+        if (kind == TileKind::kPartial) apply_mask(block);
         softmax(padded);
         accumulate_block<kGroup>(Dot{}, block, head, probabilities_, units_, acc_o_, acc_stride_, call_->params->headdim_v);
     }
@@ -219,7 +219,7 @@ private:
 
     // Scores of a quantised cache are products with what it stores; values likewise, so that their scales join the
     // probabilities.
-    void scale_scores(const Block<Element>& block, int64_t head, int64_t padded) {
+    void scale_scores(const KeyBlock<Element>& block, int64_t head, int64_t padded) {
         block.load_scales(head, key_scales_, value_scales_);
         const Vec units = load(query_units_);
         for (int64_t i = 0; i < padded; i += Vec::kWidth)
@@ -227,7 +227,7 @@ private:
     }
 
     // Row by row, as in prefill: the modifiers of a row are not those of its neighbours.
-    void modify(const Block<Element>& block) {
+    void score_mod(const KeyBlock<Element>& block) {
         float row[Dot::kBlock + Vec::kWidth];
         for (int g = 0; g < kGroup; ++g) {
             for (int64_t j = 0; j < block.n; ++j) row[j] = scores_[j * kGroup + g];
@@ -236,7 +236,7 @@ private:
         }
     }
 
-    void hide(const Block<Element>& block) {
+    void apply_mask(const KeyBlock<Element>& block) {
         for (int g = 0; g < kGroup; ++g) {
             const int64_t begin = sequence_->mask.row_begin(rows_[g].token) - block.first;
             const int64_t end = sequence_->mask.row_end(rows_[g].token) - block.first;
@@ -250,13 +250,13 @@ private:
         for (int64_t i = Vec::kWidth; i < padded; i += Vec::kWidth) highest = maximum(highest, load(scores_ + i));
         highest = highest * broadcast(scale_);
         // Seldom so after the first blocks: exponentials need not wait for a maximum that is predicted to stay.
-        if (reduce_max(select_less(load(lane_max_), highest, broadcast(1.0f), zero())) > 0.0f) raise_maxima(highest);
+        if (reduce_max(select_less(load(lane_max_), highest, broadcast(1.0f), zero())) > 0.0f) online_max(highest);
         const Vec sum = exponentiate(padded, load(shifts_));
         store(lane_sums_, load(lane_sums_) + sum);
     }
 
     // highest: of each lane's scores, lane i of row i % kGroup.
-    void raise_maxima(Vec highest) {
+    void online_max(Vec highest) {
         float lanes[Vec::kWidth];
         store(lanes, highest);
         for (int g = 0; g < kGroup; ++g) {
@@ -325,7 +325,7 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     const int64_t last_token = query_row(call, split.kv_head, first_row + n - 1).token;
     const int64_t begin = larger(split.key_begin, s.mask.row_begin(first_token));
     const int64_t end = smaller(split.key_end, s.mask.row_end(last_token));
-    Block<Element> block;
+    KeyBlock<Element> block;
     block.heads = num_heads;
     block.size = num_heads > 1 ? Dot::kTurn : Dot::kBlock;
     block.ahead = num_heads > 1 ? Dot::kTurn : Dot::kAhead;

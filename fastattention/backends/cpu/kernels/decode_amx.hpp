@@ -100,7 +100,7 @@ FA_INLINE __m512i load_bytes(const Int8* p, int64_t n) {
 
 // As the template of decode.hpp.
 template <int kGroup>
-static void score_block(FixedPointTiles, const Block<Int8>& block, int64_t head, const float* queries, int64_t,
+static void score_block(FixedPointTiles, const KeyBlock<Int8>& block, int64_t head, const float* queries, int64_t,
                         int64_t headdim, float* scores) {
     constexpr int kKeys = 16;
     const int64_t chunks = (headdim + 63) / 64;
@@ -135,7 +135,7 @@ static void score_block(FixedPointTiles, const Block<Int8>& block, int64_t head,
 
 // Values of up to 64 keys from `key` on, 64 columns of them, as the four tiles of restore_order; their keys lie as those of
 // the probabilities do.
-FA_INLINE void interleave_values(const Block<Int8>& block, int64_t key, int64_t offset, int64_t columns,
+FA_INLINE void interleave_values(const KeyBlock<Int8>& block, int64_t key, int64_t offset, int64_t columns,
                                  PrefetchCursor<Int8>& ahead, int64_t column, int8_t* tiles) {
     const int64_t n = block.n - key;
     for (int64_t row = 0; row < 16; ++row) {
@@ -157,7 +157,7 @@ FA_INLINE void interleave_values(const Block<Int8>& block, int64_t key, int64_t 
 
 // As the template of decode.hpp.
 template <int kGroup>
-static void accumulate_block(FixedPointTiles, const Block<Int8>& block, int64_t head, const float* probabilities,
+static void accumulate_block(FixedPointTiles, const KeyBlock<Int8>& block, int64_t head, const float* probabilities,
                              const float* units, float* acc_o, int64_t acc_stride, int64_t headdim_v) {
     constexpr int64_t kTile = FixedPointTiles::kTileBytes;
     alignas(64) int8_t values[4 * kTile];

@@ -4,7 +4,7 @@
 //   values: the probabilities of 32 keys, a row each query, x values of 32 keys, two keys side by side, 16 columns at a time
 //
 // Keys and values of a block are 8 KB each at headdim 128. While one is multiplied, two fetches go on line by line: of the
-// other into the first-level cache, where the next product finds it, and of what lies two blocks ahead from memory into the
+// other into the L1 cache, where the next product finds it, and of what lies two blocks ahead from memory into the
 // second: memory is never idle, and never asked for more at once than a core can have on its way
 // (docs/decisions/0008-decode-bfloat16-rows-on-amx-tiles.md, and of the two blocks
 // docs/decisions/0009-fetch-bfloat16-rows-two-blocks-ahead.md).
@@ -12,7 +12,7 @@
 
 namespace FA_NAMESPACE {
 
-// Runs through equally spaced rows, a cache line at a time: those at `near` come into the first-level cache, and as many at
+// Runs through equally spaced rows, a cache line at a time: those at `near` come into the L1 cache, and as many at
 // `far`, which lie alike, into the second.
 class RowFetch {
 public:
@@ -118,7 +118,7 @@ FA_INLINE bool equally_spaced(char* const* addresses, int64_t n) {
 }
 
 // The keys where they lie if tiles can take them so, else their copy in `copies`.
-FA_INLINE TileRows tile_rows(const BlockRows<Bfloat16>& keys, int64_t offset, int64_t headdim, Bfloat16* copies) {
+FA_INLINE TileRows tile_rows(const KeyBlockRows<Bfloat16>& keys, int64_t offset, int64_t headdim, Bfloat16* copies) {
     constexpr int64_t kKeys = Bfloat16Tiles::kBlock, kChunk = Bfloat16Tiles::kChunk;
     if (headdim % kChunk == 0 && equally_spaced(keys.addresses, kKeys))
         return {reinterpret_cast<const char*>(keys[0] + offset), keys.addresses[1] - keys.addresses[0]};
@@ -159,7 +159,7 @@ FA_INLINE void score_keys(TileRows keys, const float* queries, Chunks chunks, Fe
 
 // As the template of decode.hpp. All 32 keys: past the last one rows repeat it.
 template <int kGroup>
-static void score_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t head, const float* queries, int64_t,
+static void score_block(Bfloat16Tiles, const KeyBlock<Bfloat16>& block, int64_t head, const float* queries, int64_t,
                         int64_t headdim, float* scores) {
     alignas(64) Bfloat16 copies[Bfloat16Tiles::kBlock * kMaxHeaddim];
     const TileRows keys = tile_rows(block.keys, head * block.keys.head_stride, headdim, copies);
@@ -219,7 +219,7 @@ FA_INLINE void accumulate_values(Row&& row, const float* probabilities, float* a
 
 // As the template of decode.hpp.
 template <int kGroup>
-static void accumulate_block(Bfloat16Tiles, const Block<Bfloat16>& block, int64_t head, const float* probabilities,
+static void accumulate_block(Bfloat16Tiles, const KeyBlock<Bfloat16>& block, int64_t head, const float* probabilities,
                              const float*, float* acc_o, int64_t acc_stride, int64_t headdim_v) {
     PrefetchCursor<Bfloat16> ahead = block.heads > 1 ? PrefetchCursor<Bfloat16>(block.values, block, head)
                                                      : PrefetchCursor<Bfloat16>(block.keys, block, head, block.size);

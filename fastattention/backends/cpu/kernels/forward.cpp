@@ -17,7 +17,7 @@ constexpr int64_t kDecodeRows = 16;
 constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128;
 // What a decode task reads of a token at once.
 constexpr int64_t kTokenBytes = 2048;
-// Heads are packed and processed in waves of about this many bytes, so that working memory does not grow with the batch.
+// Heads are packed into panels and processed in waves of about this many bytes: working memory does not grow with the batch.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
 // Multiply-adds below which waking another thread costs more than it saves: about 15 microseconds of work.
 constexpr double kSerialWork = 5e5;
@@ -57,11 +57,11 @@ private:
         const int threads = tokens * p_.batch_size < 16 ? 1 : num_threads_;
         // Tokens of a panel share cache lines: one thread writes them.
         const int64_t step = std::max<int64_t>(p_.panel_size, 1);
-        const int64_t pieces = divide_up(tokens - 1, step) + 1;  // one more than full ones when they begin within a panel
-        parallel_for(p_.batch_size * pieces, threads, [&](int64_t index, int) {
-            const Sequence& s = sequences_[index / pieces];
+        const int64_t chunks = divide_up(tokens - 1, step) + 1;  // one more than full ones when they begin within a panel
+        parallel_for(p_.batch_size * chunks, threads, [&](int64_t index, int) {
+            const Sequence& s = sequences_[index / chunks];
             const int64_t first = s.mask.seqlen_k - tokens;
-            const int64_t begin = (first / step + index % pieces) * step - first;
+            const int64_t begin = (first / step + index % chunks) * step - first;
             for (int64_t token = std::max<int64_t>(begin, 0); token < std::min(begin + step, tokens); ++token)
                 kernels_.append_token(call_, s, token);
         });
@@ -76,8 +76,8 @@ private:
     }
 
     // Neighbouring heads that one task reads together: of caches stored tokens first as many as fill kTokenBytes, so that
-    // memory is read in long pieces; of others, one.
-    int64_t heads_together() const {
+    // memory is read in long runs; of others, one.
+    int64_t heads_per_task() const {
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;
         const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.cache_element_size;
@@ -87,7 +87,7 @@ private:
 
     // Splits of the same keys lie together, head by head, and a task is as many of them as are read together.
     void plan_splits() {
-        const int64_t wanted = split_keys(), together = heads_together();
+        const int64_t wanted = split_keys(), together = heads_per_task();
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (!is_decode(s) || s.mask.seqlen_q == 0) continue;
@@ -136,16 +136,16 @@ private:
     }
 
     // A head of prefill and the panels of it that some query sees.
-    struct Job {
-        PackedHead head;
+    struct PrefillJob {
+        HeadPanels head;
         int64_t first_panel, end_panel;
-        int64_t floats;  // of packed keys, then of values, then of their scales
+        int64_t floats;  // of keys, then of values, then of their scales
         int64_t tiles;
     };
 
     bool prefill() {
-        std::vector<Job> jobs;
-        const PackGeometry g = kernels_.pack_geometry(p_);
+        std::vector<PrefillJob> jobs;
+        const PanelGeometry g = kernels_.panel_geometry(p_);
         const int64_t scales = is_quantised(p_) ? 2 : 0;  // of a key and its value
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
@@ -166,24 +166,24 @@ private:
         return true;
     }
 
-    bool run_wave(const PackGeometry& g, Job* jobs, int64_t count, int64_t floats) {
+    bool run_wave(const PanelGeometry& g, PrefillJob* jobs, int64_t count, int64_t floats) {
         // Whole cache lines for each thread.
         const int64_t scratch = divide_up(g.scratch_floats, 16) * 16;
         Arena arena((scratch * num_threads_ + floats) * sizeof(float));
         if (arena.data() == nullptr) return false;
         float* working = reinterpret_cast<float*>(arena.data());
-        float* packed = working + scratch * num_threads_;
+        float* panel_memory = working + scratch * num_threads_;
         std::vector<int64_t> panels{0}, tiles{0};
         std::vector<int64_t> first_of_sequence;  // job
         for (int64_t i = 0; i < count; ++i) {
-            Job& job = jobs[i];
+            PrefillJob& job = jobs[i];
             const int64_t keys = (job.end_panel - job.first_panel) * g.panel;
             // Kernels address both by key from key 0 on, whether or not the first panels are needed.
-            job.head.keys = packed - job.first_panel * g.panel * g.key_units;
-            job.head.values = packed + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
-            packed += job.floats;
+            job.head.keys = panel_memory - job.first_panel * g.panel * g.key_units;
+            job.head.values = panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
+            panel_memory += job.floats;
             if (is_quantised(p_)) {
-                job.head.value_scales = packed - keys - job.first_panel * g.panel;
+                job.head.value_scales = panel_memory - keys - job.first_panel * g.panel;
                 job.head.key_scales = job.head.value_scales - keys;
             }
             const bool continues = i > 0 && jobs[i - 1].head.sequence == job.head.sequence;
@@ -204,7 +204,7 @@ private:
             const int64_t num_panels = jobs[first].end_panel - jobs[first].first_panel;
             const int64_t num_heads = (panels[sequence + 1] - panels[sequence]) / num_panels;
             const int64_t within = index - panels[sequence];
-            const Job& job = jobs[first + within % num_heads];
+            const PrefillJob& job = jobs[first + within % num_heads];
             kernels_.pack_panel(call_, job.head, job.first_panel + within / num_heads);
         });
         // The last tiles of a causal head have the most keys: they go first, so that threads finish together.

@@ -1,4 +1,4 @@
-// The matrix product on AMX: tiles of 16 rows by 64 bytes, in the same packed layout as vectors of pairs.
+// The matrix product on AMX: tiles of 16 rows by 64 bytes, in the same interleaved layout as vectors of pairs.
 #pragma once
 
 namespace FA_NAMESPACE {

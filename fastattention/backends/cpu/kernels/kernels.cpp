@@ -24,8 +24,8 @@ using namespace fastattention;
 #endif
 #include "row_softmax.hpp"
 #include "prefill.hpp"
-#include "packed_cache.hpp"
-#include "decode_block.hpp"
+#include "panel_cache.hpp"
+#include "decode_key_block.hpp"
 #include "decode_dot.hpp"
 #ifdef FA_HAS_AMX
 #include "decode_amx.hpp"
@@ -33,16 +33,16 @@ using namespace fastattention;
 #endif
 #include "decode.hpp"
 #include "decode_merge.hpp"
-#include "decode_packed.hpp"
+#include "decode_panels.hpp"
 #ifdef FA_HAS_AMX
-#include "decode_packed_amx.hpp"
+#include "decode_panels_amx.hpp"
 #endif
 #include "peaks.hpp"
 
 namespace FA_NAMESPACE {
 
 // Which type and units serve each element type: the one place that decides. Unit is that of prefill, Dot of decode from rows,
-// CachedUnit of what is read from a packed cache.
+// CachedUnit of what is read from a cache in panels.
 template <class ElementType, class UnitType, class DotType, class CachedUnitType = UnitType>
 struct Path {
     using Element = ElementType;
@@ -84,11 +84,11 @@ FA_INLINE auto with_dot(const FaAttentionParams& p, Use&& use) {
     return with_path(p, [&](auto path) { return use(typename decltype(path)::Dot{}); });
 }
 
-static PackGeometry pack_geometry_of(const FaAttentionParams& params) {
-    return with_path(params, [&](auto path) { return pack_geometry<typename decltype(path)::Unit>(params); });
+static PanelGeometry pack_geometry_of(const FaAttentionParams& params) {
+    return with_path(params, [&](auto path) { return panel_geometry<typename decltype(path)::Unit>(params); });
 }
 
-static void pack_panel_of(const Call& call, const PackedHead& head, int64_t panel) {
+static void pack_panel_of(const Call& call, const HeadPanels& head, int64_t panel) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
         using Element = typename Path::Element;
@@ -100,7 +100,7 @@ static void pack_panel_of(const Call& call, const PackedHead& head, int64_t pane
     });
 }
 
-static void prefill_tile_of(const Call& call, const PackedHead& head, int64_t first_row, float* scratch) {
+static void prefill_tile_of(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
         prefill_tile<typename Path::Element, typename Path::Unit>(call, head, first_row, scratch);
@@ -112,16 +112,16 @@ static int64_t decode_columns_of(const FaAttentionParams& params) {
     return with_dot(params, [&](auto dot) { return round_up(params.headdim_v, decltype(dot)::kColumnStep); });
 }
 
-static void decode_packed_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
+static void decode_panel_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
         for (int64_t head = 0; head < num_heads; ++head)
-            decode_packed_split<typename Path::Element, typename Path::CachedUnit>(call, splits[head]);
+            decode_panel_split<typename Path::Element, typename Path::CachedUnit>(call, splits[head]);
     });
 }
 
 static void decode_splits_of(const Call& call, const DecodeSplit* splits, int64_t num_heads) {
-    if (call.params->panel_size > 0) return decode_packed_splits_of(call, splits, num_heads);
+    if (call.params->panel_size > 0) return decode_panel_splits_of(call, splits, num_heads);
     with_dot(*call.params, [&](auto dot) {
         using Dot = decltype(dot);
         decode_splits<typename Dot::Stored, Dot>(call, splits, num_heads);
@@ -137,7 +137,7 @@ static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t
 static void append_token_of(const Call& call, const Sequence& sequence, int64_t token) {
     with_path(*call.params, [&](auto path) {
         using Element = typename decltype(path)::Element;
-        if (call.params->panel_size > 0) return append_packed_token<Element>(call, sequence, token);
+        if (call.params->panel_size > 0) return append_panel_token<Element>(call, sequence, token);
         with_stored<Element>(*call.params, [&](auto stored) {
             append_token<Element, decltype(stored)>(call, sequence, token);
         });

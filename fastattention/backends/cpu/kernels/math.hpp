@@ -1,4 +1,4 @@
-// Vector exponential and hyperbolic tangent. Error bounds are those of docs/numerics.md, which tests measure.
+// Vector exponential and hyperbolic tangent. Error bounds are those of docs/internals/numerics.md, which tests measure.
 #pragma once
 
 namespace FA_NAMESPACE {

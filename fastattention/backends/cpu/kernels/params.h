@@ -13,11 +13,11 @@ enum { FA_FLOAT32 = 0, FA_BFLOAT16 = 1, FA_FLOAT16 = 2, FA_INT8 = 3, FA_FLOAT8 =
 
 // One attention call. Strides are in elements, sizes in elements or tokens; absent tensors are null.
 typedef struct FaAttentionParams {
-    const void* q;    // (batch_size, seqlen_q, nheads, headdim), packed (total_q, nheads, headdim)
-    void* k;          // (batch_size, seqlen_k, nheads_k, headdim), packed, a cache, or pages; written when k_new is given
+    const void* q;    // (batch_size, seqlen_q, nheads, headdim), varlen (total_q, nheads, headdim)
+    void* k;          // (batch_size, seqlen_k, nheads_k, headdim), varlen, a cache, or pages; written when k_new is given
     void* v;          // as k with headdim_v
     void* out;        // as q with headdim_v
-    float* lse;       // (batch_size, nheads, seqlen_q), packed (nheads, total_q), or null
+    float* lse;       // (batch_size, nheads, seqlen_q), varlen (nheads, total_q), or null
     const void* k_new;  // (batch_size, seqlen_new, nheads_k, headdim)
     const void* v_new;  // (batch_size, seqlen_new, nheads_k, headdim_v)
     const void* rotary_cos;  // (seqlen_rotary, rotary_dim / 2), contiguous
@@ -30,7 +30,7 @@ typedef struct FaAttentionParams {
     const int32_t* block_table;      // (batch_size, max_blocks_per_seq)
     const float* alibi_slopes;       // (nheads) or (batch_size, nheads)
     const float* sinks;              // (nheads)
-    const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), packed (1, nheads, total_q, max_seqlen_k)
+    const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), varlen (1, nheads, total_q, max_seqlen_k)
     float* k_scale;  // of a quantised cache, as k without headdim; written when k_new is given
     float* v_scale;
     int64_t dtype;        // of q, k_new, v_new, out and the rotary tables
@@ -39,9 +39,9 @@ typedef struct FaAttentionParams {
     int64_t batch_size, seqlen_q, seqlen_k, seqlen_new;
     int64_t nheads, nheads_k, headdim, headdim_v;
     int64_t page_block_size;  // 0 when k and v are not paged
-    int64_t panel_size;       // tokens of a panel of a packed cache (packed_cache.hpp); 0 when tokens lie in rows
+    int64_t panel_size;       // tokens of a panel of a cache in panels (panel_cache.hpp); 0 when tokens lie in rows
     int64_t q_stride_batch, q_stride_row, q_stride_head;
-    int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a cache row or of a page; row: 0 of a packed cache
+    int64_t k_stride_batch, k_stride_row, k_stride_head;  // batch: of a cache row or of a page; row: 0 of a cache in panels
     int64_t v_stride_batch, v_stride_row, v_stride_head;
     int64_t out_stride_batch, out_stride_row, out_stride_head;
     int64_t lse_stride_batch, lse_stride_head;

@@ -98,7 +98,7 @@ struct Call {
 
 // Keys and values of one head of one sequence, repacked for the matrix products of prefill. A unit is 32 bits: one float,
 // or two neighbouring bfloat16 (of a key's head dimension, or of two keys' values).
-struct PackedHead {
+struct HeadPanels {
     int64_t sequence;
     int64_t kv_head;
     float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
@@ -108,7 +108,7 @@ struct PackedHead {
 };
 
 // How an instruction set packs for a dtype and head dimension, in the units above.
-struct PackGeometry {
+struct PanelGeometry {
     int64_t panel;           // keys a panel holds; packing is done a panel at a time
     int64_t key_units;       // units of one key
     int64_t keys_per_unit;   // keys that share a unit of values
@@ -133,9 +133,9 @@ constexpr int64_t kMaxSplitHeads = 16;
 struct Kernels {
     const char* name;
 
-    PackGeometry (*pack_geometry)(const FaAttentionParams& params);
-    void (*pack_panel)(const Call& call, const PackedHead& head, int64_t panel);
-    void (*prefill_tile)(const Call& call, const PackedHead& head, int64_t first_row, float* scratch);
+    PanelGeometry (*panel_geometry)(const FaAttentionParams& params);
+    void (*pack_panel)(const Call& call, const HeadPanels& head, int64_t panel);
+    void (*prefill_tile)(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch);
 
     int64_t (*decode_columns)(const FaAttentionParams& params);  // row length of DecodeSplit::acc_o
     // splits: the same keys of num_heads neighbouring heads.

@@ -1,10 +1,10 @@
-// Prefill: many query rows against packed keys and values, tile by tile with an online softmax.
+// Prefill: many query rows against panels of keys and values, tile by tile with an online softmax.
 #pragma once
 
 namespace FA_NAMESPACE {
 
 static constexpr int64_t kTileRows = 48;  // a multiple of every Unit::kRowStep
-// Keys of a tile. K and V of 128 floats are 512 KB with AVX-512, whose processors have second-level caches of 1 MB and more,
+// Keys of a tile. K and V of 128 floats are 512 KB with AVX-512, whose processors have L2 caches of 1 MB and more,
 // and 256 KB elsewhere; every block of rows reads them once.
 static constexpr int64_t kTileKeys = Vec::kWidth == 16 ? 512 : 256;
 // Rows of the score and query tiles are padded so that they do not all fall into the same cache sets.
@@ -12,8 +12,8 @@ static constexpr int64_t kRowPadding = 16;
 static constexpr int64_t kScoreStride = kTileKeys + kRowPadding;
 
 template <class Unit>
-FA_INLINE PackGeometry pack_geometry(const FaAttentionParams& p) {
-    PackGeometry g;
+FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
+    PanelGeometry g;
     g.panel = kPanel;
     g.key_units = round_up(p.headdim, Unit::kElements * Unit::kDepthStep) / Unit::kElements;
     g.keys_per_unit = Unit::kElements;
@@ -30,7 +30,7 @@ struct PanelRows {
     char* keys[kPanel];
     char* values[kPanel];
 
-    PanelRows(const Call& call, const PackedHead& head, int64_t first, int64_t n) {
+    PanelRows(const Call& call, const HeadPanels& head, int64_t first, int64_t n) {
         const Sequence& s = call.sequences[head.sequence];
         call.keys(s, head.kv_head).addresses(first, n, keys);
         call.values(s, head.kv_head).addresses(first, n, values);
@@ -43,7 +43,7 @@ struct PanelRows {
 
 // The scales of a panel's keys and values; 0 past the end.
 template <class Stored>
-FA_INLINE void pack_scales(const Call& call, const PackedHead& head, int64_t first, int64_t n) {
+FA_INLINE void pack_scales(const Call& call, const HeadPanels& head, int64_t first, int64_t n) {
     if constexpr (kQuantised<Stored>) {
         const Sequence& s = call.sequences[head.sequence];
         load_scales(call.key_scales(s, head.kv_head), first, n, head.key_scales + first);
@@ -56,9 +56,9 @@ FA_INLINE void pack_scales(const Call& call, const PackedHead& head, int64_t fir
 // masked, and zeros keep whatever follows the sequence in memory out of the products. Quantised numbers stay without their
 // scales, which join the scores and the probabilities: floats and bfloat16 hold them exactly.
 template <class Stored>
-static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, FloatUnit) {
+static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, FloatUnit) {
     const FaAttentionParams& p = *call.params;
-    const PackGeometry g = pack_geometry<FloatUnit>(p);
+    const PanelGeometry g = panel_geometry<FloatUnit>(p);
     const int64_t first = panel * kPanel;
     const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
     const PanelRows rows(call, head, first, n);
@@ -90,9 +90,9 @@ FA_INLINE void copy_row(const Stored* from, Bfloat16* to, int64_t n) {
 }
 
 template <class Stored, class Pair>
-static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, Pair) {
+static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, Pair) {
     const FaAttentionParams& p = *call.params;
-    const PackGeometry g = pack_geometry<Pair>(p);
+    const PanelGeometry g = panel_geometry<Pair>(p);
     const int64_t first = panel * kPanel;
     const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
     const PanelRows rows(call, head, first, n);
@@ -119,11 +119,11 @@ static void pack_panel(const Call& call, const PackedHead& head, int64_t panel, 
 template <class Element, class Unit>
 class PrefillTile {
 public:
-    PrefillTile(const Call& call, const PackedHead& head, int64_t first_row, float* scratch)
+    PrefillTile(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch)
         : call_(call),
           head_(head),
           sequence_(call.sequences[head.sequence]),
-          geometry_(pack_geometry<Unit>(*call.params)),
+          geometry_(panel_geometry<Unit>(*call.params)),
           softmax_(call, sequence_),
           first_row_(first_row),
           num_rows_(smaller(kTileRows, call.rows(sequence_) - first_row)),
@@ -219,9 +219,9 @@ private:
     }
 
     const Call& call_;
-    const PackedHead& head_;
+    const HeadPanels& head_;
     const Sequence& sequence_;
-    const PackGeometry geometry_;
+    const PanelGeometry geometry_;
     const RowSoftmax<Unit> softmax_;
     const int64_t first_row_, num_rows_, padded_rows_, query_stride_;
     float *queries_, *scores_, *acc_o_, *row_sum_;
@@ -229,7 +229,7 @@ private:
 };
 
 template <class Element, class Unit>
-static void prefill_tile(const Call& call, const PackedHead& head, int64_t first_row, float* scratch) {
+static void prefill_tile(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch) {
     PrefillTile<Element, Unit>(call, head, first_row, scratch).run();
 }
 

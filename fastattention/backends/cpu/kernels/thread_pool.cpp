@@ -8,12 +8,12 @@
 #include <thread>
 #include <vector>
 
-#include "lent_threads.hpp"
+#include "omp_team.hpp"
 
 namespace fastattention {
 namespace {
 
-// Workers look for work this often before they sleep. About 20 microseconds: longer than the gap between the stages of a
+// Workers sample for work this often before they sleep. About 20 microseconds: longer than the gap between the stages of a
 // call, shorter than anything a neighbour on the same core would notice.
 constexpr int kSpins = 400;
 
@@ -27,8 +27,8 @@ public:
     void run(int64_t count, int num_threads, Task task, void* context) {
         std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
         if (!owner.owns_lock()) return run_alone(count, task, context);
-        if (lent_threads_.is_due()) lent_threads_.look(worker_seconds());
-        if (lent_threads_.are_awake() && run_on_lent_threads(count, num_threads, task, context)) return;
+        if (omp_activity_.is_due()) omp_activity_.sample(worker_seconds());
+        if (omp_activity_.is_active() && run_on_omp_team(count, num_threads, task, context)) return;
         run_on_workers(count, num_threads, task, context);
     }
 
@@ -115,7 +115,7 @@ private:
     std::condition_variable wake_, done_;
     std::vector<std::thread> workers_;
     std::vector<clockid_t> clocks_;  // of the workers
-    Wakefulness lent_threads_;       // guarded by owner_
+    OmpActivityProbe omp_activity_;  // guarded by owner_
     std::atomic<uint64_t> generation_{0};
     std::atomic<int64_t> next_{0};
     std::atomic<int> working_{0};

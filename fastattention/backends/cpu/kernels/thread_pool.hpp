@@ -1,4 +1,4 @@
-// A small pool of threads, and those of torch while they are awake (lent_threads.hpp).
+// A small pool of threads, and those of torch while they are awake (omp_team.hpp).
 #pragma once
 
 #include <cstdint>

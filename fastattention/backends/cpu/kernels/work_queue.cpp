@@ -2,7 +2,7 @@
 
 #include <chrono>
 
-#include "lent_threads.hpp"
+#include "omp_team.hpp"
 #include "thread_pool.hpp"
 
 namespace fastattention {
@@ -41,7 +41,7 @@ uint32_t WorkQueue::newest() {
 }
 
 void WorkQueue::work() {
-    decline_lent_threads();  // workers stand by for it, and OpenMP would start a team of threads for this one
+    decline_omp_team();  // workers stand by for it, and OpenMP would start a team of threads for this one
     for (;;) {
         Job job;
         {

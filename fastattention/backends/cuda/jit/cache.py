@@ -1,4 +1,4 @@
-"""Cubins on disk: those that came with the package, and those compiled here.
+"""The cache of cubins on disk: those that came with the package, and those compiled here.
 
 A file's name is a hash of everything its content depends on, so a file is never out of date and never overwritten with
 something else. Files appear under their names complete or not at all, so any number of processes may share a folder.

@@ -1,4 +1,4 @@
-"""NVRTC: kernel source to cubin. Needs no GPU and no driver."""
+"""Compiles kernel sources to cubins with NVRTC. Needs no GPU and no driver."""
 
 from __future__ import annotations
 

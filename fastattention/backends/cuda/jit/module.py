@@ -1,4 +1,4 @@
-"""Cubins as kernels of a device, through the CUDA driver."""
+"""Loads cubins on a device and launches their kernels, through the CUDA driver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def device_limits(device_index: int) -> Limits:
 
     return Limits(
         target=10 * attribute("COMPUTE_CAPABILITY_MAJOR") + attribute("COMPUTE_CAPABILITY_MINOR"),
-        shared_per_block=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        shared_per_cta=attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         shared_per_sm=attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
         num_sms=attribute("MULTIPROCESSOR_COUNT"),
         l2_bytes=attribute("L2_CACHE_SIZE"),
@@ -76,12 +76,12 @@ class Function:
         self._launch = driver_bindings().cuLaunchKernel
         self._handle, self._num_threads, self._shared_bytes = handle, entry.num_threads, entry.shared_bytes
 
-    def launch(self, params: ctypes.Structure, num_blocks: int, stream: int) -> None:
+    def launch(self, params: ctypes.Structure, num_ctas: int, stream: int) -> None:
         """Enqueues it on a stream of the current device; `params` is copied before this returns."""
         arguments = ctypes.c_void_p(ctypes.addressof(params))  # an array of one pointer
         address = ctypes.addressof(arguments)
         (status,) = self._launch(
-            self._handle, num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
+            self._handle, num_ctas, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
         )
         _check_launch(status)
 
@@ -94,26 +94,26 @@ class OverlappingFunction(Function):
         self._launch = driver_bindings().cuLaunchKernelEx
         self._configs: dict[tuple[int, int], Any] = {}  # by number of CTAs and stream: making one takes microseconds
 
-    def launch(self, params: ctypes.Structure, num_blocks: int, stream: int) -> None:
+    def launch(self, params: ctypes.Structure, num_ctas: int, stream: int) -> None:
         """Enqueues it on a stream of the current device; `params` is copied before this returns."""
-        config = self._configs.get((num_blocks, stream)) or self._config(num_blocks, stream)
+        config = self._configs.get((num_ctas, stream)) or self._config(num_ctas, stream)
         arguments = ctypes.c_void_p(ctypes.addressof(params))
         (status,) = self._launch(config, self._handle, ctypes.addressof(arguments), 0)
         _check_launch(status)
 
-    def _config(self, num_blocks: int, stream: int) -> Any:
+    def _config(self, num_ctas: int, stream: int) -> Any:
         driver = driver_bindings()
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = num_blocks, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = num_ctas, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._num_threads, 1, 1
         config.sharedMemBytes, config.hStream = self._shared_bytes, stream
         config.attrs, config.numAttrs = [attribute], 1
         if len(self._configs) >= _MAX_LAUNCH_CONFIGS:
             self._configs.clear()
-        self._configs[num_blocks, stream] = config
+        self._configs[num_ctas, stream] = config
         return config
 
 

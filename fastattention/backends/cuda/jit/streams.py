@@ -1,4 +1,4 @@
-"""What streams do besides launching kernels: copies, and flags in memory by which they meet others, and the CPU."""
+"""Stream operations other than kernel launches: copies, and 32-bit flags that synchronise streams and the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fastattention.backends.cuda.jit.module import checked, driver_bindings
 
-CIRCLE = 1 << 32  # flags have 32 bits: numbers in them begin again at 0
+U32_MODULUS = 1 << 32  # flags have 32 bits and wrap around
 _BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: whatever the stream has done before is visible first
 _REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
@@ -44,16 +44,16 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
         checked(answer, f"copying {nbytes} bytes")
 
 
-def write_number(address: int, number: int, stream: int) -> None:
-    """Lets a stream of the current device write 32 bits to an address, behind all that it has done before.
+def stream_write_value32(address: int, number: int, stream: int) -> None:
+    """cuStreamWriteValue32: the stream writes `number` to an address after all work enqueued before it.
 
-    For numbers that are written once. (Flags, which are written again and again, are prepared: FlagWrites.)
+    For numbers that are written once. Flags, which are written again and again, are prepared: FlagWrites.
     """
     checked(driver_bindings().cuStreamWriteValue32(stream, address, number, _BEHIND_ALL), "writing a number")
 
 
-def wait_for_number(address: int, number: int, stream: int) -> None:
-    """Lets a stream of the current device wait until the 32 bits at an address have reached `number`, in a circle."""
+def stream_wait_value32(address: int, number: int, stream: int) -> None:
+    """cuStreamWaitValue32: the stream waits until the value at an address has reached `number`, modulo 2**32."""
     checked(driver_bindings().cuStreamWaitValue32(stream, address, number, _REACHED), "waiting for a number")
 
 

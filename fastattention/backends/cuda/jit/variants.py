@@ -1,4 +1,4 @@
-"""The variants that calls ask for, without a call: to compile ahead, to look at, to test."""
+"""Lists the kernel variants that calls ask for, to compile them ahead, inspect or test them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def choose_variant(
     """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
     problem = replace(
         _CALL,
-        layout=Layout.PACKED if paged else Layout.DENSE,
+        layout=Layout.VARLEN if paged else Layout.DENSE,
         dtype=dtype,
         seqlen_q=seqlen,
         seqlen_k=seqlen,

@@ -48,7 +48,7 @@ private:
     // All ranks' CTAs of this number come here before any goes on, and see what the others have written.
     FA_DEVICE void meet() {
         step_ = static_cast<int32_t>(static_cast<uint32_t>(step_) + 1u);  // They may wrap around.
-        block_barrier();
+        cta_barrier();
         const int other = thread_index();
         if (other < kRanks && other != p_.rank) {
             bulk_fence();
@@ -56,7 +56,7 @@ private:
             store_flag(p_.arrivals[other] + cta_ * kMostParts + p_.rank, step_);
             wait_until(p_.arrivals[p_.rank] + cta_ * kMostParts + other, step_);
         }
-        block_barrier();
+        cta_barrier();
     }
 
     // Until a flag is `step` or later.
@@ -127,7 +127,7 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kAllReduceThreads, 1)
     fastattention_all_reduce(FA_PARAMETER fastattention::AllReduceParams params) {
     using namespace fastattention;
-    AllReduce(params, static_cast<int>(block_index())).run();
+    AllReduce(params, static_cast<int>(cta_index())).run();
     if (params.ready == nullptr || thread_index() != 0 || !count_up(params.finished, params.num_ctas)) return;
     for (int block = 0; block < params.num_blocks; ++block) params.ready[block] = 0;  // for the next call
 }

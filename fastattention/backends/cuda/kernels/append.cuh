@@ -153,5 +153,5 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kAppendWarps * 32, 1)
     using namespace fastattention;
     wait_for_previous_kernel();
     let_next_kernel_start();
-    Append(params).run(block_index() * kAppendWarps + warp_index());
+    Append(params).run(cta_index() * kAppendWarps + warp_index());
 }

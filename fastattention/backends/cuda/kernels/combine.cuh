@@ -20,19 +20,19 @@ public:
           batch_(batch),
           unit_(unit),
           row_(row),
-          groups_(schedule_.groups_of(schedule_.sequence(batch))) {}
+          cta_groups_(schedule_.cta_groups_of(schedule_.sequence(batch))) {}
 
     FA_DEVICE void run() const {
         const int kv_head = quotient(unit_, p_.num_m_tiles);
         const int group_row = (unit_ - kv_head * p_.num_m_tiles) * kTileM + row_, token = token_of(p_, group_row);
-        // What lies in one stretch is finished, and the last tile of rows may not have this one.
-        if (groups_.end - groups_.begin == 1 || token >= p_.seqlen_q) return;
+        // What lies in one span is finished, and the last tile of rows may not have this one.
+        if (cta_groups_.end - cta_groups_.begin == 1 || token >= p_.seqlen_q) return;
         // What is read above was there before the decode.
         wait_for_previous_kernel();
         const int team = warp_index() * kRowsOfWarp + half_of_warp();
-        const PartialRow row(p_, schedule_, groups_, unit_, row_, true);
+        const PartialRow row(p_, schedule_, cta_groups_, unit_, row_, true);
         leave(team, row.merged<kCombineTogether>(team, kCombineTeams));
-        block_barrier();
+        cta_barrier();
         if (warp_index() != 0) return;
         const MergedRow result = left_by_all();
         const int head = kv_head * p_.group_size + group_row - token * p_.group_size;
@@ -78,7 +78,7 @@ private:
     const AttentionParams& p_;
     const Schedule schedule_;
     const int batch_, unit_, row_;
-    const Stretch groups_;  // that have parts of the sequence
+    const TileSpan cta_groups_;  // that have parts of the sequence
 };
 
 }  // namespace fastattention
@@ -86,7 +86,7 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kCombineWarps * 32, 1)
     fastattention_combine(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
-    const int row = static_cast<int>(block_index()), place = quotient(row, params.partial_rows);
+    const int row = static_cast<int>(cta_index()), place = quotient(row, params.partial_rows);
     const int batch = units_divisor(params).quotient_of(place);
     CombineRow(params, batch, place - batch * params.num_units, row - place * params.partial_rows).run();
 }

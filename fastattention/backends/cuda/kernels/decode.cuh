@@ -3,7 +3,7 @@
 // when they are few, combine.cuh when they are many.
 //
 // What bounds it is memory. So every warp has keys of its own and fetches them ahead without waiting for the others; only at
-// the end of its stretch are the warps' results merged. With more rows than a warp can hold, the warps share out the rows
+// the end of its span are the warps' results merged. With more rows than a warp can hold, the warps share out the rows
 // instead, and the keys pass through memory that all of them read.
 #pragma once
 
@@ -21,7 +21,7 @@ struct TeamOf<true> {
     using Type = OneWarp;
 };
 
-using Loop = KeyLoop<TeamOf<kWarpsShareRows>::Type>;
+using Loop = KeyLoop<TeamOf<kSplitKeysAcrossWarps>::Type>;
 
 // The results of the warps are merged where queries, keys and values were, as many columns at a time as fit.
 constexpr int kLoopBytes = Loop::kQueryBytes + kKeyWarps * Loop::kTeamBytes;
@@ -44,7 +44,7 @@ constexpr int kSharedMemory = kLoopBytes + kResultRows * 8;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
 
 // The part of a sequence that a CTA has.
-struct Piece {
+struct SequenceSpan {
     Work work;
     int first_tile, end_tile;
     bool is_whole;  // it is all of the sequence
@@ -58,23 +58,24 @@ public:
 
     FA_DEVICE void run() const {
         const CachedTokens of_lane = cached_tokens_of_lane(p_, 0);  // memory takes its time
-        const int cta = static_cast<int>(block_index()) / kValueParts;
-        const int group = units_divisor(p_).quotient_of(cta), unit = cta - group * p_.num_units;
+        const int cta = static_cast<int>(cta_index()) / kValueParts;
+        const int cta_group = units_divisor(p_).quotient_of(cta), unit = cta - cta_group * p_.num_units;
         const Schedule schedule(p_, of_lane);
-        if (group >= schedule.num_groups()) return;
-        Stretch rest = schedule.stretch(group);
+        if (cta_group >= schedule.num_cta_groups()) return;
+        TileSpan rest = schedule.span(cta_group);
         if (rest.begin >= rest.end) return;
         SequenceTiles sequence = schedule.sequence_with(rest.begin);
         while (true) {
             const int first = rest.begin - sequence.begin, end = smaller(rest.end, sequence.end) - sequence.begin;
             const bool is_whole = first == 0 && sequence.begin + end == sequence.end;
-            const Piece piece{work_of(sequence.batch, unit), first, end, is_whole, schedule.slot(group, first == 0, unit)};
-            attend(piece);
-            if (!is_whole && p_.counters != nullptr) merge_partials(schedule, sequence, unit, piece.work);
+            const SequenceSpan span{work_of(sequence.batch, unit), first, end, is_whole,
+                                    schedule.slot(cta_group, first == 0, unit)};
+            attend(span);
+            if (!is_whole && p_.counters != nullptr) merge_partials(schedule, sequence, unit, span.work);
             rest.begin = sequence.begin + end;
             if (rest.begin >= rest.end) return;
             sequence = schedule.next(sequence);
-            block_barrier();  // everyone is done with what lies in shared memory
+            cta_barrier();  // everyone is done with what lies in shared memory
         }
     }
 
@@ -82,47 +83,47 @@ private:
     FA_DEVICE Work work_of(int batch, int unit) const {
         const int kv_head = quotient(unit, p_.num_m_tiles);
         return {unit - kv_head * p_.num_m_tiles, kv_head * p_.group_size, kv_head, batch,
-                static_cast<int>(block_index()) % kValueParts * kHeaddimV};
+                static_cast<int>(cta_index()) % kValueParts * kHeaddimV};
     }
 
-    FA_DEVICE void attend(const Piece& piece) const {
-        const Work& work = piece.work;
+    FA_DEVICE void attend(const SequenceSpan& span) const {
+        const Work& work = span.work;
         const BasicTileRange<int> mask = mask_of(p_, work.batch);
         const int num_rows = p_.seqlen_q * p_.group_size, first_row = work.m_tile * kTileM;
         const int last_row = smaller(first_row + kTileM, num_rows) - 1;
         const int base = Schedule::first_key(mask);
-        const int end = smaller(base + piece.end_tile * kLineTile, mask.row_end(p_.seqlen_q - 1));
-        const int team = kWarpsShareRows ? warp_index() : 0;
-        const KeyRange keys{base + piece.first_tile * kLineTile + team * kTileN, end, kLineTile, 0, 0};
+        const int end = smaller(base + span.end_tile * kStreamTile, mask.row_end(p_.seqlen_q - 1));
+        const int team = kSplitKeysAcrossWarps ? warp_index() : 0;
+        const KeyRange keys{base + span.first_tile * kStreamTile + team * kTileN, end, kStreamTile, 0, 0};
         Loop loop(sources_of(p_, work, num_rows, end), shared_, shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes,
                   first_row, keys);
         WarpRows rows(p_, work, mask, last_row);
         loop.run(rows);
-        if (!is_within_capacity(p_, work.batch)) rows.poison();
+        if (!is_within_capacity(p_, work.batch)) rows.set_nan();
         rows.leave_stats(stats_shared_ + team * kTileM * 8);
 #pragma unroll
         for (int part = 0; part < kMergeParts; ++part) {
-            block_barrier();  // everyone is done with what lies there
+            cta_barrier();  // everyone is done with what lies there
             rows.template leave_values<kMergeColumns>(shared_ + team * kTileM * kMergePitch, kMergePitch, part);
-            block_barrier();
-            merge(piece, last_row - first_row + 1, part);
+            cta_barrier();
+            merge(span, last_row - first_row + 1, part);
         }
     }
 
     // Every thread merges eight columns of a row at a time.
-    FA_DEVICE void merge(const Piece& piece, int num_rows, int part) const {
+    FA_DEVICE void merge(const SequenceSpan& span, int num_rows, int part) const {
         constexpr int kChunks = kMergeColumns / 8;
         for (int i = thread_index(); i < num_rows * kChunks; i += kThreads) {
             const int row = i / kChunks, chunk = i % kChunks;
-            const int column = piece.work.first_column + part * kMergeColumns + chunk * 8;
+            const int column = span.work.first_column + part * kMergeColumns + chunk * 8;
             if (column >= p_.headdim_v) continue;
             float results[8] = {};
             const RowStats stats = merge_row(row, chunk * 8, results);
-            if (piece.is_whole) {
-                const int at = piece.work.m_tile * kTileM + row;
-                write_eight(p_, piece.work.batch, head_of(p_, piece.work, at), token_of(p_, at), column, stats, results);
+            if (span.is_whole) {
+                const int at = span.work.m_tile * kTileM + row;
+                write_eight(p_, span.work.batch, head_of(p_, span.work, at), token_of(p_, at), column, stats, results);
             } else {
-                leave_partial(static_cast<int64_t>(piece.slot) * p_.partial_rows + row, column, stats, results);
+                leave_partial(static_cast<int64_t>(span.slot) * p_.partial_rows + row, column, stats, results);
             }
         }
     }
@@ -167,21 +168,21 @@ private:
     // The last CTA that leaves its part of a unit merges all of them, in the order of groups, half a warp a row.
     FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit,
                                   const Work& work) const {
-        const Stretch groups = schedule.groups_of(sequence);
+        const TileSpan cta_groups = schedule.cta_groups_of(sequence);
         memory_fence();
-        block_barrier();
+        cta_barrier();
         if (thread_index() == 0) {
             int32_t* counter = p_.counters + sequence.batch * p_.num_units + unit;
-            store_shared_32(stats_shared_, count_up(counter, groups.end - groups.begin));
+            store_shared_32(stats_shared_, count_up(counter, cta_groups.end - cta_groups.begin));
         }
-        block_barrier();
+        cta_barrier();
         if (load_shared_32(stats_shared_) == 0) return;
         memory_fence();
 #pragma unroll 1
         for (int first = warp_index() * kRowsOfWarp; first < p_.partial_rows; first += kWarps * kRowsOfWarp) {
             const int row = first + half_of_warp(), at = work.m_tile * kTileM + row, token = token_of(p_, at);
             const bool exists = row < p_.partial_rows && token < p_.seqlen_q;
-            const MergedRow merged = PartialRow(p_, schedule, groups, unit, row, exists).merged<kPartsTogether>(0, 1);
+            const MergedRow merged = PartialRow(p_, schedule, cta_groups, unit, row, exists).merged<kPartsTogether>(0, 1);
             if (exists) write_row(p_, work.batch, head_of(p_, work, at), token, merged);
         }
     }
@@ -192,7 +193,7 @@ private:
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_BLOCKS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
     fastattention_decode(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
     wait_for_previous_kernel();

@@ -25,18 +25,18 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
         Loop loop(sources_of(p, work, mask.seqlen_q, keys.end), shared, shared + kQueryBytes, first_row, keys);
         WarpRows rows(p, work, mask, last_row);
         loop.run(rows);
-        block_barrier();
+        cta_barrier();
         rows.finish(shared);
         return;
     }
     WarpRows rows(p, work, mask, last_row);
-    if (p.cache_seqlens != nullptr && !is_within_capacity(p, work.batch)) rows.poison();
+    if (p.cache_seqlens != nullptr && !is_within_capacity(p, work.batch)) rows.set_nan();
     rows.finish(shared);
 }
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_BLOCKS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
     fastattention_forward(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
     const Work work = find_work(params);

@@ -18,7 +18,7 @@
 #else
 #define FA_PARAMETER const
 #endif
-#define FA_LAUNCH_BOUNDS(threads, min_blocks) __launch_bounds__(threads, min_blocks)
+#define FA_LAUNCH_BOUNDS(threads, min_ctas) __launch_bounds__(threads, min_ctas)
 
 namespace fastattention {
 
@@ -33,7 +33,7 @@ FA_DEVICE int thread_index() { return threadIdx.x; }
 FA_DEVICE int lane_index() { return threadIdx.x & 31; }
 // The same for all lanes, and the compiler knows it.
 FA_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
-FA_DEVICE int64_t block_index() { return blockIdx.x; }
+FA_DEVICE int64_t cta_index() { return blockIdx.x; }
 
 // Kernels that are launched to overlap the one before them (jit/module.py) wait for its end before they touch what it may
 // have written, and say from where on the next one may start. Before Hopper kernels follow one another anyway.
@@ -48,7 +48,7 @@ FA_DEVICE void let_next_kernel_start() {
 #endif
 }
 
-FA_DEVICE void block_barrier() { __syncthreads(); }
+FA_DEVICE void cta_barrier() { __syncthreads(); }
 FA_DEVICE void warp_barrier() { __syncwarp(); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
@@ -58,12 +58,12 @@ FA_DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, 
 
 // The same value, but to the compiler a new one: what depends on it is not computed ahead of a loop and kept in registers,
 // and what it was computed from is not kept in its place.
-FA_DEVICE int computed_here(int x) {
+FA_DEVICE int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 template <class T>
-FA_DEVICE const T* computed_here(const T* x) {
+FA_DEVICE const T* opaque(const T* x) {
     asm volatile("" : "+l"(x));
     return x;
 }
@@ -302,7 +302,7 @@ FA_MMA_M16N8K16(mma_m16n8k16_float16, "f16")
 FA_MMA_M16N8K16(mma_m16n8k16_bfloat16, "bf16")
 #undef FA_MMA_M16N8K16
 
-// Four independent products, one for each quadpair of lanes. docs/cuda.md draws who holds what.
+// Four independent products, one for each quadpair of lanes. docs/internals/volta.md draws who holds what.
 #define FA_MMA_M8N8K4(name, layout_b)                                                                                       \
     FA_DEVICE void name(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {                                \
         asm volatile("mma.sync.aligned.m8n8k4.row." layout_b ".f32.f16.f16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "          \

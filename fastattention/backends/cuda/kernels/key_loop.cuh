@@ -71,7 +71,7 @@ private:
     // tile says both that this tile has arrived and that nobody reads the one before it any more.
     FA_DEVICE void run_pipelined(WarpRows& rows) {
         copy_async_wait<kStages - 1>();
-        block_barrier();
+        cta_barrier();
         rows.load_queries(q_shared_);
         int stage = 0;
         for (int key = keys_.begin; key < keys_.end; key += keys_.step) {
@@ -83,7 +83,7 @@ private:
                 WarpRows::Scores scores = {};
                 rows.multiply_queries(scores, k_shared(stage));
                 const LaneScales scales(scales_shared(stage));
-                rows.prepare(scores, scales, key, kind);
+                rows.prepare_scores(scores, scales, key, kind);
                 rows.accumulate_values(scores, scales, v_shared(stage));
             }
             stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -108,7 +108,7 @@ private:
     FA_DEVICE void run_single_buffered(WarpRows& rows) {
         q_copy_.finish(q_shared_);
         arrive(k_copy_, k_shared(0));
-        if constexpr (kKeyWarps > 1) block_barrier();
+        if constexpr (kKeyWarps > 1) cta_barrier();
         rows.load_queries(q_shared_);
         for_each_tile([&](auto all_seen, int key) {
             begin_values(key);
@@ -121,7 +121,7 @@ private:
             if (more) begin_keys(key + keys_.step);
             if (kind != TileKind::kSkipped) {
                 const LaneScales scales(scales_shared(0));
-                rows.prepare(scores, scales, key, kind);
+                rows.prepare_scores(scores, scales, key, kind);
                 rows.accumulate_values(scores, scales, v_shared(0));
             }
             // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.

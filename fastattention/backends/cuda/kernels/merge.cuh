@@ -82,7 +82,7 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kMergeWarps * 32, 1)
     using namespace fastattention;
     // One at least: lse is written without columns too.
     const int warps_of_row = params.headdim_v <= kMergeColumns ? 1 : (params.headdim_v + kMergeColumns - 1) / kMergeColumns;
-    const int64_t index = block_index() * kMergeWarps + warp_index();
+    const int64_t index = cta_index() * kMergeWarps + warp_index();
     if (index >= static_cast<int64_t>(params.batch_size) * params.tokens * params.nheads * warps_of_row) return;
     const Merge merge(params, static_cast<int>(index), warps_of_row);
     wait_for_previous_kernel();

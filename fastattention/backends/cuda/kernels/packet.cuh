@@ -13,7 +13,7 @@ public:
 
     Packet() = default;
 
-    // Bypasses the first-level cache, which knows nothing of what other GPUs write.
+    // Bypasses the L1 cache, which knows nothing of what other GPUs write.
     static FA_DEVICE Packet read(const Item* from) { return Packet(load_written_128(from)); }
 
     static FA_DEVICE Packet read_shared(uint32_t address) { return Packet(load_shared_128(address)); }

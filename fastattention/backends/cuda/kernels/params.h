@@ -8,11 +8,11 @@ namespace fastattention {
 
 // Of attention: forward.cuh, decode.cuh and combine.cuh.
 struct AttentionParams {
-    const uint16_t* q;  // (batch_size, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) when packed
-    const void* k;      // (batch_size, seqlen_k, nheads_k, headdim), packed, a cache, or pages of page_block_size tokens
+    const uint16_t* q;  // (batch_size, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) when varlen
+    const void* k;      // (batch_size, seqlen_k, nheads_k, headdim), varlen, a cache, or pages of page_block_size tokens
     const void* v;
     uint16_t* out;      // as q, with headdim_v
-    float* lse;         // (batch_size, nheads, seqlen_q), or (nheads, total_q) when packed; null when not asked for
+    float* lse;         // (batch_size, nheads, seqlen_q), or (nheads, total_q) when varlen; null when not asked for
 
     const int32_t* cu_seqlens_q;  // (batch_size + 1), null when sequences are equally long
     const int32_t* cu_seqlens_k;
@@ -44,7 +44,7 @@ struct AttentionParams {
 
     int32_t q_stride_row, k_stride_row, v_stride_row, out_stride_row;
     int32_t batch_size;
-    int32_t seqlen_q, seqlen_k;  // of every sequence, the longest when packed, the capacity of a cache
+    int32_t seqlen_q, seqlen_k;  // of every sequence, the longest when varlen, the capacity of a cache
     int32_t seqlen_new;          // tokens that this call appended to the cache
     int32_t max_cache_seqlen;    // sequences with a longer cache have no room for the append: their results are NaN
     int32_t nheads;
@@ -56,11 +56,11 @@ struct AttentionParams {
     int32_t window_left, window_right;  // keys visible on either side of the diagonal, -1 unlimited
     int32_t bias_is_float;              // otherwise it has the dtype of q
     int32_t num_m_tiles;                // of the longest sequence
-    int32_t heads_together;             // heads whose tiles run at about the same time, see find_work
+    int32_t heads_per_l2_wave;          // heads whose tiles run at about the same time, see find_work
     int32_t num_units;                  // tiles of query rows of all key heads, see schedule.cuh
     int32_t units_multiplier, units_shift;
-    int32_t num_groups;                 // of CTAs, that share the keys of all sequences evenly
-    int32_t groups_multiplier, groups_shift;
+    int32_t num_cta_groups;             // of CTAs, that share the keys of all sequences evenly
+    int32_t cta_groups_multiplier, cta_groups_shift;
     int32_t num_splits;                 // parts that the keys of each sequence are split into instead, 0 is off
     int32_t partial_rows;               // query rows of a partial result
     float softmax_scale;
@@ -107,7 +107,7 @@ struct AppendParams {
 constexpr int kMostParts = 8;
 
 struct MergeParams {
-    const void* outs[kMostParts];   // (batch_size, tokens, nheads, headdim_v); batch_size is 1 when packed
+    const void* outs[kMostParts];   // (batch_size, tokens, nheads, headdim_v); batch_size is 1 when varlen
     const float* lses[kMostParts];  // (batch_size, nheads, tokens)
     void* out;                      // as a part, contiguous
     float* lse;

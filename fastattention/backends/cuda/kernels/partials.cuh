@@ -57,10 +57,11 @@ private:
 class PartialRow {
 public:
     // exists: whether there is such a row; otherwise nothing is read.
-    FA_DEVICE PartialRow(const AttentionParams& p, const Schedule& schedule, Stretch groups, int unit, int row, bool exists)
-        : p_(p), num_parts_(groups.end - groups.begin) {
-        first_ = at(schedule.slot(groups.begin, true, unit), row);
-        other_ = at(schedule.slot(groups.begin, false, unit), row);
+    FA_DEVICE PartialRow(const AttentionParams& p, const Schedule& schedule, TileSpan cta_groups, int unit, int row,
+                         bool exists)
+        : p_(p), num_parts_(cta_groups.end - cta_groups.begin) {
+        first_ = at(schedule.slot(cta_groups.begin, true, unit), row);
+        other_ = at(schedule.slot(cta_groups.begin, false, unit), row);
         step_ = (schedule.slot(1, false, unit) - schedule.slot(0, false, unit)) * p.partial_rows;
         parts_of_row_ = exists ? num_parts_ : 0;
 #pragma unroll
@@ -91,7 +92,7 @@ public:
 private:
     FA_DEVICE int64_t at(int slot, int row) const { return static_cast<int64_t>(slot) * p_.partial_rows + row; }
 
-    // The first group may begin with the sequence; the stretches of the others begin within it.
+    // The first group may begin with the sequence; the spans of the others begin within it.
     FA_DEVICE int64_t row_of(int part) const { return part == 0 ? first_ : row_if_not_first(part); }
     FA_DEVICE int64_t row_if_not_first(int part) const { return other_ + static_cast<int64_t>(part) * step_; }
 

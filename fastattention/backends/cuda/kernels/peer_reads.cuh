@@ -1,4 +1,4 @@
-// How a CTA reads packets of several GPUs: ranges of them, one of each rank, side by side. CTAs take pieces of so many packets
+// How a CTA reads packets of several GPUs: ranges of them, one of each rank, side by side. CTAs take chunks of so many packets
 // in turns, the same of every range; a thread gets the same packets of all ranges.
 #pragma once
 
@@ -71,18 +71,18 @@ class PeerReads {
     using SomePacket = Packet<Format>;
     using Ranges = PeerRanges<Format>;
     static constexpr int kAtOnce = kRanks <= 4 ? 2 : 1;             // packets of a thread, between two barriers
-    static constexpr int kPiece = kAtOnce * kAllReduceThreads;      // packets of a rank that are copied together
-    static constexpr int kPieceBytes = 16 * kPiece;
+    static constexpr int kStagePackets = kAtOnce * kAllReduceThreads;  // packets of a rank that are copied together
+    static constexpr int kStageBytes = 16 * kStagePackets;
     static constexpr int kStages = 24 / (kAtOnce * kRanks);
-    static constexpr int kCounters = kStages * kRanks * kPieceBytes;  // where they are
+    static constexpr int kCounters = kStages * kRanks * kStageBytes;  // where they are
     static_assert(FA_SHARED_BYTES == kCounters + kStages * 8, "kernel_config.py counts shared memory otherwise");
 
 public:
     FA_DEVICE PeerReads(int cta, int num_ctas)
-        : first_(static_cast<int64_t>(cta) * kPiece), stride_(static_cast<int64_t>(num_ctas) * kPiece) {
+        : first_(static_cast<int64_t>(cta) * kStagePackets), stride_(static_cast<int64_t>(num_ctas) * kStagePackets) {
         if (thread_index() == 0)
             for (int stage = 0; stage < kStages; ++stage) bulk_begin(counter(stage));
-        block_barrier();
+        cta_barrier();
     }
 
     // As above.
@@ -91,9 +91,9 @@ public:
         bulk_fence();
         if (thread_index() == 0)
             for (int ahead = 0; ahead < kStages - 1; ++ahead) request(first_ + ahead * stride_, ahead, ranges);
-        for (int64_t piece = first_; piece < ranges.longest; piece += stride_, ++taken_) {
+        for (int64_t chunk = first_; chunk < ranges.longest; chunk += stride_, ++taken_) {
             // Into the stage that all threads have left with the last barrier.
-            if (thread_index() == 0) request(piece + (kStages - 1) * stride_, kStages - 1, ranges);
+            if (thread_index() == 0) request(chunk + (kStages - 1) * stride_, kStages - 1, ranges);
             const uint32_t stage = taken_ % kStages;
             bulk_wait(counter(stage), taken_ / kStages & 1);
             SomePacket packets[kAtOnce][kRanks];
@@ -102,20 +102,20 @@ public:
 #pragma unroll
                 for (int rank = 0; rank < kRanks; ++rank) {
                     const int within = i * kAllReduceThreads + thread_index();
-                    if (piece + within < ranges.packets(rank))
+                    if (chunk + within < ranges.packets(rank))
                         packets[i][rank] = SomePacket::read_shared(place(stage, rank) + 16 * within);
                 }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const int64_t at = piece + i * kAllReduceThreads + thread_index();
+                const int64_t at = chunk + i * kAllReduceThreads + thread_index();
                 if (at < ranges.longest) use(at, packets[i]);
             }
-            block_barrier();
+            cta_barrier();
         }
     }
 
 private:
-    // A piece of every range, from packet `at` on, into the stage so many pieces ahead. By one thread.
+    // A chunk of every range, from packet `at` on, into the stage so many chunks ahead. By one thread.
     FA_DEVICE void request(int64_t at, int ahead, const Ranges& ranges) {
         if (at >= ranges.longest) return;
         const uint32_t stage = (taken_ + ahead) % kStages;
@@ -123,7 +123,7 @@ private:
 #pragma unroll
         for (int rank = 0; rank < kRanks; ++rank) {
             const int64_t left = ranges.packets(rank) - at;
-            bytes[rank] = left <= 0 ? 0 : left < kPiece ? 16 * static_cast<uint32_t>(left) : kPieceBytes;
+            bytes[rank] = left <= 0 ? 0 : left < kStagePackets ? 16 * static_cast<uint32_t>(left) : kStageBytes;
             all += bytes[rank];
         }
         bulk_expect(counter(stage), all);
@@ -133,12 +133,12 @@ private:
     }
 
     static FA_DEVICE uint32_t place(uint32_t stage, int rank) {
-        return shared_memory() + (stage * kRanks + rank) * kPieceBytes;
+        return shared_memory() + (stage * kRanks + rank) * kStageBytes;
     }
     static FA_DEVICE uint32_t counter(uint32_t stage) { return shared_memory() + kCounters + stage * 8; }
 
-    const int64_t first_, stride_;  // packets of this CTA: where pieces begin
-    uint32_t taken_ = 0;            // pieces, since the kernel began
+    const int64_t first_, stride_;  // packets of this CTA: where chunks begin
+    uint32_t taken_ = 0;            // chunks, since the kernel began
 };
 
 #endif

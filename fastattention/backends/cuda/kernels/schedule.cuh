@@ -1,15 +1,15 @@
-// How the CTAs of a decode share out the keys among themselves.
+// Stream-K schedule of a decode: how its CTAs share out the keys.
 //
-// The keys of every sequence are cut into tiles, and the tiles of all sequences stand in one line. Groups of CTAs take
-// equal stretches of it: `num_groups` in all, however uneven the lengths, which only the device knows. Within a group every
-// CTA takes one unit, a tile of query rows of one key head, through the whole stretch: the heads of a token, which are
+// The keys of every sequence are cut into tiles, and the tiles of all sequences are concatenated to one stream. CTA groups
+// take equal spans of it: `num_cta_groups` in all, however uneven the lengths, which only the device knows. Within a group
+// every CTA takes one unit, a tile of query rows of one key head, through the whole span: the heads of a token, which are
 // often neighbours in memory, are read at about the same time.
 //
-// A stretch may end within a sequence, then begin the next, and so on. A sequence that lies in one stretch is finished
+// A span may end within a sequence, then begin the next, and so on. A sequence that lies in one span is finished
 // there; of any other every CTA leaves a partial result, and combine.cuh merges them. A CTA has two slots for partial
 // results: one for the sequence it begins within, one for the sequence it ends within.
 //
-// With `num_splits`, every sequence is cut into so many stretches of its own instead, and a CTA has one slot.
+// With `num_splits`, every sequence is cut into so many spans of its own instead, and a CTA has one slot.
 #pragma once
 
 #include "lanes.cuh"
@@ -17,14 +17,14 @@
 
 namespace fastattention {
 
-constexpr int kLineTile = kTileN * kKeyWarps;  // keys of a tile of the line
+constexpr int kStreamTile = kTileN * kKeyWarps;  // keys of a tile of the stream
 
 // From `begin` to before `end`.
-struct Stretch {
+struct TileSpan {
     int begin, end;
 };
 
-// `parts` stretches of `length` tiles, as even as can be: the longer ones come first. In 32 bits: a division in 64 takes as
+// `parts` spans of `length` tiles, as even as can be: the longer ones come first. In 32 bits: a division in 64 takes as
 // long as a tile.
 class EvenParts {
 public:
@@ -32,7 +32,7 @@ public:
     // each: length / parts.
     FA_DEVICE EvenParts(int length, int parts, int each) : each_(each), longer_(length - each * parts) {}
 
-    FA_DEVICE Stretch part(int i) const { return {begin_of(i), begin_of(i + 1)}; }
+    FA_DEVICE TileSpan part(int i) const { return {begin_of(i), begin_of(i + 1)}; }
 
     FA_DEVICE int part_with(int tile) const {
         const int in_longer = longer_ * (each_ + 1);
@@ -45,7 +45,7 @@ private:
     int each_, longer_;
 };
 
-// A sequence on the line.
+// The tiles of a sequence in the stream.
 struct SequenceTiles {
     int batch, begin, end;
 };
@@ -57,7 +57,7 @@ FA_DEVICE CachedTokens cached_tokens_of_lane(const AttentionParams& p, int first
     return CachedTokens(p, smaller(first + lane_index(), p.batch_size - 1));
 }
 
-// The line is as long as all sequences together, which every warp finds out for itself, a sequence a lane. Up to 32
+// The stream is as long as all sequences together, which every warp finds out for itself, a sequence a lane. Up to 32
 // sequences, their lanes also say who has which tile.
 class Schedule {
 public:
@@ -66,34 +66,34 @@ public:
         : p_(p),
           end_of_lane_(ends_from(0, 0, of_lane)),
           total_(p.batch_size > 32 ? sum_of_tiles(p.batch_size) : shuffle(end_of_lane_, 31)),
-          groups_(p.num_splits > 0 ? p.batch_size * p.num_splits : smaller(p.num_groups, total_)),
-          stretches_(total_, groups_, groups_ < p.num_groups ? 1 : groups_divisor().quotient_of(total_)) {}
+          cta_groups_(p.num_splits > 0 ? p.batch_size * p.num_splits : smaller(p.num_cta_groups, total_)),
+          spans_(total_, cta_groups_, cta_groups_ < p.num_cta_groups ? 1 : cta_groups_divisor().quotient_of(total_)) {}
 
     // Groups that have something to do, with num_splits at most.
-    FA_DEVICE int num_groups() const { return groups_; }
+    FA_DEVICE int num_cta_groups() const { return cta_groups_; }
 
-    FA_DEVICE Stretch stretch(int group) const {
-        if (p_.num_splits == 0) return stretches_.part(group);
-        const SequenceTiles whole = sequence(group / p_.num_splits);
-        const int split = group - whole.batch * p_.num_splits, tiles = whole.end - whole.begin;
+    FA_DEVICE TileSpan span(int cta_group) const {
+        if (p_.num_splits == 0) return spans_.part(cta_group);
+        const SequenceTiles whole = sequence(cta_group / p_.num_splits);
+        const int split = cta_group - whole.batch * p_.num_splits, tiles = whole.end - whole.begin;
         const int splits = smaller(p_.num_splits, tiles);
         if (split >= splits) return {whole.begin, whole.begin};
-        const Stretch part = EvenParts(tiles, splits).part(split);
+        const TileSpan part = EvenParts(tiles, splits).part(split);
         return {whole.begin + part.begin, whole.begin + part.end};
     }
 
-    // The groups whose stretches have tiles of a sequence.
-    FA_DEVICE Stretch groups_of(const SequenceTiles& sequence) const {
+    // The groups whose spans have tiles of a sequence.
+    FA_DEVICE TileSpan cta_groups_of(const SequenceTiles& sequence) const {
         if (p_.num_splits > 0) {
             const int first = sequence.batch * p_.num_splits;
             return {first, first + smaller(p_.num_splits, sequence.end - sequence.begin)};
         }
-        return {stretches_.part_with(sequence.begin), stretches_.part_with(sequence.end - 1) + 1};
+        return {spans_.part_with(sequence.begin), spans_.part_with(sequence.end - 1) + 1};
     }
 
     // Where a group's CTA for a unit leaves its part. begins: whether the first tile of the sequence is in it.
-    FA_DEVICE int slot(int group, bool begins, int unit) const {
-        return (p_.num_splits > 0 ? group : 2 * group + begins) * p_.num_units + unit;
+    FA_DEVICE int slot(int cta_group, bool begins, int unit) const {
+        return (p_.num_splits > 0 ? cta_group : 2 * cta_group + begins) * p_.num_units + unit;
     }
 
     FA_DEVICE SequenceTiles sequence(int batch) const {
@@ -121,7 +121,7 @@ public:
     FA_DEVICE static int first_key(const BasicTileRange<int>& mask) { return mask.row_begin(0) / kTileN * kTileN; }
 
 private:
-    FA_DEVICE Divisor groups_divisor() const { return {p_.num_groups, p_.groups_multiplier, p_.groups_shift}; }
+    FA_DEVICE Divisor cta_groups_divisor() const { return {p_.num_cta_groups, p_.cta_groups_multiplier, p_.cta_groups_shift}; }
 
     FA_DEVICE int tiles_of(int batch) const { return tiles_of(CachedTokens(p_, batch)); }
 
@@ -129,7 +129,7 @@ private:
     FA_DEVICE int tiles_of(const CachedTokens& before) const {
         const BasicTileRange<int> mask = mask_of_cache(p_, before);
         const int keys = mask.row_end(mask.seqlen_q - 1) - first_key(mask);
-        return keys <= 0 ? 1 : (keys + kLineTile - 1) / kLineTile;
+        return keys <= 0 ? 1 : (keys + kStreamTile - 1) / kStreamTile;
     }
 
     // Where the sequences from `first` on end, one a lane, when the first begins at `begin`.
@@ -149,8 +149,8 @@ private:
 
     const AttentionParams& p_;
     const int end_of_lane_;  // of the first 32 sequences
-    const int total_, groups_;
-    const EvenParts stretches_;
+    const int total_, cta_groups_;
+    const EvenParts spans_;
 };
 
 }  // namespace fastattention

@@ -106,7 +106,7 @@ private:
 struct WholeCta {
     static constexpr int kThreads = fastattention::kThreads;
     static FA_DEVICE int index() { return thread_index(); }
-    static FA_DEVICE void barrier() { block_barrier(); }
+    static FA_DEVICE void barrier() { cta_barrier(); }
 };
 
 struct OneWarp {
@@ -156,7 +156,7 @@ public:
     static constexpr int kBytes = kRows * kPitch;
 
     FA_DEVICE explicit TileCopy(const Source& from) : from_(from) {
-        from_.base = computed_here(from.base + Team::index() % kLanesOfRow * kChunk);
+        from_.base = opaque(from.base + Team::index() % kLanesOfRow * kChunk);
     }
 
     // Asks where the rows of a tile lie, of which `begin` is to be called next.
@@ -220,7 +220,7 @@ private:
     class Share {
     public:
         FA_DEVICE Share() {
-            const int thread = computed_here(Team::index());
+            const int thread = opaque(Team::index());
             row_ = thread / kLanesOfRow;
             column_ = thread % kLanesOfRow * kChunk;
         }

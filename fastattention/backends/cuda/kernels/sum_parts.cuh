@@ -35,6 +35,6 @@ FA_DEVICE void sum_parts(const SumParams& p, int64_t first) {
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kSumWarps * 32, 1)
     fastattention_sum_parts(FA_PARAMETER fastattention::SumParams params) {
     using namespace fastattention;
-    const int64_t first = ((block_index() * kSumWarps + warp_index()) * 32 + lane_index()) * 4;
+    const int64_t first = ((cta_index() * kSumWarps + warp_index()) * 32 + lane_index()) * 4;
     if (first < params.count) sum_parts(params, first);
 }

@@ -17,14 +17,14 @@ constexpr bool kPaged = FA_PAGED;
 // Rows are those of all query heads that share a key head, token by token, rather than the tokens of one head.
 constexpr bool kGroupedRows = FA_GROUPED_ROWS;
 // Every warp works on all rows, with keys of its own, rather than on rows of its own, with all keys.
-constexpr bool kWarpsShareRows = FA_WARPS_SHARE_ROWS;
+constexpr bool kSplitKeysAcrossWarps = FA_SPLIT_KEYS_ACROSS_WARPS;
 constexpr bool kQueriesInRegisters = FA_QUERIES_IN_REGISTERS;  // otherwise read from shared memory for every tile
 
 constexpr bool kLooksAhead = kPaged && kGroupedRows;  // for where the keys of the next tile lie, see shared_tile.cuh
 constexpr bool kSwizzled = FA_SWIZZLED;  // how rows lie in shared memory, see shared_tile.cuh
 
 constexpr int kThreads = kWarps * 32;
-constexpr int kRowWarps = kWarpsShareRows ? 1 : kWarps;  // that share out the rows among themselves
+constexpr int kRowWarps = kSplitKeysAcrossWarps ? 1 : kWarps;  // that share out the rows among themselves
 constexpr int kKeyWarps = kWarps / kRowWarps;            // likewise the keys
 
 // The 16-bit type that matrix products take; what is bfloat16 in memory becomes float16 on paths that lack it.

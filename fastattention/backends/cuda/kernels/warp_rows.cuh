@@ -54,18 +54,18 @@ public:
         Arch::template multiply_queries<kSteps>(scores, queries_, k_shared);
     }
 
-    // Everything up to the exponentials: modifications, mask, and maxima.
-    FA_DEVICE void prepare(Scores& scores, const LaneScales& scales, int key, TileKind kind) {
+    // Everything up to the exponentials: score_mod, mask, and the running maxima of the online softmax.
+    FA_DEVICE void prepare_scores(Scores& scores, const LaneScales& scales, int key, TileKind kind) {
         if constexpr (kQuantised) scale(scores, scales);
-        if constexpr (kModifiesScores) modify(scores, key);
+        if constexpr (kModifiesScores) score_mod(scores, key);
         if (kind != TileKind::kFull) {
             if (mask_.left < 0) {
-                hide<false>(scores, key);
+                apply_mask<false>(scores, key);
             } else {
-                hide<true>(scores, key);
+                apply_mask<true>(scores, key);
             }
         }
-        raise_maxima(scores, scales);
+        online_max(scores, scales);
     }
 
     // Scores become probabilities relative to the running maxima; acc_o_ += p v. A few keys at a time.
@@ -82,7 +82,7 @@ public:
     }
 
     // The results become NaN.
-    FA_DEVICE void poison() {
+    FA_DEVICE void set_nan() {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -161,7 +161,7 @@ private:
                 for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = scales.scaled_score(scores[step][n][i], n, i);
     }
 
-    FA_DEVICE void modify(Scores& scores, int key) const {
+    FA_DEVICE void score_mod(Scores& scores, int key) const {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -193,12 +193,12 @@ private:
 
     // Scores outside the mask, or past the last key, become -infinity.
     template <bool kHasLeft>
-    FA_DEVICE void hide(Scores& scores, int key) const {
+    FA_DEVICE void apply_mask(Scores& scores, int key) const {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const int row = token_of(p_, computed_here(warp_row_) + step * Arch::kStepRows + Arch::row(which));
+                const int row = token_of(p_, opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which));
                 const int begin = kHasLeft ? mask_.row_begin(row) - key : 0;
                 const int end = mask_.row_end(row) - key;
 #pragma unroll
@@ -214,7 +214,7 @@ private:
 
     // Probabilities are relative to row_max_, which may stay below the highest score by kSlack: what was accumulated needs
     // to be rescaled only when a score is higher by more, which after the first tiles is rare.
-    FA_DEVICE void raise_maxima(const Scores& scores, const LaneScales& scales) {
+    FA_DEVICE void online_max(const Scores& scores, const LaneScales& scales) {
         constexpr float kSlack = 8.0f;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
         float highest[kSteps][2];
         bool raised = false;

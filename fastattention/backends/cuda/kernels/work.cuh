@@ -19,23 +19,23 @@ struct Work {
 
 FA_DEVICE Divisor group_divisor(const AttentionParams& p) { return {p.group_size, p.group_multiplier, p.group_shift}; }
 
-// CTAs start in the order of their index. Those of `heads_together` heads come together, so that their keys and values stay
-// in the second-level cache, and among them the last tiles, which see the most keys under a causal mask, come first.
+// CTAs start in the order of their index. Those of `heads_per_l2_wave` heads come together, so that their keys and values
+// stay in the L2 cache, and among them the last tiles, which see the most keys under a causal mask, come first.
 FA_DEVICE Work find_work(const AttentionParams& p) {
     const int64_t heads = static_cast<int64_t>(p.batch_size) * p.nheads;
-    const int64_t tiles_together = static_cast<int64_t>(p.heads_together) * p.num_m_tiles;
-    const int64_t index = block_index() / kValueParts;
+    const int64_t tiles_together = static_cast<int64_t>(p.heads_per_l2_wave) * p.num_m_tiles;
+    const int64_t index = cta_index() / kValueParts;
     const int64_t group = index / tiles_together;
     const int64_t within = index - group * tiles_together;
-    const int64_t first_head = group * p.heads_together;
-    const int64_t heads_here = heads - first_head < p.heads_together ? heads - first_head : p.heads_together;
+    const int64_t first_head = group * p.heads_per_l2_wave;
+    const int64_t heads_here = heads - first_head < p.heads_per_l2_wave ? heads - first_head : p.heads_per_l2_wave;
     const int64_t index_of_head = first_head + within % heads_here;
     const int head = static_cast<int>(index_of_head % p.nheads);
     return {p.num_m_tiles - 1 - static_cast<int>(within / heads_here), head, group_divisor(p).quotient_of(head),
-            static_cast<int>(index_of_head / p.nheads), static_cast<int>(block_index() % kValueParts) * kHeaddimV};
+            static_cast<int>(index_of_head / p.nheads), static_cast<int>(cta_index() % kValueParts) * kHeaddimV};
 }
 
-// Tokens before a sequence when packed. Asked for where it is needed, rather than kept.
+// Tokens before a sequence when varlen. Asked for where it is needed, rather than kept.
 FA_DEVICE int64_t first_token(const int32_t* cu_seqlens, int batch) {
     return kGroupedRows || cu_seqlens == nullptr ? 0 : cu_seqlens[batch];
 }

@@ -1,4 +1,4 @@
-"""The peers, in the order of tables. This package is the first."""
+"""The implementations of attention that `fastattention bench` compares, in the order of its tables; ours is first."""
 
 from __future__ import annotations
 

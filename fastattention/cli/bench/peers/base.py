@@ -1,4 +1,4 @@
-"""Peer: somebody who computes attention, wrapped so that all are asked the same question."""
+"""Peer: an implementation of attention, wrapped so that all are measured on the same workloads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattention.cli.bench.workload import Tensors, Workload
+from fastattention.cli.bench.workload import BenchWorkload, Tensors
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Prepared:
     """A peer ready for one workload, with its inputs in the layout that it likes best. Only `call` is timed."""
 
     call: Callable[[], Any]
-    output: Callable[[Any], Tensor]  # what `call` returned -> (batch_size, seqlen_q, nheads, headdim) or packed
+    output: Callable[[Any], Tensor]  # what `call` returned -> (batch_size, seqlen_q, nheads, headdim) or varlen
     detail: str = ""  # which of the peer's own paths this is, e.g. "flash"
 
 
@@ -25,23 +25,23 @@ class Peer:
     """Somebody who computes attention. All use the threads of `fastattention.get_num_threads()`."""
 
     name: str
-    applies_to: Callable[[Workload], bool]  # where the question makes no sense for a peer, it is not mentioned
-    prepare: Callable[[Workload, Tensors], Prepared]
+    applies_to: Callable[[BenchWorkload], bool]  # where the question makes no sense for a peer, it is not mentioned
+    prepare: Callable[[BenchWorkload, Tensors], Prepared]
     version: Callable[[], str]  # of what does the work; called only where the peer is available
     why_unavailable: Callable[[], str | None] = lambda: None  # why it cannot be used here, and how to install it
-    why_not: Callable[[Workload], str | None] = lambda workload: None  # why not for a workload that it applies to
+    why_not: Callable[[BenchWorkload], str | None] = lambda workload: None  # why not for a workload that it applies to
 
 
-def is_decode(workload: Workload) -> bool:
+def is_decode(workload: BenchWorkload) -> bool:
     """One query a sequence against a cache."""
     return workload.kind == "decode"
 
 
-def is_packed(workload: Workload) -> bool:
+def is_varlen(workload: BenchWorkload) -> bool:
     """Sequences of uneven length without padding."""
     return workload.kind == "packed"
 
 
-def is_dense(workload: Workload) -> bool:
+def is_dense(workload: BenchWorkload) -> bool:
     """Sequences of one length."""
     return workload.kind != "packed"

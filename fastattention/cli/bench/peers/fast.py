@@ -1,4 +1,4 @@
-"""This package, called as its users call it."""
+"""fastattention as a peer, called through its public functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 import fastattention
 from fastattention.backends.cpu.library import load_library
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_packed
-from fastattention.cli.bench.workload import Tensors, Workload
+from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_varlen
+from fastattention.cli.bench.workload import BenchWorkload, Tensors
 
 
-def prepare(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """In the layout it likes best: for a decode, caches that store heads first, as those of Transformers do."""
     if is_decode(workload):
         q, k, v = tensors
@@ -27,13 +27,13 @@ def heads_first(cache: Tensor) -> Tensor:
     return cache.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def prepare_as_given(workload: Workload, tensors: Tensors) -> Prepared:
-    """fast_attn_func, fast_attn_with_kvcache for a decode, fast_attn_varlen_func for packed sequences."""
+def prepare_as_given(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+    """fast_attn_func, fast_attn_with_kvcache for a decode, fast_attn_varlen_func for variable-length sequences."""
     function: Callable[..., Any] = fastattention.fast_attn_func
     arguments: tuple[Any, ...] = tensors
     if is_decode(workload):
         function = fastattention.fast_attn_with_kvcache
-    elif is_packed(workload):
+    elif is_varlen(workload):
         function = fastattention.fast_attn_varlen_func
         offsets = cumulative(workload.seqlens_q), cumulative(workload.seqlens_k)
         arguments = (*tensors, *offsets, max(workload.seqlens_q), max(workload.seqlens_k))
@@ -42,7 +42,7 @@ def prepare_as_given(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(lambda: function(*arguments, causal=workload.causal), lambda out: out, detail)
 
 
-def prepare_packed_cache(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare_packed_store(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """A PackedKVStore that holds the keys and values of a decode."""
     q, k, v = tensors
     batch_size, seqlen, nheads_k, headdim = k.shape
@@ -54,7 +54,7 @@ def prepare_packed_cache(workload: Workload, tensors: Tensors) -> Prepared:
 
 
 def cumulative(seqlens: tuple[int, ...]) -> Tensor:
-    """Offsets of packed sequences, int32 (batch_size + 1,)."""
+    """Offsets of variable-length sequences, int32 (batch_size + 1,)."""
     return torch.tensor((0, *seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
@@ -72,6 +72,6 @@ TOKENS_FIRST = Peer(
 PACKED_CACHE = Peer(
     "fastattention, packed cache",
     applies_to=is_decode,
-    prepare=prepare_packed_cache,
+    prepare=prepare_packed_store,
     version=lambda: fastattention.__version__,
 )

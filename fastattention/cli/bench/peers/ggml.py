@@ -1,4 +1,4 @@
-"""The engine of llama.cpp, through its operator ggml_flash_attn_ext."""
+"""llama.cpp's engine as a peer, through its operator ggml_flash_attn_ext."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 import fastattention
 from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense
 from fastattention.cli.bench.peers.ggml_library import Ggml, InitParams, load
-from fastattention.cli.bench.workload import Tensors, Workload
+from fastattention.cli.bench.workload import BenchWorkload, Tensors
 
 # enum ggml_type
 GGML_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
@@ -57,7 +57,7 @@ class Graph:
         return int(made)
 
 
-def prepare(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """Queries and results in float32, as the operator has them; keys and values in the dtype of the workload."""
     q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
     mask = _causal_mask(workload) if workload.causal and not is_decode(workload) else None
@@ -65,7 +65,7 @@ def prepare(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(graph.compute, lambda _: graph.out())
 
 
-def _causal_mask(workload: Workload) -> Tensor:
+def _causal_mask(workload: BenchWorkload) -> Tensor:
     """Added to the scores: float16 (1, 1, seqlen_q, seqlen_k)."""
     seqlen_q, seqlen_k = workload.seqlens_q[0], workload.seqlens_k[0]
     mask = torch.full((seqlen_q, seqlen_k), float("-inf"), dtype=torch.float16).triu(1 + seqlen_k - seqlen_q)

@@ -1,4 +1,4 @@
-"""ggml's C functions, by ctypes, from an installed package that brings ggml along as shared libraries."""
+"""ggml's C functions by ctypes, from an installed package that contains ggml as shared libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenVINO's scaled dot product attention operator, compiled for its CPU device."""
+"""OpenVINO as a peer: its scaled dot product attention operator, compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 import fastattention
 from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense
-from fastattention.cli.bench.workload import Tensors, Workload
+from fastattention.cli.bench.workload import BenchWorkload, Tensors
 from fastattention.cli.machine import installed_version
 
 ELEMENT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
-def prepare(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """A model of one operator. float16 is computed in float32, as the CPU device does where it lacks float16."""
     openvino = importlib.import_module("openvino")
     inputs = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
@@ -31,7 +31,7 @@ def prepare(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(call, lambda _: _output(request, workload))
 
 
-def _compiled(openvino: Any, workload: Workload, inputs: list[Tensor]) -> Any:
+def _compiled(openvino: Any, workload: BenchWorkload, inputs: list[Tensor]) -> Any:
     opset = importlib.import_module("openvino.opset13")
     element_type = getattr(openvino.Type, ELEMENT_TYPES[workload.dtype])
     parameters = [opset.parameter(list(tensor.shape), element_type) for tensor in inputs]
@@ -52,7 +52,7 @@ def _shared(openvino: Any, tensor: Tensor) -> Any:
     return openvino.Tensor(tensor.numpy(), shared_memory=True)
 
 
-def _output(request: Any, workload: Workload) -> Tensor:
+def _output(request: Any, workload: BenchWorkload) -> Tensor:
     """(batch_size, heads, seqlen, headdim) -> (batch_size, seqlen, heads, headdim)."""
     data = request.get_output_tensor(0).data
     if workload.dtype == "bfloat16":
@@ -62,7 +62,7 @@ def _output(request: Any, workload: Workload) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _why_not(workload: Workload) -> str | None:
+def _why_not(workload: BenchWorkload) -> str | None:
     if workload.nheads != workload.nheads_k:
         return f"its operator wants as many key heads as query heads, got {workload.nheads}:{workload.nheads_k}"
     return None

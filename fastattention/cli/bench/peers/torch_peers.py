@@ -1,4 +1,4 @@
-"""What a user of PyTorch alone can write: scaled_dot_product_attention, and the ways around its weak spots."""
+"""PyTorch as peers: scaled_dot_product_attention, and workarounds for the calls it is slow at."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense, is_packed
-from fastattention.cli.bench.workload import Tensors, Workload, sequences
+from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense, is_varlen
+from fastattention.cli.bench.workload import BenchWorkload, Tensors, sequences
 
 # Nobody would compute a long prefill with eager attention; benchmarks/memory.py shows what that would take.
 LONGEST_EAGER = 256
 
 
-def prepare_sdpa(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """scaled_dot_product_attention on contiguous (batch_size, heads, seqlen, headdim); groups through enable_gqa."""
     inputs = Tensors(*(heads_first(tensor) for tensor in tensors))
     # SDPA aligns its mask to the top left: the single query of a decode would see one key. Without a mask it sees all.
@@ -29,27 +29,27 @@ def prepare_sdpa(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(call, heads_last, sdpa_path(*inputs, **options))
 
 
-def prepare_folded_sdpa(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare_folded_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """The way around grouped heads: the query heads of a group become the queries of one head."""
     inputs = folded(workload, tensors)
     call = functools.partial(scaled_dot_product_attention, *inputs)
     return Prepared(call, functools.partial(unfolded, workload), sdpa_path(*inputs))
 
 
-def prepare_matmul(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare_matmul(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """Matmul, softmax, matmul on folded heads: in some dtypes the fastest decode that can be written by hand."""
     call = functools.partial(by_matmul, *folded(workload, tensors))
     return Prepared(call, functools.partial(unfolded, workload))
 
 
-def prepare_eager(workload: Workload, tensors: Tensors) -> Prepared:
+def prepare_eager(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """Matmul, mask, softmax, matmul over the whole square: the "eager" attention of a model."""
     inputs = Tensors(*(heads_first(tensor) for tensor in tensors))
     return Prepared(functools.partial(by_matmul, *inputs, causal=workload.causal), heads_last)
 
 
-def prepare_sdpa_loop(workload: Workload, tensors: Tensors) -> Prepared:
-    """Packed sequences one at a time, the results written back to back as the next layer wants them."""
+def prepare_sdpa_loop(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+    """Variable-length sequences one at a time, the results written back to back as the next layer wants them."""
     batch = [[heads_first(part[None]) for part in parts] for parts in sequences(workload, tensors)]
 
     def call() -> Tensor:
@@ -59,8 +59,8 @@ def prepare_sdpa_loop(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(call, lambda out: out, sdpa_path(*batch[0], is_causal=workload.causal))
 
 
-def prepare_padded_sdpa(workload: Workload, tensors: Tensors) -> Prepared:
-    """Packed sequences padded to the longest, with a mask. Padding happens outside the timing."""
+def prepare_padded_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+    """Variable-length sequences padded to the longest, with a mask. Padding happens outside the timing."""
     parts = zip(*sequences(workload, tensors), strict=True)
     q, k, v = (heads_first(pad_sequence(list(part), batch_first=True)) for part in parts)
     mask = torch.stack([_padded_mask(workload, index) for index in range(workload.batch_size)])[:, None]
@@ -71,7 +71,7 @@ def prepare_padded_sdpa(workload: Workload, tensors: Tensors) -> Prepared:
     return Prepared(lambda: scaled_dot_product_attention(q, k, v, mask), output, sdpa_path(q, k, v, attn_mask=mask))
 
 
-def is_grouped(workload: Workload) -> bool:
+def is_grouped(workload: BenchWorkload) -> bool:
     """Whether query heads share key heads."""
     return workload.nheads != workload.nheads_k
 
@@ -86,14 +86,14 @@ def heads_last(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
 
-def folded(workload: Workload, tensors: Tensors) -> Tensors:
+def folded(workload: BenchWorkload, tensors: Tensors) -> Tensors:
     """One query a sequence -> q (batch_size, nheads_k, group, headdim) beside k and v with heads first."""
     group = workload.nheads // workload.nheads_k
     q = tensors.q.reshape(workload.batch_size, workload.nheads_k, group, workload.headdim)
     return Tensors(q.contiguous(), heads_first(tensors.k), heads_first(tensors.v))
 
 
-def unfolded(workload: Workload, out: Tensor) -> Tensor:
+def unfolded(workload: BenchWorkload, out: Tensor) -> Tensor:
     """(batch_size, nheads_k, group, headdim) -> (batch_size, 1, nheads, headdim)."""
     return out.reshape(workload.batch_size, 1, workload.nheads, workload.headdim)
 
@@ -112,13 +112,13 @@ def sdpa_path(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     return SDPBackend(torch._fused_sdp_choice(q, k, v, **options)).name.lower().split("_")[0]
 
 
-def _why_not_grouped(workload: Workload) -> str | None:
+def _why_not_grouped(workload: BenchWorkload) -> str | None:
     if is_grouped(workload) and "enable_gqa" not in (scaled_dot_product_attention.__doc__ or ""):
         return f"grouped heads need enable_gqa of torch 2.5, this is {torch.__version__}"
     return None
 
 
-def _padded_mask(workload: Workload, index: int) -> Tensor:
+def _padded_mask(workload: BenchWorkload, index: int) -> Tensor:
     """Bool (max_seqlen_q, max_seqlen_k), True where attention is allowed."""
     seqlen_q, seqlen_k = workload.seqlens_q[index], workload.seqlens_k[index]
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
@@ -127,12 +127,12 @@ def _padded_mask(workload: Workload, index: int) -> Tensor:
     return pad(mask, (0, max(workload.seqlens_k) - seqlen_k, 0, max(workload.seqlens_q) - seqlen_q))
 
 
-def _applies_eager(workload: Workload) -> bool:
+def _applies_eager(workload: BenchWorkload) -> bool:
     return workload.kind == "prefill" and not is_grouped(workload) and max(workload.seqlens_k) <= LONGEST_EAGER
 
 
-def _applies_ungrouped_packed(workload: Workload) -> bool:
-    return is_packed(workload) and not is_grouped(workload)
+def _applies_ungrouped_varlen(workload: BenchWorkload) -> bool:
+    return is_varlen(workload) and not is_grouped(workload)
 
 
 def _version() -> str:
@@ -145,5 +145,5 @@ FOLDED_SDPA = Peer(
 )
 MATMUL = Peer("torch matmul", is_decode, prepare_matmul, _version)
 EAGER = Peer("torch eager", _applies_eager, prepare_eager, _version)
-SDPA_LOOP = Peer("torch SDPA loop", _applies_ungrouped_packed, prepare_sdpa_loop, _version)
-PADDED_SDPA = Peer("torch SDPA padded", _applies_ungrouped_packed, prepare_padded_sdpa, _version)
+SDPA_LOOP = Peer("torch SDPA loop", _applies_ungrouped_varlen, prepare_sdpa_loop, _version)
+PADDED_SDPA = Peer("torch SDPA padded", _applies_ungrouped_varlen, prepare_padded_sdpa, _version)

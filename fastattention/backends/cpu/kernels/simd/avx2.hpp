@@ -142,7 +142,7 @@ FA_INLINE Vec repeat_each(const float* from) {
     return {_mm256_permutevar8x32_ps(load_partial(from, Vec::kWidth / kTimes).v, index)};
 }
 
-// Into the second-level cache: first-level prefetches hold buffers that the loads of the moment need
+// Into the L2 cache: L1 prefetches hold buffers that the loads of the moment need
 // (docs/decisions/0004-prefetch-decode-keys-into-l2.md).
 FA_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 

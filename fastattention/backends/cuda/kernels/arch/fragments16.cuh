@@ -52,7 +52,7 @@ struct Fragments16 : Layout16 {
     template <int kSteps>
     static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
         constexpr int kPitch = pitch_of<2>(kHeaddim);
-        const int lane = computed_here(lane_index());
+        const int lane = opaque(lane_index());
         const LaneRow<kPitch> row(k, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int depth = 0; depth < kHeaddim / 16; ++depth) {
@@ -98,7 +98,7 @@ struct Fragments16 : Layout16 {
     class Values {
     public:
         FA_DEVICE explicit Values(uint32_t v) {
-            const int lane = computed_here(lane_index());
+            const int lane = opaque(lane_index());
             row_ = LaneRow<kPitch>(v, lane % 16, lane / 16);
         }
 

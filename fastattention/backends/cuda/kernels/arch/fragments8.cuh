@@ -63,7 +63,7 @@ struct Fragments8 : Fragments16<Mma> {
     // acc_s += q k^T
     template <int kSteps>
     static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
-        const int lane = computed_here(lane_index());
+        const int lane = opaque(lane_index());
         const LaneRow<pitch_of<1>(kHeaddim)> row(k, lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int pair = 0; pair < kHeaddim / 32; ++pair) {
@@ -89,7 +89,7 @@ struct Fragments8 : Fragments16<Mma> {
     class Values {
     public:
         FA_DEVICE explicit Values(uint32_t v) {
-            const int lane = computed_here(lane_index());
+            const int lane = opaque(lane_index());
             row_ = LaneRow<kPitch>(v, lane % 16, lane / 16);
         }
 

@@ -1,4 +1,4 @@
-// Volta: m8n8k4, four independent 8 x 8 x 4 products of the four quadpairs of a warp (docs/cuda.md draws them).
+// Volta: m8n8k4, four independent 8 x 8 x 4 products of the four quadpairs of a warp (docs/internals/volta.md).
 //
 // The quadpairs take different rows of queries, 32 together, and the same keys. Quadpair p is lanes 4p ... 4p + 3 and the
 // same plus 16. With h = lane / 16, v = lane / 2 % 2, u = lane % 2, a lane of it holds

@@ -1,0 +1,1 @@
+"""Builds the benchmark pages of the documentation and README's chart from the files in benchmarks/results."""

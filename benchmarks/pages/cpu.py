@@ -1,0 +1,177 @@
+"""The page of CPU figures."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import Any
+
+from .markdown import number, page, percent, ratio, seconds, table, tokens
+from .results import Result
+
+OURS = "fastattention"
+# Names of the result files, and what a reader of the page knows the thing by.
+HEADINGS = {
+    "fastattention, packed cache": "`PackedKVStore`",
+    "fastattention, tokens first": "ours, tokens first",
+    "torch SDPA": "vs SDPA",
+    "torch SDPA folded": "vs SDPA, heads folded",
+    "torch SDPA loop": "vs SDPA in a loop",
+    "torch SDPA padded": "vs SDPA with padding",
+    "torch matmul": "vs torch matmul",
+    "torch eager": "vs eager torch",
+    "OpenVINO": "vs OpenVINO",
+    "ggml": "vs ggml",
+}
+INTRODUCTION = """\
+Each figure is a median of calls that take turns with every peer in one process, on a shared virtual machine whose speed
+drifts by about 10%. "Of limit" compares with what the same processor reached in a loop of multiply-adds or of memory
+reads, in the same run. That loop reads one stream of small pages, so a call can exceed 100%.
+A ratio says how many times as fast as the peer we are; **bold** ratios are losses. 64-bit Arm has been run under
+emulation only, so there are no figures of it."""
+
+
+def build() -> str:
+    """cpu.md."""
+    return page("CPU", INTRODUCTION, *_prefill(), *_decode(), *_other_calls(), *_memory(), *_models())
+
+
+def _prefill() -> list[str]:
+    prefill, avx2 = Result.load("prefill"), Result.load("isa_avx2")
+    return [
+        "## Prefill",
+        "4096 tokens, hidden size 2048. GFLOP/s count half of the work for a causal mask.",
+        _comparison(prefill, "gflops"),
+        _limits(prefill),
+        prefill.provenance(prefill.processor),
+        "### With AVX2 only",
+        "Our kernels are limited to AVX2; the peers use whatever the processor has, AVX-512 included.",
+        _comparison(avx2, "gflops"),
+        _limits(avx2),
+        avx2.provenance(f"{avx2.processor} of which ours use AVX2"),
+    ]
+
+
+def _decode() -> list[str]:
+    blocks = [
+        "## Decode",
+        "One query against a cache stored heads first, as Transformers stores it: (batch_size, nheads_k, seqlen, "
+        'headdim). "Tokens first" is (batch_size, seqlen, nheads_k, headdim), as flash-attn stores it. "Heads folded" '
+        'and "torch matmul" are written by hand in torch. A dash: the peer does not serve the call, or the variant '
+        "does not apply to it.",
+    ]
+    for name in ("decode", "xeon_amx/decode"):
+        result = Result.load(name)
+        blocks += [
+            f"### {result.processor}",
+            _comparison(result, "gbytes_per_s"),
+            _limits(result),
+            result.provenance(result.processor),
+        ]
+    return blocks
+
+
+def _other_calls() -> list[str]:
+    varlen, tiny = Result.load("packed"), Result.load("overhead")
+    return [
+        "## Sequences of uneven length",
+        _comparison(varlen, "gflops"),
+        _limits(varlen),
+        varlen.provenance(varlen.processor),
+        "## Overhead of a call",
+        "A single token and a single head: next to no arithmetic, so this is what a call costs. We lose here.",
+        _comparison(tiny, None),
+        tiny.provenance(tiny.processor),
+    ]
+
+
+def _memory() -> list[str]:
+    result = Result.load("memory")
+    rows = []
+    for seqlen, group in groupby(result.data["peaks"], key=lambda peak: peak["seqlen"]):
+        peaks = list(group)
+        cells = [peak["reason"] or _megabytes(peak["extra_bytes"]) for peak in peaks]
+        rows.append([tokens(seqlen), _megabytes(peaks[0]["result_bytes"]), *cells])
+    names = dict.fromkeys(peak["peer"] for peak in result.data["peaks"])
+    return [
+        "## Memory",
+        "The most that a causal bfloat16 prefill of 4 heads of 64 takes beyond its inputs, the result included.",
+        table(["tokens", "the result", *names], rows),
+        result.provenance(result.processor),
+    ]
+
+
+def _models() -> list[str]:
+    blocks = [
+        "## A token of a whole model",
+        "Transformers with a model of the shape of Llama 3.2 1B, random weights: the time of one token, and the ratio "
+        'to SDPA. "Own threads" runs our thread pool instead of torch\'s OpenMP threads.',
+    ]
+    for name in ("decode_in_model", "xeon_amx/decode_in_model"):
+        result = Result.load(name)
+        rows = []
+        for row in result.data["rows"]:
+            sdpa, ours, own = (
+                row["seconds"][key] for key in ("sdpa", "fast_attention", "fast_attention, its own threads")
+            )
+            cells = [seconds(sdpa), seconds(ours), ratio(sdpa / ours), seconds(own), ratio(sdpa / own)]
+            rows.append([f"{row['dtype']}, {tokens(row['keys'])} keys", *cells])
+        headings = ["model dtype, keys", "SDPA", "ours", "vs SDPA", "ours, own threads", "vs SDPA"]
+        blocks += [f"### {result.processor}", table(headings, rows), result.provenance(result.processor)]
+    return blocks
+
+
+def _comparison(result: Result, rate: str | None) -> str:
+    """A row for each call: our time and rate, the times of our other layouts, the ratio to each peer."""
+    measurements = result.data["measurements"]
+    peers = [name for name in result.data["peers"] if any(_measured(one, name) for one in measurements)]
+    variants = [name for name in peers if name.startswith(f"{OURS},")]
+    others = [name for name in peers if not name.startswith(OURS)]
+    unit = {"gflops": "GFLOP/s", "gbytes_per_s": "GB/s"}.get(rate or "")
+    rows = []
+    for label, group in groupby(measurements, key=lambda one: one["workload"]["label"]):
+        found = {one["peer"]: one for one in group if one["seconds"] is not None}
+        ours = found[OURS]
+        cells = [_call(label.partition(" ")[2] if unit else label), seconds(ours["seconds"]["median"])]
+        if rate:
+            cells += [number(ours[rate]), percent(ours["fraction_of_limit"])]
+        cells += [_variant(found.get(name), bool(unit)) for name in variants]
+        cells += [ratio(found[name]["fastattention_speedup"] if name in found else None) for name in others]
+        rows.append(cells)
+    headings = ["call", "ours", *([unit, "of limit"] if unit else []), *(HEADINGS[name] for name in variants + others)]
+    return table(headings, rows)
+
+
+def _call(label: str) -> str:
+    """The label of a workload, as a reader would write it: 32 heads on 4 for 32:4 heads, 1 token for 1 tokens."""
+    label = re.sub(r"(\d+):(\d+) heads", r"\1 heads on \2", label)
+    return re.sub(r"\b1 (token|key|head)s\b", r"1 \1", label)
+
+
+def _variant(one: dict[str, Any] | None, with_limit: bool) -> str:
+    if one is None:
+        return "-"
+    share = f" ({percent(one['fraction_of_limit'])})" if with_limit else ""
+    return seconds(one["seconds"]["median"]) + share
+
+
+def _measured(one: dict[str, Any], name: str) -> bool:
+    return one["peer"] == name and one["seconds"] is not None
+
+
+def _limits(result: Result) -> str:
+    limits, peers = result.data["limits"], result.data["peers"]
+    found = {
+        "GFLOP/s of float32": limits["fma"],
+        "GFLOP/s of bfloat16 products": limits["bf16_dot"],
+        "GB/s of memory reads": limits["dram_read"],
+    }
+    what = ", ".join(f"{value:.0f} {name}" for name, value in found.items() if value)
+    measured = {one["peer"] for one in result.data["measurements"] if one["seconds"] is not None}
+    versions = [f"{name} {version}" for name, version in peers.items() if name in measured & {"OpenVINO", "ggml"}]
+    end = f" Peers: {'; '.join(versions)}." if versions else ""
+    return f"Limits when the run began: {what}.{end}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{number(count / 1e6)} MB"

@@ -1,0 +1,131 @@
+"""The pages of one GPU: prefill and decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .markdown import number, page, ratio, table, tokens
+from .results import Result
+
+NOT_MEASURED = "Nothing has been measured on a V100, T4 or P100."
+PREFILL_INTRODUCTION = f"""\
+16384 tokens in all, hidden size 2048, float16. Figures are useful TFLOPS (a causal mask counts half), medians of rounds
+in which all kernels take turns in one process, timed by the GPU. `sm80` is our code path for Ampere and newer.
+`sm75` is our path for Turing, run on the same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are
+the three kernels behind torch's SDPA ("flash", "cudnn", "efficient"); CUTLASS is what Turing and Volta owners have.
+**Bold** ratios are losses: cuDNN uses Hopper's own matrix instructions, and our kernels do not.
+{NOT_MEASURED}"""
+DECODE_INTRODUCTION = f"""\
+One query a sequence against its cache, heads of 128, float16, calls replayed from a CUDA graph. GB/s count the keys and
+values that are read; the limit is memory, shown as the rate of a copy within the GPU. Small problems have too little
+work for the whole GPU. The paths for Turing, Volta and Pascal were run on the same GPU, which says nothing about
+those cards: Hopper emulates Volta's matrix instruction, and Pascal has none. **Bold** ratios are losses.
+{NOT_MEASURED}"""
+PATHS = ("fastattention sm80", "SDPA flash", "SDPA cudnn", "fastattention sm75", "SDPA efficient")
+VARIATIONS = ("pages of 1", "pages of 16", "pages of 64", "pages of 256", "int8 cache", "float8 cache", "sm75 path",
+              "sm70 path", "sm60 path")  # fmt: skip
+
+
+def build_prefill() -> str:
+    """gpu.md."""
+    blocks = [PREFILL_INTRODUCTION]
+    for name in ("gpu", "h100/gpu"):
+        result = Result.load(name)
+        measurements = result.data["measurements"]
+        dense = [one for one in measurements if one["tokens"] != "packed"]
+        varlen = [one for one in measurements if one["tokens"] == "packed"]
+        blocks += [f"## {result.gpu}", _dense(dense), result.provenance(result.gpu)]
+        blocks += [f"### Sequences of uneven length, {result.gpu}", *_varlen(varlen), result.provenance(result.gpu)]
+        blocks += [f"### Overhead of a call, {result.gpu}", *_overhead(result), result.provenance(result.gpu)]
+    return page("GPU: prefill", *blocks)
+
+
+def _dense(measurements: list[dict[str, Any]]) -> str:
+    rows = []
+    for one in measurements:
+        ampere, flash, cudnn, turing, cutlass = (one["tflops"][name] for name in PATHS)
+        cells = [f"{rate:.0f}" for rate in (ampere, flash, cudnn, turing, cutlass)]
+        rows.append([_problem(one), *cells, ratio(ampere / flash), ratio(ampere / cudnn), ratio(turing / cutlass)])
+    headings = ["heads of, mask, tokens", "`sm80`", "FlashAttention-2", "cuDNN", "`sm75`", "CUTLASS"]
+    return table([*headings, "`sm80` vs FlashAttention-2", "`sm80` vs cuDNN", "`sm75` vs CUTLASS"], rows)
+
+
+def _varlen(measurements: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for one in measurements:
+        cells = [_problem(one)]
+        for path in ("fastattention sm80", "fastattention sm75"):
+            rate, dense = one["tflops"][path], one["dense_tflops"][path]
+            cells += [f"{rate:.0f}", f"{dense:.0f}", ratio(rate / dense)]
+        rows.append(cells)
+    headings = ["heads of, mask", "`sm80`, varlen", "dense", "ratio", "`sm75`, varlen", "dense", "ratio"]
+    what = "Eight sequences of 819 to 4096 tokens in one call, beside dense batches of the same lengths, in TFLOPS."
+    return [what, table(headings, rows)]
+
+
+def _problem(one: dict[str, Any]) -> str:
+    mask = "causal" if one["causal"] else "full"
+    length = "" if one["tokens"] == "packed" else f", {tokens(int(one['tokens']))}"
+    return f"{one['headdim']}, {mask}{length}"
+
+
+def _overhead(result: Result) -> list[str]:
+    calls = result.data["call_us"]
+    rows = [
+        ["`fast_attn_func`, the whole call", number(calls["fast_attn_func"])],
+        ["of that, from the validated call to the enqueued kernel", number(calls["backend"])],
+        ["torch's SDPA, the whole call", number(calls["SDPA"])],
+    ]
+    what = "Microseconds of the CPU for a call on a single token. They depend on the host, and on who else uses it."
+    return [what, table(["call", "us"], rows)]
+
+
+def build_decode() -> str:
+    """gpu-decode.md."""
+    blocks = [DECODE_INTRODUCTION]
+    for name in ("gpu_decode", "h100/gpu_decode"):
+        result = Result.load(name)
+        blocks += [f"## {result.gpu}", *_shapes(result), result.provenance(result.gpu)]
+        blocks += [f"### Pages, quantised caches and other code paths, {result.gpu}", *_variations(result)]
+        blocks += [result.provenance(result.gpu)]
+        rows = [[f"`fast_attn_with_kvcache`{_case(name)}", number(us)] for name, us in result.data["call_us"].items()]
+        what = "Microseconds of the CPU for a call on a short cache."
+        blocks += [f"### Overhead of a call, {result.gpu}", what, table(["call", "us"], rows)]
+        blocks += [result.provenance(result.gpu)]
+    return page("GPU: decode", *blocks)
+
+
+def _case(name: str) -> str:
+    return "" if name == "fast_attn_with_kvcache" else f" {name}"
+
+
+def _shapes(result: Result) -> list[str]:
+    copy = result.data["copy_gbps"]
+    rows = []
+    for one in result.data["measurements"]:
+        ours, flash, cudnn = (one["gbps"][name] for name in ("fastattention", "SDPA flash", "SDPA cudnn"))
+        cells = [number(one["microseconds"]["fastattention"]), *(f"{rate:.0f}" for rate in (ours, flash, cudnn))]
+        rows.append([_shape(one), *cells, ratio(ours / flash), ratio(ours / cudnn), f"{ours / copy:.0%}"])
+    headings = ["batch, query heads on key heads, keys", "us", "GB/s", "FlashAttention-2", "cuDNN"]
+    what = f"A copy within this GPU reads and writes {copy:.0f} GB/s in all."
+    return [what, table([*headings, "vs FlashAttention-2", "vs cuDNN", "of a copy"], rows)]
+
+
+def _variations(result: Result) -> list[str]:
+    varied = [one for one in result.data["measurements"] if "pages of 16" in one["microseconds"]]
+    rows = []
+    for name in VARIATIONS:
+        cells = []
+        for one in varied:
+            taken = one["microseconds"]
+            cells += [number(taken[name]), ratio(taken["fastattention"] / taken[name])]
+        rows.append([name, *cells])
+    headings = ["variation"]
+    for one in varied:
+        headings += [f"us: {_shape(one)}", "ratio"]
+    what = "Ratios are to the float16 cache in rows, by the same kernel on the GPU's own code path."
+    return [what, table(headings, rows)]
+
+
+def _shape(one: dict[str, Any]) -> str:
+    return f"{one['batch_size']}, {one['nheads']} on {one['nheads_k']}, {tokens(one['seqlen'])}"

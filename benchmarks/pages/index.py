@@ -1,0 +1,57 @@
+"""The first of the benchmark pages."""
+
+from __future__ import annotations
+
+from .markdown import page, table
+from .results import SOURCE_URL, Result
+
+PAGES = (
+    ("[CPU](cpu.md)", "prefill, decode, varlen, memory, overhead, whole models", ("prefill", "xeon_amx/decode")),
+    ("[GPU: prefill](gpu.md)", "every code path against torch's three kernels", ("gpu", "h100/gpu")),
+    ("[GPU: decode](gpu-decode.md)", "caches, pages, quantised caches", ("gpu_decode", "h100/gpu_decode")),
+    ("[Long contexts](long-contexts.md)", "caches shared by a GPU and its host", ("long_context",)),
+    ("[Tensor parallelism](tensor-parallel.md)", "attention, GEMM and all-reduce in row blocks",
+     ("tiled_allreduce_tp2", "tiled_allreduce_tp4", "h100/tiled_allreduce_tp2")),
+    ("[Quantised caches](quantised-caches.md)", "errors and times of int8 and float8", ("quantised_cache",)),
+)  # fmt: skip
+INTRODUCTION = """\
+Every figure here comes from a file in benchmarks/results, which names the device, the versions, the commit and the
+command. The line under a table repeats them, and says so where the run did not record its command. One script writes
+these pages from those files. Peers take turns with us in one process, and losses are in **bold**. Most machines were
+virtual ones that share their host, so expect differences of about 10% between runs."""
+NOT_RUN = """\
+We have had no V100, T4, P100 or Ascend NPU. What we predict of them is on pages of its own, and is labelled as
+predicted: [Ascend](ascend-plan.md) and [Volta](volta-model.md). 64-bit Arm has been run under emulation only. If you
+have such hardware, the output of `fastattention bench` on it is welcome."""
+MEASURE = """\
+```sh
+fastattention bench                 # this machine's CPU and its GPU or NPU
+fastattention bench gpu gpu_decode  # its GPU only
+python benchmarks/pages             # these pages, from the result files
+python benchmarks/pages --check     # fails where they differ from the result files
+```"""
+
+
+def build() -> str:
+    """index.md."""
+    rows = [[link, what, "; ".join(_device(Result.load(name)) for name in names)] for link, what, names in PAGES]
+    predictions = [
+        ["[Ascend: predictions](ascend-plan.md)", "a simulator of a 910B", "none"],
+        ["[Volta: predictions](volta-model.md)", "machine code and a model of an SM", "none"],
+    ]
+    resources = f"{SOURCE_URL}/blob/main/benchmarks/results/kernels_resources.md"
+    return page(
+        "Benchmarks",
+        "![Speed against PyTorch's SDPA](../assets/speed.svg)",
+        INTRODUCTION,
+        table(["page", "what is measured", "devices"], rows + predictions, text_columns=3),
+        "## What has not been run",
+        NOT_RUN,
+        "## Measure yours",
+        MEASURE,
+        f"Registers, shared memory and code size of every GPU kernel are in [kernels_resources.md]({resources}).",
+    )
+
+
+def _device(result: Result) -> str:
+    return result.gpu if result.machine["gpus"] else result.processor

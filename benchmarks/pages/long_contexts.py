@@ -1,0 +1,118 @@
+"""The page of caches that are shared by a GPU and its host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .chart import Bar, Chart, Group
+from .markdown import number, page, ratio, table, tokens
+from .results import Result
+
+POLICIES = ("classical", "cooperative", "hybrid")
+MODELS = {"llama-3-8b": "LLaMA-3-8B", "llama-2-7b": "LLaMA-2-7B"}
+INTRODUCTION = """\
+A decoder of random weights in bfloat16, one sequence, under a budget of GPU memory that leaves the given number of
+layers in host memory. Policies take turns; figures are medians of steps. "Classical" is our own baseline: pinned
+memory, read ahead, double-buffered. In brackets stands what the planner predicted from the bandwidths measured before
+each row. Host memory bandwidth is the limit, and hosts differ: two sets of tables come from two hosts of one kind, both
+virtual machines. At 32K keys of LLaMA-3-8B a thread in Python holds the hybrid up. **Bold** ratios are losses. Keys and
+values are random numbers, not computed from a prompt, except in the last table. No V100 has been measured."""
+
+
+def build() -> str:
+    """long-contexts.md."""
+    blocks = [INTRODUCTION, "![Policies against classical uploads](../assets/long-contexts.svg)"]
+    for title, name in (("the slower host", "long_context"), ("the faster host", "faster_host/long_context")):
+        result = Result.load(name)
+        blocks += [f"## Milliseconds a token, {title}", _steps(result), _provenance(result)]
+        blocks += [f"### Bandwidths and memory, {title}", *_bandwidths(result), _provenance(result)]
+        blocks += [f"### All layers on the GPU, and Transformers' offloaded cache, {title}", *_extremes(result)]
+        blocks += [_provenance(result)]
+    return page("Long contexts", *blocks, *_generate())
+
+
+def build_chart() -> str:
+    """long-contexts.svg: both policies beside classical, on the slower host."""
+    result = Result.load("long_context")
+    groups = []
+    for policy, how in (("cooperative", "the CPU attends"), ("hybrid", "the CPU attends, the GPU uploads the rest")):
+        gains = [(row, row["seconds"]["classical"] / row["seconds"][policy]) for row in _shared(result)]
+        bars = [Bar(MODELS[row["model"]], _case(row).partition(", ")[2], gain) for row, gain in gains]
+        groups.append(Group(policy.capitalize(), how, bars))
+    return Chart(
+        "What the CPU adds to a long context",
+        "Decode relative to double-buffered uploads of the cache (classical)",
+        (0.8, 1, 1.5, 2, 2.5),
+        groups,
+        (f"Labels: keys, layers on the CPU. {result.gpu}, host {result.processor}, the slower of two hosts.",),
+    ).svg()
+
+
+def _provenance(result: Result) -> str:
+    return result.provenance(f"{result.gpu}, host {result.processor}")
+
+
+def _shared(result: Result) -> list[dict[str, Any]]:
+    return [row for row in result.data["rows"] if row["num_layers_cpu"]]
+
+
+def _steps(result: Result) -> str:
+    rows = []
+    for row in _shared(result):
+        taken, predicted = row["seconds"], row["predicted"]
+        times = [f"{number(1e3 * taken[policy])} ({number(1e3 * predicted[policy])})" for policy in POLICIES]
+        gains = [ratio(taken["classical"] / taken[policy]) for policy in POLICIES[1:]]
+        rows.append([_case(row), *times, *gains])
+    headings = [f"{policy}, ms (predicted)" for policy in POLICIES]
+    return table(["model, keys, layers on the CPU", *headings, "cooperative vs classical", "hybrid vs classical"], rows)
+
+
+def _case(row: dict[str, Any]) -> str:
+    stored = ", int8 in host memory" if row["quantised"] else ""
+    return f"{MODELS[row['model']]}, {tokens(row['seqlen'])}, {row['num_layers_cpu']}{stored}"
+
+
+def _bandwidths(result: Result) -> list[str]:
+    rows = []
+    for row in _shared(result):
+        hardware = row["hardware"]
+        rates = [number(hardware[f"{name}_bandwidth"] / 1e9) for name in ("link", "cpu", "dram")]
+        memory = [number(row[name] / 2**30) for name in ("kv_gpu_bytes", "kv_cpu_bytes", "gpu_peak_bytes")]
+        difference = max(row["difference"].values())
+        rows.append([_case(row), *rates, *memory, f"{difference:.1%}"])
+    reads = result.data["cpu_read_bytes_per_s"]
+    by_threads = ", ".join(f"{number(rate / 1e9)} with {count}" for count, rate in reads.items())
+    headings = ["model, keys, layers on the CPU", "link, GB/s", "CPU attention, GB/s", "both together, GB/s"]
+    headings += ["cache on the GPU, GiB", "in host memory, GiB", "GPU peak, GiB", "difference from classical"]
+    what = f"A loop that only reads host memory reaches, in GB/s by threads: {by_threads}."
+    more = "The difference is the largest one of the last hidden state, relative to its largest element."
+    return [what, more, table(headings, rows)]
+
+
+def _extremes(result: Result) -> list[str]:
+    rows = []
+    for row in result.data["rows"]:
+        resident, transformers = row["seconds"].get("resident"), row.get("transformers_seconds")
+        if resident or transformers:
+            cells = [f"{number(1e3 * taken)}" if taken else "-" for taken in (resident, transformers)]
+            rows.append([f"{MODELS[row['model']]}, {tokens(row['seqlen'])}", *cells])
+    what = "Transformers' offloaded cache keeps all layers in host memory; it was measured where six copies of it fit."
+    return [what, table(["model, keys", "all layers on the GPU, ms", "Transformers' offloaded cache, ms"], rows)]
+
+
+def _generate() -> list[str]:
+    result = Result.load("long_generate")
+    rows = []
+    for row in result.data["rows"]:
+        memory = [number(row[name] / 2**30) for name in ("kv_gpu_bytes", "kv_cpu_bytes", "gpu_peak_bytes")]
+        times = [number(row["prefill_seconds"]), number(1e3 * row["seconds_per_token"])]
+        shape = f"{MODELS[row['model']]}, {tokens(row['prompt'])} tokens, {row['gpu_memory']} of GPU memory"
+        rows.append([shape, f"{row['policy']}, {row['num_layers_cpu']}", *times, *memory])
+    headings = ["model, prompt, budget", "policy, layers on the CPU", "prompt, s", "ms a token"]
+    headings += ["cache on the GPU, GiB", "in host memory, GiB", "GPU peak, GiB"]
+    return [
+        "## A whole call of `generate`",
+        "Transformers' Llama with random weights and a `FastAttentionCache`; the prompt is computed in chunks.",
+        table(headings, rows, text_columns=2),
+        _provenance(result),
+    ]

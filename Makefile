@@ -36,9 +36,8 @@ docs: .venv-docs/.installed  ## the documentation site, into build/site; a warni
 sanitize: $(VENV)/.installed  ## the native library under address, undefined-behaviour and thread sanitizers
 	scripts/sanitize
 
-wheels: $(VENV)/.installed  ## dist/*.whl with the kernels of every GPU in it; needs NVRTC 12
-	$(VENV)/bin/python scripts/build_cubins.py
-	$(VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheels: $(VENV)/.installed  ## dist: the sdist, and wheels for x86-64 and 64-bit Arm that need no compiler; checked
+	scripts/build_wheels
 
 $(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
 	scripts/install
@@ -49,4 +48,4 @@ $(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-ascend .venv-docs build dist fastattention/backends/cuda/cubins
+	rm -rf $(VENV) .venv-ascend .venv-docs .venv-wheels build dist fastattention/backends/cuda/cubins

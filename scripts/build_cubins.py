@@ -2,11 +2,11 @@
 
     python scripts/build_cubins.py
 
-Puts cubins where `pip wheel .` takes them from, fastattention/backends/cuda/cubins, and removes those of other sources
-that are there: for every GPU of chips.py every kernel of prefill whose keys and values are equally wide, and the common
-ones of caches. Machine code runs on every later GPU of its generation, so that of compute capability 8.0 serves 8.6,
-8.7 and 8.9. Needs NVRTC 12, the last that builds for Pascal and Volta, and a few minutes. docs/guides/nvidia.md says
-what the set weighs.
+Puts cubins where builds of wheels take them from, fastattention/backends/cuda/cubins, and removes those of other
+sources that are there: for every GPU of chips.py every kernel of prefill whose keys and values are equally wide, and
+the common ones of caches. Machine code runs on every later GPU of its generation, so that of compute capability 8.0
+serves 8.6, 8.7 and 8.9. Needs NVRTC 12, the last that builds for Pascal and Volta, and a few minutes.
+docs/guides/nvidia.md says what the set weighs.
 """
 
 from __future__ import annotations

@@ -86,14 +86,14 @@ static void copy(const char* from, char* to, int64_t rank, const int64_t* sizes,
         if (sizes[0] > 0) memcpy(to, from, sizes[0] * bytes);
     } else {
         for (int64_t i = 0; i < sizes[0]; ++i)
-            copy(from + i * from_strides[0] * bytes, to + i * to_strides[0] * bytes, rank - 1, sizes + 1,
-                 from_strides + 1, to_strides + 1, bytes);
+            copy(from + i * from_strides[0] * bytes, to + i * to_strides[0] * bytes, rank - 1, sizes + 1, from_strides + 1,
+                 to_strides + 1, bytes);
     }
 }
 
 void memrefCopy(int64_t bytes, const AnyMemory* from, const AnyMemory* to) {
     const Memory *a = from->memory, *b = to->memory;
     if (lies_inside("loads", a, from->rank, bytes) && lies_inside("stores", b, to->rank, bytes))
-        copy(a->aligned + a->offset * bytes, b->aligned + b->offset * bytes, from->rank, a->axes,
-             a->axes + from->rank, b->axes + to->rank, bytes);
+        copy(a->aligned + a->offset * bytes, b->aligned + b->offset * bytes, from->rank, a->axes, a->axes + from->rank,
+             b->axes + to->rank, bytes);
 }

@@ -31,10 +31,10 @@ inline void wait_at(int barrier) {
 
 }  // namespace
 
-#define PROBE(name, ...)                                                                                                    \
-    extern "C" __attribute__((visibility("default"))) int name(const Arguments* arguments, const emulator::Grid* grid,       \
-                                                               const emulator::Range* ranges, std::int64_t num_ranges,      \
-                                                               emulator::Report* report) {                                  \
-        const auto kernel = [](const void* p) { (__VA_ARGS__)(*static_cast<const Arguments*>(p)); };                        \
-        return !emulator::launch(kernel, arguments, *grid, kWarps, kSharedBytes, ranges, num_ranges, *report);              \
+#define PROBE(name, ...)                                                                                               \
+    extern "C" __attribute__((visibility("default"))) int name(const Arguments* arguments, const emulator::Grid* grid, \
+                                                               const emulator::Range* ranges, std::int64_t num_ranges, \
+                                                               emulator::Report* report) {                             \
+        const auto kernel = [](const void* p) { (__VA_ARGS__)(*static_cast<const Arguments*>(p)); };                   \
+        return !emulator::launch(kernel, arguments, *grid, kWarps, kSharedBytes, ranges, num_ranges, *report);         \
     }

@@ -106,8 +106,8 @@ FaAttentionParams make_params(const Shape& s, int64_t dtype, Tensor& q, Tensor& 
 }
 
 // Largest error of one row, output and lse, against a double loop.
-double row_error(const Shape& s, int64_t dtype, const Tensor& q, const Tensor& k, const Tensor& v, const std::vector<char>& out,
-                 const std::vector<float>& lse, int64_t i, int64_t head) {
+double row_error(const Shape& s, int64_t dtype, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const std::vector<char>& out, const std::vector<float>& lse, int64_t i, int64_t head) {
     const int64_t kv_head = head / (s.nheads / s.nheads_k), size = dtype == FA_FLOAT32 ? 4 : 2;
     const int64_t end = s.window_right < 0 ? s.seqlen_k : i + s.seqlen_k - s.seqlen_q + s.window_right + 1;
     std::vector<double> weights;
@@ -150,8 +150,11 @@ double worst_error(int64_t isa, const Shape& s, int64_t dtype) {
 }  // namespace
 
 int main() {
-    const Shape shapes[] = {{1, 700, 8, 2, 64, 64, -1}, {70, 70, 2, 2, 59, 59, 0}, {100, 130, 3, 1, 128, 40, 0},
-                            {5, 3, 1, 1, 16, 16, 0},    {33, 300, 4, 4, 80, 80, -1}};
+    const Shape shapes[] = {{1, 700, 8, 2, 64, 64, -1},
+                            {70, 70, 2, 2, 59, 59, 0},
+                            {100, 130, 3, 1, 128, 40, 0},
+                            {5, 3, 1, 1, 16, 16, 0},
+                            {33, 300, 4, 4, 80, 80, -1}};
     const double tolerances[] = {2e-5, 3e-2, 4e-3};  // float32, bfloat16, float16
     int checks = 0, failures = 0;
     for (int64_t isa = 0; isa < fastattention_num_isas(); ++isa)

@@ -2,11 +2,11 @@
 
 #include <stdint.h>
 
-int aclrtGetDeviceCount(uint32_t *count) {
+int aclrtGetDeviceCount(uint32_t* count) {
     *count = 0;
     return 0;
 }
 
-const char *aclrtGetSocName(void) { return "Ascend910B3"; }
+const char* aclrtGetSocName(void) { return "Ascend910B3"; }
 
-const char *aclGetRecentErrMsg(void) { return "no CANN: these are stubs"; }
+const char* aclGetRecentErrMsg(void) { return "no CANN: these are stubs"; }

@@ -158,9 +158,7 @@ FA_DEVICE void bulk_expect(uint32_t counter, uint32_t bytes) { emulator::expect_
 FA_DEVICE void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t counter) {
     emulator::start_bulk_copy(*emulator::current, to, from, bytes, counter);
 }
-FA_DEVICE void bulk_wait(uint32_t counter, uint32_t phase) {
-    emulator::wait_for_bytes(*emulator::current, counter, phase);
-}
+FA_DEVICE void bulk_wait(uint32_t counter, uint32_t phase) { emulator::wait_for_bytes(*emulator::current, counter, phase); }
 FA_DEVICE void bulk_fence() { emulator::bulk_fence(*emulator::current); }
 
 FA_DEVICE void load_matrices(uint32_t (&x)[4], uint32_t address) { emulator::load_matrices(x, address); }

@@ -50,9 +50,7 @@ std::vector<Word> words;
 std::deque<Counter> counters;
 std::size_t threads;
 
-Event event_of(const Thread& thread) {
-    return {epoch, thread.warp->epoch, thread.index, thread.index / kLanes};
-}
+Event event_of(const Thread& thread) { return {epoch, thread.warp->epoch, thread.index, thread.index / kLanes}; }
 
 // Whether a barrier lies between an event and what the thread does now, or it was that thread's own.
 bool is_before(const Event& event, const Event& now) {

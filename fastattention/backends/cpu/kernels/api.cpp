@@ -93,7 +93,7 @@ FA_EXPORT void fastattention_read_loop(int64_t isa, const char* data, int64_t by
 }
 
 // What tile_range.hpp says of a tile, for the test that holds tile_range.py to it.
-FA_EXPORT int64_t fastattention_classify_tile(int64_t seqlen_q, int64_t seqlen_k, int64_t left, int64_t right, int64_t first_q,
-                                              int64_t last_q, int64_t first_k, int64_t last_k) {
+FA_EXPORT int64_t fastattention_classify_tile(int64_t seqlen_q, int64_t seqlen_k, int64_t left, int64_t right,
+                                              int64_t first_q, int64_t last_q, int64_t first_k, int64_t last_k) {
     return static_cast<int64_t>(TileRange{seqlen_q, seqlen_k, left, right}.classify(first_q, last_q, first_k, last_k));
 }

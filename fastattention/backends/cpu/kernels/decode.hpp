@@ -49,8 +49,7 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
                 for (int g = 0; g < kGroup; ++g) {
                     const Vec row = load(query + g * query_stride);
 #pragma GCC unroll 16
-                    for (int t = 0; t < kKeys; ++t)
-                        acc[t * kGroup + g] = Dot::multiply_add(acc[t * kGroup + g], key[t], row);
+                    for (int t = 0; t < kKeys; ++t) acc[t * kGroup + g] = Dot::multiply_add(acc[t * kGroup + g], key[t], row);
                 }
             }
         };
@@ -67,8 +66,8 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
 // acc_o[g] += sum over keys of probability * value, for kChunks chunks of columns from `column` on. units: of the
 // probabilities of each row.
 template <class Element, class Dot, int kGroup, int kChunks, bool kPartial>
-FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, const float* probabilities, const float* units,
-                                  float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
+FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, const float* probabilities,
+                                  const float* units, float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
     constexpr int kVectors = Dot::kColumnVectors;
     const int tail = static_cast<int>(headdim_v - column);
     Vec acc[kGroup][kChunks][kVectors];
@@ -85,8 +84,7 @@ FA_INLINE void accumulate_columns(const KeyBlock<Element>& block, int64_t head, 
     };
     for (int64_t j = 0; j < block.n; j += Dot::kKeysPerStep) {
         // Each pass over the keys fetches its own columns of the rows ahead, so that memory is busy in all of them.
-        for (int i = 0; i < Dot::kKeysPerStep; ++i)
-            ahead.prefetch_next(column, kPartial ? tail : kChunks * Dot::kChunk);
+        for (int i = 0; i < Dot::kKeysPerStep; ++i) ahead.prefetch_next(column, kPartial ? tail : kChunks * Dot::kChunk);
         const float* p = probabilities + j / Dot::kKeysPerStep * kGroup;
 #pragma GCC unroll 8
         for (int c = 0; c < kChunks; ++c) {
@@ -115,8 +113,8 @@ template <class Element, class Dot, int kGroup, int kChunks>
 FA_INLINE void accumulate_from(const KeyBlock<Element>& block, int64_t head, const float* probabilities, const float* units,
                                float* acc_o, int64_t acc_stride, int64_t column, int64_t headdim_v) {
     for (; column + kChunks * Dot::kChunk <= headdim_v; column += kChunks * Dot::kChunk)
-        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride,
-                                                                 column, headdim_v);
+        accumulate_columns<Element, Dot, kGroup, kChunks, false>(block, head, probabilities, units, acc_o, acc_stride, column,
+                                                                 headdim_v);
     if constexpr (kChunks > 1) {
         accumulate_from<Element, Dot, kGroup, kChunks / 2>(block, head, probabilities, units, acc_o, acc_stride, column,
                                                            headdim_v);
@@ -127,8 +125,8 @@ FA_INLINE void accumulate_from(const KeyBlock<Element>& block, int64_t head, con
 }
 
 template <int kGroup, class Element, class Dot>
-static void accumulate_block(Dot, const KeyBlock<Element>& block, int64_t head, const float* probabilities, const float* units,
-                             float* acc_o, int64_t acc_stride, int64_t headdim_v) {
+static void accumulate_block(Dot, const KeyBlock<Element>& block, int64_t head, const float* probabilities,
+                             const float* units, float* acc_o, int64_t acc_stride, int64_t headdim_v) {
     // As many accumulators as leave registers for a value and a broadcast.
     constexpr int kAccumulators = Vec::kRegisters == 32 ? 16 : 8;
     constexpr int kWanted = kAccumulators / (kGroup * Dot::kColumnVectors);
@@ -163,8 +161,7 @@ public:
     // `head`: which of the block's heads this is.
     void attend(const KeyBlock<Element>& block, int64_t head) {
         const TileRange& mask = sequence_->mask;
-        const TileKind kind =
-            mask.classify(rows_[0].token, rows_[kGroup - 1].token, block.first, block.first + block.n - 1);
+        const TileKind kind = mask.classify(rows_[0].token, rows_[kGroup - 1].token, block.first, block.first + block.n - 1);
         if (kind == TileKind::kSkipped) return;
         const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
         score_block<kGroup>(Dot{}, block, head, queries_, query_stride_, call_->params->headdim, scores_);

@@ -14,7 +14,9 @@ struct FixedPointTiles : FixedPoint {
     static constexpr float kLargestWord = 32639.0f;  // 127 * 256 + 127: a plane is a signed byte
 
     template <int kGroup>
-    FA_INLINE void begin() { _tile_loadconfig(&kAmxConfig); }
+    FA_INLINE void begin() {
+        _tile_loadconfig(&kAmxConfig);
+    }
     FA_INLINE void end() { _tile_release(); }
 
     // Tiles of 64 elements: row r has elements 4 r ... 4 r + 3 of the high planes of all queries, then of the low ones.
@@ -143,8 +145,7 @@ FA_INLINE void interleave_values(const KeyBlock<Int8>& block, int64_t key, int64
         if (first >= n) continue;  // their probabilities are 0
         for (int64_t i = first; i < smaller(first + 16, n); i += 4) ahead.prefetch_next(column, columns);
         __m512i x[4];
-        for (int i = 0; i < 4; ++i)
-            x[i] = load_bytes(block.values[key + smaller(first + 4 * i, n - 1)] + offset, columns);
+        for (int i = 0; i < 4; ++i) x[i] = load_bytes(block.values[key + smaller(first + 4 * i, n - 1)] + offset, columns);
         const __m512i low[2] = {_mm512_unpacklo_epi8(x[0], x[1]), _mm512_unpacklo_epi8(x[2], x[3])};
         const __m512i high[2] = {_mm512_unpackhi_epi8(x[0], x[1]), _mm512_unpackhi_epi8(x[2], x[3])};
         int8_t* to = tiles + row * 64;

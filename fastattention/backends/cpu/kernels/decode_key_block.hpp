@@ -87,9 +87,7 @@ struct Run {
 
     // Key j of the run, or of what comes after it; values likewise.
     const char* key(int64_t j) const { return j < n ? keys + j * key_stride : next_keys + (j - n) * key_stride; }
-    const char* value(int64_t j) const {
-        return j < n ? values + j * value_stride : next_values + (j - n) * value_stride;
-    }
+    const char* value(int64_t j) const { return j < n ? values + j * value_stride : next_values + (j - n) * value_stride; }
 };
 
 // Runs through the rows to prefetch while one head of a block is processed: token by token and in each through the heads.

@@ -32,7 +32,8 @@ static void multiply_few(const float* a, int64_t a_stride, const typename Unit::
         multiply_tile<Unit, kRowCount, kUsed, true>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, ahead);
     if constexpr (kUsed > 1) {
         if (j < columns)
-            multiply_few<Unit, kRowCount, kUsed / 2>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, columns - j, ahead);
+            multiply_few<Unit, kRowCount, kUsed / 2>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, columns - j,
+                                                     ahead);
     }
 }
 

@@ -165,9 +165,8 @@ static void score_block(Bfloat16Tiles, const KeyBlock<Bfloat16>& block, int64_t 
     const TileRows keys = tile_rows(block.keys, head * block.keys.head_stride, headdim, copies);
     PrefetchCursor<Bfloat16> ahead = block.heads > 1 ? PrefetchCursor<Bfloat16>(block.keys, block, head)
                                                      : PrefetchCursor<Bfloat16>(block.values, block, head, 0);
-    with_chunks(headdim, [&](auto chunks) __attribute__((always_inline)) {
-        score_keys<kGroup>(keys, queries, chunks, ahead, scores);
-    });
+    with_chunks(headdim, [&](auto chunks)
+                             __attribute__((always_inline)) { score_keys<kGroup>(keys, queries, chunks, ahead, scores); });
 }
 
 template <int kGroup>
@@ -233,9 +232,8 @@ __attribute__((always_inline)) inline void Bfloat16Tiles::accumulate_run(const c
                                                                          const float* probabilities, float* acc_o,
                                                                          int64_t acc_stride, int64_t headdim_v,
                                                                          RowFetch ahead) {
-    auto row = [&](int64_t j) __attribute__((always_inline)) {
-        return reinterpret_cast<const Bfloat16*>(values + j * stride);
-    };
+    auto row = [&](int64_t j)
+                   __attribute__((always_inline)) { return reinterpret_cast<const Bfloat16*>(values + j * stride); };
     accumulate_values(row, probabilities, acc_o, acc_stride, headdim_v, ahead);
 }
 

@@ -46,9 +46,7 @@ public:
     }
 
 private:
-    bool is_decode(const Sequence& s) const {
-        return call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0;
-    }
+    bool is_decode(const Sequence& s) const { return call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0; }
 
     void append() {
         const int64_t tokens = p_.seqlen_new;
@@ -92,8 +90,7 @@ private:
             const Sequence& s = sequences_[i];
             if (!is_decode(s) || s.mask.seqlen_q == 0) continue;
             const KeyRange keys = visible_keys(s.mask);
-            const int64_t step =
-                std::max<int64_t>(p_.num_splits > 0 ? divide_up(keys.size(), p_.num_splits) : wanted, 1);
+            const int64_t step = std::max<int64_t>(p_.num_splits > 0 ? divide_up(keys.size(), p_.num_splits) : wanted, 1);
             const int64_t count = std::max<int64_t>(divide_up(keys.size(), step), 1);
             const int64_t first = static_cast<int64_t>(splits_.size());
             for (int64_t head = 0; head < p_.nheads_k; ++head) heads_.push_back({first + head, count});
@@ -180,7 +177,8 @@ private:
             const int64_t keys = (job.end_panel - job.first_panel) * g.panel;
             // Kernels address both by key from key 0 on, whether or not the first panels are needed.
             job.head.keys = panel_memory - job.first_panel * g.panel * g.key_units;
-            job.head.values = panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
+            job.head.values =
+                panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
             panel_memory += job.floats;
             if (is_quantised(p_)) {
                 job.head.value_scales = panel_memory - keys - job.first_panel * g.panel;

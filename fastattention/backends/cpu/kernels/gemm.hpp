@@ -70,8 +70,8 @@ struct FetchAhead {
 
 // kRowCount rows of C, kUsed vectors wide.
 template <class Unit, int kRowCount, int kUsed, bool kAccumulate, class Fetch = FetchNothing>
-FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride, int64_t depth,
-                             float* c, int64_t c_stride, Fetch ahead = {}) {
+FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride,
+                             int64_t depth, float* c, int64_t c_stride, Fetch ahead = {}) {
     Vec acc[kRowCount][kUsed];
 #pragma GCC unroll 8
     for (int i = 0; i < kRowCount; ++i)
@@ -102,7 +102,8 @@ template <class Unit, int kUsed, bool kAccumulate>
 FA_INLINE void multiply_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                              int64_t c_stride, int64_t rows) {
     for (int64_t i = 0; i < rows; i += kRows)
-        multiply_tile<Unit, kRows, kUsed, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride, c_stride);
+        multiply_tile<Unit, kRows, kUsed, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                       c_stride);
 }
 
 // rows: a multiple of Unit::kRowStep; columns: a multiple of the vector width, up to kPanel.
@@ -112,7 +113,8 @@ static void multiply_panel(Unit, const float* a, int64_t a_stride, const float* 
     switch (columns / Vec::kWidth) {
         case 1: return multiply_rows<Unit, 1, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
         case 2: return multiply_rows<Unit, 2, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
-        case 3: return multiply_rows<Unit, kVectors < 3 ? 1 : 3, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
+        case 3:
+            return multiply_rows < Unit, kVectors<3 ? 1 : 3, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
         case 4: return multiply_rows<Unit, kVectors, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
     }
 }

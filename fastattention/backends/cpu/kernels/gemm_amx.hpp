@@ -67,9 +67,11 @@ FA_INLINE void multiply_amx_rows(const float* a, int64_t a_stride, const float* 
                                  int64_t c_stride, int64_t rows) {
     int64_t i = 0;
     for (; i + 2 * kAmxTile <= rows; i += 2 * kAmxTile)
-        multiply_amx<true, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride, c_stride);
+        multiply_amx<true, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                     c_stride);
     if (i < rows)
-        multiply_amx<false, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride, c_stride);
+        multiply_amx<false, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                      c_stride);
 }
 
 template <bool kAccumulate>

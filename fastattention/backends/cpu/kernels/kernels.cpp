@@ -94,9 +94,8 @@ static void pack_panel_of(const Call& call, const HeadPanels& head, int64_t pane
         using Element = typename Path::Element;
         if (call.params->panel_size > 0)
             return pack_cached_panel<Element, typename Path::CachedUnit>(call, head, panel, typename Path::Unit{});
-        with_stored<Element>(*call.params, [&](auto stored) {
-            pack_panel<decltype(stored)>(call, head, panel, typename Path::Unit{});
-        });
+        with_stored<Element>(*call.params,
+                             [&](auto stored) { pack_panel<decltype(stored)>(call, head, panel, typename Path::Unit{}); });
     });
 }
 
@@ -138,9 +137,8 @@ static void append_token_of(const Call& call, const Sequence& sequence, int64_t 
     with_path(*call.params, [&](auto path) {
         using Element = typename decltype(path)::Element;
         if (call.params->panel_size > 0) return append_panel_token<Element>(call, sequence, token);
-        with_stored<Element>(*call.params, [&](auto stored) {
-            append_token<Element, decltype(stored)>(call, sequence, token);
-        });
+        with_stored<Element>(*call.params,
+                             [&](auto stored) { append_token<Element, decltype(stored)>(call, sequence, token); });
     });
 }
 

@@ -53,7 +53,7 @@ typedef struct FaAttentionParams {
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
     int64_t window_left, window_right;  // -1 unlimited
     int64_t rotary_dim, rotary_interleaved;
-    int64_t num_splits;   // 0: chosen from the lengths
+    int64_t num_splits;  // 0: chosen from the lengths
     int64_t num_threads;  // the caller's included
     double softmax_scale;
     double softcap;  // 0 is off

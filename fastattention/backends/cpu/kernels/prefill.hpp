@@ -109,8 +109,7 @@ static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, 
         for (int64_t i = 0; i < 2 && j + i < n; ++i)
             copy_row(reinterpret_cast<const Stored*>(rows.values[j + i]), pair[i], p.headdim_v);
         auto* to = reinterpret_cast<uint32_t*>(values + j / 2 * g.value_columns);
-        for (int64_t c = 0; c < g.value_columns; ++c)
-            to[c] = pair[0][c].bits | static_cast<uint32_t>(pair[1][c].bits) << 16;
+        for (int64_t c = 0; c < g.value_columns; ++c) to[c] = pair[0][c].bits | static_cast<uint32_t>(pair[1][c].bits) << 16;
     }
     pack_scales<Stored>(call, head, first, n);
 }
@@ -170,8 +169,7 @@ private:
                 const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
                 load_query<Element>(call_, sequence_, at, query, geometry_.key_units * Unit::kElements);
                 // In place, into the first half: what is written is never ahead of what is still to be read.
-                if (Unit::kElements == 2)
-                    narrow_row(query, reinterpret_cast<Bfloat16*>(query), geometry_.key_units * 2);
+                if (Unit::kElements == 2) narrow_row(query, reinterpret_cast<Bfloat16*>(query), geometry_.key_units * 2);
             } else {
                 memset(query, 0, geometry_.key_units * sizeof(float));
                 memset(scores_ + row * kScoreStride, 0, kScoreStride * sizeof(float));
@@ -183,8 +181,8 @@ private:
     void multiply_queries(int64_t key, int64_t n) {
         for (int64_t j = 0; j < n; j += kPanel)
             multiply_panel<false>(Unit{}, queries_, query_stride_, head_.keys + (key + j) * geometry_.key_units, kPanel,
-                                        geometry_.key_units, scores_ + j, kScoreStride, padded_rows_,
-                                        smaller(kPanel, round_up(n - j, Vec::kWidth)));
+                                  geometry_.key_units, scores_ + j, kScoreStride, padded_rows_,
+                                  smaller(kPanel, round_up(n - j, Vec::kWidth)));
     }
 
     void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {
@@ -207,7 +205,7 @@ private:
         const int64_t depth = padded_keys(n) / Unit::kElements;
         for (int64_t c = 0; c < columns; c += kPanel)
             multiply_panel<true>(Unit{}, scores_, kScoreStride, values + c, columns, depth, acc_o_ + c, columns, padded_rows_,
-                                       smaller(kPanel, columns - c));
+                                 smaller(kPanel, columns - c));
     }
 
     void finish() {

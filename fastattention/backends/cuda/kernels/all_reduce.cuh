@@ -22,8 +22,7 @@ class AllReduce {
     static constexpr int kNumbers = SomePacket::kNumbers;
 
 public:
-    FA_DEVICE AllReduce(const AllReduceParams& p, int cta)
-        : p_(p), cta_(cta), step_(p.steps[cta]), reads_(cta, p.num_ctas) {}
+    FA_DEVICE AllReduce(const AllReduceParams& p, int cta) : p_(p), cta_(cta), step_(p.steps[cta]), reads_(cta, p.num_ctas) {}
 
     FA_DEVICE void run() {
         int64_t begin = 0;

@@ -15,9 +15,7 @@ struct InElements {
     static FA_DEVICE void store(Item* to, const Four& four) { store_global_64(to, four); }
     static FA_DEVICE Item get(const Four& four, int i) { return static_cast<Item>(four.word[i / 2] >> i % 2 * 16); }
     // Where nothing has been put yet.
-    static FA_DEVICE void put(Four& four, int i, Item item) {
-        four.word[i / 2] |= static_cast<uint32_t>(item) << i % 2 * 16;
-    }
+    static FA_DEVICE void put(Four& four, int i, Item item) { four.word[i / 2] |= static_cast<uint32_t>(item) << i % 2 * 16; }
     static FA_DEVICE float widen(Item item) { return Element::widen(item); }
     static FA_DEVICE Four narrow(const float (&x)[4]) { return {Element::pack(x[0], x[1]), Element::pack(x[2], x[3])}; }
 
@@ -35,9 +33,7 @@ struct InFloats {
     static FA_DEVICE Item get(const Four& four, int i) { return as_float(four.word[i]); }
     static FA_DEVICE void put(Four& four, int i, Item item) { four.word[i] = as_bits(item); }
     static FA_DEVICE float widen(Item item) { return item; }
-    static FA_DEVICE Four narrow(const float (&x)[4]) {
-        return {as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])};
-    }
+    static FA_DEVICE Four narrow(const float (&x)[4]) { return {as_bits(x[0]), as_bits(x[1]), as_bits(x[2]), as_bits(x[3])}; }
 
     static FA_DEVICE Item item(uint32_t word, int) { return as_float(word); }
     static FA_DEVICE uint32_t word(const float* x) { return as_bits(x[0]); }

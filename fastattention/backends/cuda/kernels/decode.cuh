@@ -166,8 +166,7 @@ private:
     }
 
     // The last CTA that leaves its part of a unit merges all of them, in the order of groups, half a warp a row.
-    FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit,
-                                  const Work& work) const {
+    FA_DEVICE void merge_partials(const Schedule& schedule, const SequenceTiles& sequence, int unit, const Work& work) const {
         const TileSpan cta_groups = schedule.cta_groups_of(sequence);
         memory_fence();
         cta_barrier();

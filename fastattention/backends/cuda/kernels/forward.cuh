@@ -9,7 +9,7 @@ namespace fastattention {
 using Loop = KeyLoop<WholeCta>;
 
 // Rows of the output pass through the memory of the queries, 16 bits each.
-constexpr int kQueryBytes = Loop::kQueryBytes > kTileM * kOutPitch ? Loop::kQueryBytes : kTileM * kOutPitch;
+constexpr int kQueryBytes = Loop::kQueryBytes > kTileM* kOutPitch ? Loop::kQueryBytes : kTileM * kOutPitch;
 constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
 
@@ -18,8 +18,8 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
     const int last_row = smaller(first_row + kTileM, mask.seqlen_q) - 1;
     // No tile counts as full where a warp has no rows and may rest.
     const int full_end = first_row + kTileM - kWarpRows <= last_row ? mask.row_end(first_row) : 0;
-    const KeyRange keys{mask.row_begin(first_row) / kTileN * kTileN, mask.row_end(last_row), kTileN,
-                        mask.row_begin(last_row), full_end};
+    const KeyRange keys{mask.row_begin(first_row) / kTileN * kTileN, mask.row_end(last_row), kTileN, mask.row_begin(last_row),
+                        full_end};
     const uint32_t shared = shared_memory();
     if (keys.begin < keys.end) {
         Loop loop(sources_of(p, work, mask.seqlen_q, keys.end), shared, shared + kQueryBytes, first_row, keys);

@@ -153,9 +153,7 @@ FA_DEVICE int64_t nanoseconds() {
 }
 // Ends the kernel with an error, and with it all work of the process on this GPU.
 FA_DEVICE void give_up() { asm volatile("trap;"); }
-FA_DEVICE void store_global_64(void* address, Words2 x) {
-    *static_cast<uint2*>(address) = make_uint2(x.word[0], x.word[1]);
-}
+FA_DEVICE void store_global_64(void* address, Words2 x) { *static_cast<uint2*>(address) = make_uint2(x.word[0], x.word[1]); }
 FA_DEVICE void store_global_128(void* address, Words4 x) {
     *static_cast<uint4*>(address) = make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
 }
@@ -291,24 +289,26 @@ FA_DEVICE void mma_m16n8k8_float16(float (&c)[4], uint32_t a0, uint32_t a1, uint
                  : "r"(a0), "r"(a1), "r"(b));
 }
 
-#define FA_MMA_M16N8K16(name, type)                                                                                         \
-    FA_DEVICE void name(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {                                  \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "     \
-                     "{%8, %9}, {%0, %1, %2, %3};"                                                                         \
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                       \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                       \
+#define FA_MMA_M16N8K16(name, type)                                                        \
+    FA_DEVICE void name(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "                           \
+                     "{%8, %9}, {%0, %1, %2, %3};"                                         \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));      \
     }
 FA_MMA_M16N8K16(mma_m16n8k16_float16, "f16")
 FA_MMA_M16N8K16(mma_m16n8k16_bfloat16, "bf16")
 #undef FA_MMA_M16N8K16
 
 // Four independent products, one for each quadpair of lanes. docs/internals/volta.md draws who holds what.
-#define FA_MMA_M8N8K4(name, layout_b)                                                                                       \
-    FA_DEVICE void name(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {                                \
-        asm volatile("mma.sync.aligned.m8n8k4.row." layout_b ".f32.f16.f16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "          \
-                     "{%8, %9}, {%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};"                                              \
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])       \
-                     : "r"(a0), "r"(a1), "r"(b0), "r"(b1));                                                                 \
+#define FA_MMA_M8N8K4(name, layout_b)                                                                                 \
+    FA_DEVICE void name(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {                          \
+        asm volatile("mma.sync.aligned.m8n8k4.row." layout_b                                                          \
+                     ".f32.f16.f16.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, "                                            \
+                     "{%8, %9}, {%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};"                                        \
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]) \
+                     : "r"(a0), "r"(a1), "r"(b0), "r"(b1));                                                           \
     }
 FA_MMA_M8N8K4(mma_m8n8k4_row_col, "col")
 FA_MMA_M8N8K4(mma_m8n8k4_row_row, "row")

@@ -118,8 +118,8 @@ private:
 // Writes out and lse of a row.
 FA_DEVICE void write_row(const AttentionParams& p, int batch, int head, int token, const MergedRow& row) {
     const Finished result = finished(p, head, row.stats.max, row.stats.sum);
-    uint16_t* out = p.out + batch * p.out_stride_batch + head * p.out_stride_head +
-                    static_cast<int64_t>(token) * p.out_stride_row;
+    uint16_t* out =
+        p.out + batch * p.out_stride_batch + head * p.out_stride_head + static_cast<int64_t>(token) * p.out_stride_row;
 #pragma unroll
     for (int j = 0; j < kVectorsOfLane; ++j) {
         if (column_of_lane(j) >= p.headdim_v) continue;

@@ -34,7 +34,7 @@ struct RowStats {
 
 // Eight columns of out, from `column` on, and with the first of them lse.
 FA_DEVICE void write_eight(const AttentionParams& p, int batch, int head, int token, int column, const RowStats& stats,
-                             const float (&results)[8]) {
+                           const float (&results)[8]) {
     const Finished result = finished(p, head, stats.max, stats.sum);
     Words4 words;
 #pragma unroll

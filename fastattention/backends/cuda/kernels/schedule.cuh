@@ -121,7 +121,9 @@ public:
     FA_DEVICE static int first_key(const BasicTileRange<int>& mask) { return mask.row_begin(0) / kTileN * kTileN; }
 
 private:
-    FA_DEVICE Divisor cta_groups_divisor() const { return {p_.num_cta_groups, p_.cta_groups_multiplier, p_.cta_groups_shift}; }
+    FA_DEVICE Divisor cta_groups_divisor() const {
+        return {p_.num_cta_groups, p_.cta_groups_multiplier, p_.cta_groups_shift};
+    }
 
     FA_DEVICE int tiles_of(int batch) const { return tiles_of(CachedTokens(p_, batch)); }
 

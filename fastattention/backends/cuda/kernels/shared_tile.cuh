@@ -212,9 +212,7 @@ private:
     static constexpr int kChunksOfThread = (kColumns + kChunkStep - 1) / kChunkStep;
 
     // From a thread's first chunk in shared memory to another.
-    static FA_DEVICE constexpr int from_first(int i, int j) {
-        return i * kRowStep * kPitch + j * kChunkStep * kSharedBytes;
-    }
+    static FA_DEVICE constexpr int from_first(int i, int j) { return i * kRowStep * kPitch + j * kChunkStep * kSharedBytes; }
 
     // The rows and columns of a tile that this thread copies.
     class Share {

@@ -18,8 +18,8 @@ FA_DEVICE void sum_parts(const SumParams& p, int64_t first) {
     Format::Four parts[kMostParts];
 #pragma unroll
     for (int i = 0; i < kMostParts; ++i)
-        parts[i] = i < p.num_parts ? Columns<Format>::read(static_cast<const Item*>(p.parts[i]) + first, count)
-                                   : Format::Four{};
+        parts[i] =
+            i < p.num_parts ? Columns<Format>::read(static_cast<const Item*>(p.parts[i]) + first, count) : Format::Four{};
     float sum[4] = {};
 #pragma unroll
     for (int i = 0; i < kMostParts; ++i)

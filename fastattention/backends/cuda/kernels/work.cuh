@@ -70,12 +70,11 @@ FA_DEVICE int head_of(const AttentionParams& p, const Work& w, int row) {
 }
 
 FA_DEVICE SourceRows<uint16_t, kGroupedRows> query_rows(const AttentionParams& p, const Work& w, int num_rows) {
-    const uint16_t* base = p.q + w.batch * p.q_stride_batch + first_token(p.cu_seqlens_q, w.batch) * p.q_stride_row +
-                           w.head * p.q_stride_head;
+    const uint16_t* base =
+        p.q + w.batch * p.q_stride_batch + first_token(p.cu_seqlens_q, w.batch) * p.q_stride_row + w.head * p.q_stride_head;
     if constexpr (kGroupedRows) {
         // A token's heads are the rows of a block.
-        return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row,
-                group_divisor(p), 0};
+        return {base, static_cast<int>(p.q_stride_head), num_rows, p.headdim, nullptr, p.q_stride_row, group_divisor(p), 0};
     } else {
         return {base, p.q_stride_row, num_rows, p.headdim, nullptr, 0, {1, 0, 0}, 0};
     }
@@ -88,8 +87,14 @@ FA_DEVICE SourceRows<Item, kPaged> cache_rows(const AttentionParams& p, const Wo
     base += w.kv_head * stride_head;
     const int pad = leftpad_of(p, w.batch), step = static_cast<int>(stride_row);
     if constexpr (kPaged)
-        return {base, step, key_end, columns, p.block_table + w.batch * p.block_table_stride, stride_batch,
-                {p.page_block_size, p.page_multiplier, p.page_shift}, pad};
+        return {base,
+                step,
+                key_end,
+                columns,
+                p.block_table + w.batch * p.block_table_stride,
+                stride_batch,
+                {p.page_block_size, p.page_multiplier, p.page_shift},
+                pad};
     const int64_t row = p.cache_batch_idx == nullptr ? w.batch : p.cache_batch_idx[w.batch];
     base += row * stride_batch + (first_token(p.cu_seqlens_k, w.batch) + pad) * stride_row;
     return {base, step, key_end, columns, nullptr, 0, {1, 0, 0}, 0};

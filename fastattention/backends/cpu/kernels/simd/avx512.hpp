@@ -109,9 +109,7 @@ FA_INLINE __m512i add_lanes(__m512i a, __m512i b) { return _mm512_add_epi32(a, b
 template <class Lanes>
 FA_INLINE Vec reduce_columns_as(const Vec* acc) {
     __m512 t[8], u[4], w[2];
-    auto add = [](__m512 a, __m512 b) __attribute__((always_inline)) {
-        return (__m512)add_lanes((Lanes)a, (Lanes)b);
-    };
+    auto add = [](__m512 a, __m512 b) __attribute__((always_inline)) { return (__m512)add_lanes((Lanes)a, (Lanes)b); };
     for (int i = 0; i < 8; ++i) {
         const __m512 x = acc[i].v, y = acc[i + 8].v;
         t[i] = add(_mm512_mask_blend_ps(0xff00, x, y), _mm512_shuffle_f32x4(x, y, 0x4e));

@@ -40,9 +40,7 @@ struct Fragments16 : Layout16 {
     private:
         static constexpr int kPitch = pitch_of<2>(kHeaddim);
 
-        FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const {
-            load_matrices(a, row_.address(step * 16, depth));
-        }
+        FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const { load_matrices(a, row_.address(step * 16, depth)); }
 
         LaneRow<kPitch> row_;
         uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];

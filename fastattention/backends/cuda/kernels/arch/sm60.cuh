@@ -72,8 +72,7 @@ struct Arch : Layout16 {
                         for (int which = 0; which < 2; ++which)
 #pragma unroll
                             for (int i = 0; i < 4; ++i)
-                                acc_s[step][n][which * 2 + c] +=
-                                    as_float(rows[step][which].word[i]) * as_float(key.word[i]);
+                                acc_s[step][n][which * 2 + c] += as_float(rows[step][which].word[i]) * as_float(key.word[i]);
                 }
         }
     }

@@ -30,9 +30,7 @@ struct Arch {
         const int lane = lane_index();
         return lane / 8 % 2 * 16 + lane / 16 * 8 + lane / 4 % 2 * 4 + which * 2 + lane % 2;
     }
-    static FA_DEVICE int score_column(int tile, int i) {
-        return tile * 8 + i / 4 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
-    }
+    static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + i / 4 * 4 + lane_index() / 2 % 2 * 2 + i % 2; }
     // Two neighbouring accumulators take the even and odd halves of 16 columns in turn: a lane's operands of both are then
     // 16 neighbouring bytes of a row of V.
     static FA_DEVICE int value_column(int tile, int i) {

@@ -114,7 +114,8 @@ static void multiply_panel(Unit, const float* a, int64_t a_stride, const float* 
         case 1: return multiply_rows<Unit, 1, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
         case 2: return multiply_rows<Unit, 2, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
         case 3:
-            return multiply_rows < Unit, kVectors<3 ? 1 : 3, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
+            return multiply_rows<Unit, (kVectors < 3 ? 1 : 3), kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride,
+                                                                            rows);
         case 4: return multiply_rows<Unit, kVectors, kAccumulate>(a, a_stride, b, b_stride, depth, c, c_stride, rows);
     }
 }

@@ -239,7 +239,7 @@ def test_the_last_heads_that_start_together_may_be_fewer() -> None:
     generator = torch.Generator().manual_seed(0)
     call = prepare_dense(*(torch.randn(1, 300, 3, 32, generator=generator).half() for _ in range(3)), Options())
     expected = emulator.EmulatedSm80().forward(*call).out
-    with mock.patch.object(heuristics, "heads_together", return_value=2) as asked:
+    with mock.patch.object(heuristics, "heads_per_l2_wave", return_value=2) as asked:
         assert torch.equal(emulator.EmulatedSm80().forward(*call).out, expected)
     asked.assert_called_once()
 

@@ -167,14 +167,14 @@ def test_whatever_is_taken_shared_and_released_every_page_has_its_owners(
 
 
 # Numbers drawn one by one are seldom neighbours.
-STRETCHES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=4).map(
-    lambda stretches: [page for first, count in stretches for page in range(first, first + count)]
+NEIGHBOURS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=4).map(
+    lambda runs: [page for first, count in runs for page in range(first, first + count)]
 )
 
 
 @settings(deadline=None, derandomize=True)
-@given(STRETCHES, st.integers(1, 9))
-def test_runs_are_stretches_of_neighbours_within_a_slab(pages: list[int], slab_pages: int) -> None:
+@given(NEIGHBOURS, st.integers(1, 9))
+def test_runs_join_neighbours_within_a_slab(pages: list[int], slab_pages: int) -> None:
     found = list(runs(pages, slab_pages))
     assert [page for _, first, count in found for page in range(first, first + count)] == pages
     assert [position for position, _, _ in found] == [

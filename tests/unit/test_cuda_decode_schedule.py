@@ -134,7 +134,7 @@ def test_every_tile_of_every_sequence_is_in_one_stretch(made: tuple[Problem, Ker
 
 @settings(deadline=None)  # the model is slow Python
 @given(lines())
-def test_stretches_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig, TileStream]) -> None:
+def test_spans_differ_by_one_tile_at_most(made: tuple[Problem, KernelConfig, TileStream]) -> None:
     problem, _, stream = made
     if stream.split.num_splits == 0:
         sizes = [len(span) for span in stream.spans]

@@ -257,7 +257,7 @@ def test_heads_share_three_quarters_of_the_cache(call: dict[str, int], l2_bytes:
 
 
 @given(st.integers(0, 1 << 20), st.sampled_from([1, 2, 4, 16]), st.integers(1, 5), st.sampled_from(list(CHIPS)))
-def test_heads_together_fit_the_cache_and_are_as_many_as_can(
+def test_heads_per_l2_wave_fit_the_cache_and_are_as_many_as_can(
     seqlen_k: int, nheads_k: int, batch_size: int, chip: str
 ) -> None:
     problem = problem_of(seqlen_k=seqlen_k, nheads_k=nheads_k, batch_size=batch_size)

@@ -227,6 +227,7 @@ class FakeDevice(Device):
         self.cpu_until = begin + self.rates.handover + nbytes / self.rates.cpu
         return Span(Point(begin), Point(self.cpu_until, self._results[-1]))
 
+    @alone
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         memory = torch.empty(tuple(shape), dtype=dtype)
         self._shared.append(memory)

@@ -51,5 +51,5 @@ def check_right_without_lse(engine: Engine, case: Case, dtype: torch.dtype) -> N
 def check_same_bits(engine: Engine, case: Case, dtype: torch.dtype, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Results repeat bit for bit, with any number of threads."""
     again, lse_again = engine.run_in_another_order(build_call(case, dtype))
-    assert torch.equal(out, again), "out differs when the call is repeated with another number of threads"
-    assert torch.equal(lse, lse_again), "lse differs when the call is repeated with another number of threads"
+    assert torch.equal(out, again), "out differs when the call is repeated with other threads or in another order"
+    assert torch.equal(lse, lse_again), "lse differs when the call is repeated with other threads or in another order"

@@ -34,10 +34,12 @@ class Engine(NamedTuple):
         if self.isa is None:
             yield
             return
-        with mock.patch.dict(os.environ, FASTATTENTION_CPU_ISA=self.isa):
+        try:
+            with mock.patch.dict(os.environ, FASTATTENTION_CPU_ISA=self.isa):
+                load_library.cache_clear()
+                yield
+        finally:
             load_library.cache_clear()
-            yield
-        load_library.cache_clear()
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         """(out, lse) of the call."""
@@ -66,10 +68,12 @@ class RegisteredEngine(Engine):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with mock.patch.dict(ORDER, self.registered):
+        try:
+            with mock.patch.dict(ORDER, self.registered):
+                forget_backends()
+                yield
+        finally:
             forget_backends()
-            yield
-        forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
         with self.active():

@@ -13,5 +13,7 @@ def one_torch_thread() -> Iterator[None]:
     """Tensors are small: waking torch's threads for each costs more than it saves, ten times more on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

@@ -123,8 +123,10 @@ def shuffled(seed: int) -> Iterator[None]:
     """Launches run CTAs, and warps within each, in an order that follows from the seed. A GPU promises none."""
     global _shuffle
     _shuffle, before = seed, _shuffle
-    yield
-    _shuffle = before
+    try:
+        yield
+    finally:
+        _shuffle = before
 
 
 def launch(step: KernelLaunch, params: Params, ranges: Sequence[Range]) -> Report:

@@ -36,10 +36,12 @@ class DeviceEngine(Engine):
     @contextmanager
     def active(self) -> Iterator[None]:
         assert self.isa is not None
-        with mock.patch.dict(os.environ, FASTATTENTION_CUDA_ARCH=self.isa):
+        try:
+            with mock.patch.dict(os.environ, FASTATTENTION_CUDA_ARCH=self.isa):
+                forget_backends()
+                yield
+        finally:
             forget_backends()
-            yield
-        forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
         return verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason

@@ -234,6 +234,12 @@ def test_ctas_and_warps_run_in_their_order_or_shuffled() -> None:
     assert first != second
 
 
+def test_an_error_ends_the_shuffled_order() -> None:
+    with pytest.raises(EmulatorError), emulator.shuffled(1):
+        probe("copy_without_wait")
+    assert turns(20) == [[2 * cta, 2 * cta + 1] for cta in range(20)]
+
+
 def test_a_launch_after_an_error_starts_afresh() -> None:
     with pytest.raises(EmulatorError):
         probe("copy_without_wait")

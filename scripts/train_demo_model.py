@@ -299,7 +299,7 @@ A token is a byte, so there is no tokenizer: a file is `[0, *data]`. Byte 0 stan
 - Held out, by a hash of the path: {corpus.validation_files:,} files, {validation_bytes:,} bytes.
 - Device: {device}; torch {torch}, transformers {transformers}.
 - {last.step:,} steps over {megabytes:,.0f} MB ({epochs:.1f} epochs) in {last.seconds:.0f} s. Stored: the weights of
-  step {best.step:,}, the best on the held-out files. Curve: `docs/demo_model_loss.csv` and `docs/demo_model_loss.png`.
+  step {best.step:,}, the best on the held-out files. Curve: `docs/assets/demo_model_loss.csv` and `.png` beside it.
 
 ## Result
 
@@ -353,7 +353,7 @@ def parse_options() -> Options:
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")), help="the library's folder")
     parser.add_argument("--output-dir", type=Path, default=root / "fastattention/cli/demo_model")
-    parser.add_argument("--docs-dir", type=Path, default=root / "docs")
+    parser.add_argument("--docs-dir", type=Path, default=root / "docs" / "assets")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=2.1, help="training time, compilation included")
     parser.add_argument("--seed", type=int, default=0)

@@ -64,8 +64,8 @@ from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput
 from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_varlen
-from fastattention.validation.common import read_options, require_tensor
-from fastattention.validation.kinds import check_kinds
+from fastattention.validation.common import is_functionalizing, read_options, require_tensor
+from fastattention.validation.kinds import check_kinds, check_readable
 
 WindowSize = Sequence[int] | Tensor
 
@@ -372,6 +372,10 @@ def fast_attn_with_kvcache(
         result = run(problem, inputs, backend)
     else:
         _check_traceable(arguments._asdict(), backend)
+        if is_functionalizing():
+            raise UnsupportedError(
+                "torch.func.functionalize does not follow operators that write their caches in place"
+            )
         result = ops.call_attention_kvcache(arguments, options, rotary_interleaved, num_splits, backend)
     return _returned(result, with_lse, False)
 
@@ -420,7 +424,11 @@ def _returned(result: AttentionOutput, return_lse: bool, return_attn_probs: bool
 def _unstack(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
     """Views of the `count` tensors stacked on the third axis from the end."""
     require_tensor(name, packed)
-    if packed.dim() != rank or packed.shape[-3] != count:
-        axes = f"{'batch_size, seqlen, ' if rank == 5 else 'total, '}{count}, nheads, headdim"
-        raise ArgumentError(f"{name} must be ({axes}), got shape {tuple(packed.shape)}")
-    return packed.unbind(-3)
+    try:
+        if packed.dim() != rank or packed.shape[-3] != count:
+            axes = f"{'batch_size, seqlen, ' if rank == 5 else 'total, '}{count}, nheads, headdim"
+            raise ArgumentError(f"{name} must be ({axes}), got shape {tuple(packed.shape)}")
+        return packed.unbind(-3)
+    except RuntimeError:
+        check_readable({name: packed})
+        raise

@@ -60,7 +60,7 @@ def _named(outs: list[Tensor], lses: list[Tensor]) -> dict[str, Tensor]:
 def _listed(name: str, parts: Any) -> list[Tensor]:
     if not isinstance(parts, (Sequence, Tensor)) or (isinstance(parts, Tensor) and parts.dim() == 0):
         raise ArgumentError(f"{name} must be a sequence of tensors, or one with an axis of parts, got {parts!r}")
-    return list(parts)
+    return list(parts.unbind() if isinstance(parts, Tensor) else parts)
 
 
 def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> Signature:

@@ -15,10 +15,13 @@ from torch import Tensor
 
 from fastattention import flops
 from fastattention.dispatch import run
-from fastattention.problem import AttentionOutput
+from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.validation.common import read_int
 from fastattention.vmap import vmap_attention, vmap_attention_backward, vmap_attention_kvcache
+
+Tensors = tuple[Tensor | None, ...]  # of `fastattention::attention`, from q to dropout_seed
+MaxSeqlens = tuple[int | None, int | None]
 
 # The field that may be a number, where the operator takes a tensor.
 _CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")
@@ -94,23 +97,23 @@ def attention(
     return _outputs(_run_attention(tensors, (max_seqlen_q, max_seqlen_k), options, backend), q)
 
 
-def _run_attention(
-    tensors: tuple[Tensor | None, ...], max_seqlens: tuple[int | None, int | None], options: Options, backend: str
-) -> AttentionOutput:
+def _run_attention(tensors: Tensors, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
+    return run(*_prepare_attention(tensors, max_seqlens, options), backend)
+
+
+def _prepare_attention(tensors: Tensors, max_seqlens: MaxSeqlens, options: Options) -> tuple[Problem, Inputs]:
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed = tensors
     assert q is not None
     assert k is not None
     assert v is not None
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        problem, inputs = prepare_dense(
+        return prepare_dense(
             q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed
         )
-    else:
-        problem, inputs = prepare_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, options, block_table=block_table,
-            alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
-        )  # fmt: skip
-    return run(problem, inputs, backend)
+    return prepare_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, options, block_table=block_table,
+        alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+    )  # fmt: skip
 
 
 def _outputs(result: AttentionOutput, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +145,13 @@ def _(
     return_lse: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    if type(q) is Tensor:  # on the meta device: nothing will run, and nothing else would check
+        options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic)
+        if max_seqlen_k is None and cu_seqlens_q is not None:
+            attn_bias = None  # nobody knows how many keys it is for
+        max_seqlens = q.shape[0] if max_seqlen_q is None else max_seqlen_q, max_seqlen_k or 0
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, None)
+        _prepare_attention(tensors, max_seqlens, options)
     return _fake_outputs(q, v, return_lse)
 
 
@@ -307,6 +317,13 @@ def _(
     num_splits: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    if type(q) is Tensor:  # on the meta device, as above
+        arguments = KvCacheArguments(
+            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+            block_table, alibi_slopes, attn_bias, sinks, k_scale, v_scale,
+        )  # fmt: skip
+        options = Options(softmax_scale, causal, window_left, window_right, softcap)
+        prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
     return _fake_outputs(q, v_cache, return_lse)
 
 

@@ -37,7 +37,7 @@ class ByteCodec:
     def encode(self, text: str) -> Tensor:
         """UTF-8."""
         start = [] if self._bos is None else [self._bos]
-        return torch.tensor([[*start, *text.encode()]])
+        return torch.tensor([[*start, *text.encode()]], dtype=torch.int64, device="cpu")
 
     def decode(self, tokens: int | list[int]) -> str:
         """UTF-8; bytes that are none become U+FFFD."""

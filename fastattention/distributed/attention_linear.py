@@ -186,15 +186,18 @@ def _looks_of(
     )
     if not (tensors and type(plan) is type(backend) is type(transport) is str):
         return None
-    return (
-        type(q), q.shape, q.dtype, q.device, q.stride(), q.is_neg(),
-        type(k), k.shape, k.dtype, k.device, k.stride(), k.is_neg(),
-        type(v), v.shape, v.dtype, v.device, v.stride(), v.is_neg(),
-        type(w_o), w_o.shape, w_o.dtype, w_o.device, w_o.is_neg(),
-        None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device),
-        None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()),
-        options, plan, backend, transport,
-    )  # fmt: skip
+    try:
+        return (
+            type(q), q.shape, q.dtype, q.device, q.stride(), q.is_neg(),
+            type(k), k.shape, k.dtype, k.device, k.stride(), k.is_neg(),
+            type(v), v.shape, v.dtype, v.device, v.stride(), v.is_neg(),
+            type(w_o), w_o.shape, w_o.dtype, w_o.device, w_o.is_neg(),
+            None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device),
+            None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()),
+            options, plan, backend, transport,
+        )  # fmt: skip
+    except RuntimeError:  # of tensors without a shape or strides, which the checks name
+        return None
 
 
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:

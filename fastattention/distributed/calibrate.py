@@ -232,7 +232,7 @@ class _Measurement:
 
     def _product(self) -> Callable[[], object]:
         side = SIDE_ON_CPU if self._device.type == "cpu" else SIDE
-        left, right = (torch.randn(side, side, device=self._device).to(self._dtype) for _ in range(2))
+        left, right = (torch.randn(side, side, dtype=self._dtype, device=self._device) for _ in range(2))
         return lambda: torch.mm(left, right)
 
 

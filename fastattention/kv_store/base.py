@@ -12,6 +12,7 @@ from torch import Tensor
 from fastattention.dispatch import runs_eagerly
 from fastattention.errors import ArgumentError
 from fastattention.validation.common import DTYPES, MAX_HEADDIM, read_int, require_tensor
+from fastattention.validation.kinds import check_kinds
 
 
 class KVStore(abc.ABC):
@@ -103,17 +104,22 @@ class KVStore(abc.ABC):
         The other arguments, the mask, the errors and what is returned are those of `fast_attn_with_kvcache`, whose
         cache_seqlens are `seqlens`.
         """
-        self._check_q(q)
-        if k is not None:
-            self._check_room(q, k, v)
-        result = self._attend(
-            q, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, softmax_scale=softmax_scale, causal=causal,
-            window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
-            num_splits=num_splits, attn_bias=attn_bias, sinks=sinks, return_lse=return_lse, backend=backend,
-        )  # fmt: skip
-        if k is not None:
-            self._seqlens += k.shape[1]
-        return result
+        try:
+            self._check_q(q)
+            if k is not None:
+                self._check_room(q, k, v)
+            result = self._attend(
+                q, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, softmax_scale=softmax_scale, causal=causal,
+                window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved,
+                alibi_slopes=alibi_slopes, num_splits=num_splits, attn_bias=attn_bias, sinks=sinks,
+                return_lse=return_lse, backend=backend,
+            )  # fmt: skip
+            if k is not None:
+                self._seqlens += k.shape[1]
+            return result
+        except RuntimeError:
+            check_kinds({"q": q, "k": k, "v": v})
+            raise
 
     def append(
         self,

@@ -20,7 +20,7 @@ class CpuStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        ready, done = torch.zeros(2, _LINE, dtype=torch.int32).pin_memory()
+        ready, done = torch.zeros(2, _LINE, dtype=torch.int32, device="cpu").pin_memory()
         self._ready, self._done = ready.data_ptr(), done.data_ptr()
         self._queue = WorkQueue(ready, done)
         self._number = 0

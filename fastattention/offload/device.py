@@ -219,7 +219,7 @@ class CudaDevice(Device):
 
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
         """Pinned memory, which kernels address as the host does: what they read does not wait for other copies."""
-        host = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+        host = torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
         return Shared(host, _as_device_tensor(host, self.torch_device))
 
     def _cpu_stream(self) -> CpuStream:
@@ -260,7 +260,7 @@ class _Interface:
 
 def _as_device_tensor(pinned: Tensor, device: torch.device) -> Tensor:
     """Pinned memory as a tensor of a GPU; it must stay as long as that is used."""
-    return torch.as_tensor(_Interface(pinned), device=device).view(pinned.dtype).view(pinned.shape)
+    return torch.as_tensor(_Interface(pinned), dtype=torch.uint8, device=device).view(pinned.dtype).view(pinned.shape)
 
 
 @dataclass

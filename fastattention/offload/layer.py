@@ -33,7 +33,7 @@ class Padding:
         key = (begin, min(end, self._longest), device)
         if key not in self._made:
             hidden = [min(max(count - begin, 0), end - begin) for count in self.counts]
-            self._made[key] = torch.tensor(hidden, dtype=torch.int32).to(device)
+            self._made[key] = torch.tensor(hidden, dtype=torch.int32, device=device)
         return self._made[key]
 
 
@@ -79,7 +79,7 @@ class PageTable:
     def block_table(self) -> Tensor:
         """int32 (batch_size, pages a sequence)."""
         if self._tensor is None:
-            table = torch.tensor(self.pages, dtype=torch.int32).view(len(self.pages), -1)
+            table = torch.tensor(self.pages, dtype=torch.int32, device="cpu").view(len(self.pages), -1)
             self._tensor = table.to(self._device, non_blocking=True)
         return self._tensor
 
@@ -164,7 +164,7 @@ class Layer:
         """Attention over tokens `begin` to host_tokens that the CPU can run once q, in its memory, is there."""
         end = self.host_tokens
         counts = [0] * self.batch_size if options.padding is None else options.padding.counts
-        leftpad = torch.tensor([min(max(count, begin), end) for count in counts], dtype=torch.int32)
+        leftpad = torch.tensor([min(max(count, begin), end) for count in counts], dtype=torch.int32, device="cpu")
         k, v, k_scale, v_scale = self._host.pages
         arguments = KvCacheArguments(
             q, k, v, cache_seqlens=end, cache_leftpad=leftpad, block_table=self._host_table.block_table(),

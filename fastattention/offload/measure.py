@@ -41,7 +41,7 @@ def measure_hardware(gpu: torch.device, shape: PageShape) -> Hardware:
     Takes 1.3 GiB of memory on the host and 0.5 on the GPU. Raises ArgumentError unless `gpu` is one.
     """
     device = cuda_device(gpu)
-    uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
+    uploaded = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     target, other = (torch.empty_like(uploaded, device=gpu) for _ in range(2))
     cpu = _CpuAttention(shape)
 
@@ -74,12 +74,14 @@ class _CpuAttention:
         self.nbytes = count * shape.nbytes
         self._num_tokens = count * shape.page_size
         self._pages = allocate_pages(shape, count, _huge)
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         _fill(self._pages, generator)
-        self._table = torch.arange(count, dtype=torch.int32).view(1, -1)
-        self.q = torch.randn(1, 1, shape.nheads_k * GROUP, shape.headdim, generator=generator).to(shape.dtype)
+        self._table = torch.arange(count, dtype=torch.int32, device="cpu").view(1, -1)
+        nheads = shape.nheads_k * GROUP
+        drawn = torch.randn(1, 1, nheads, shape.headdim, generator=generator, dtype=torch.float32, device="cpu")
+        self.q = drawn.to(shape.dtype)
         self._out = self.q.new_empty(1, 1, shape.nheads_k * GROUP, shape.headdim_v)
-        self._lse = torch.empty(1, shape.nheads_k * GROUP, 1)
+        self._lse = torch.empty(1, shape.nheads_k * GROUP, 1, dtype=torch.float32, device="cpu")
 
     def attend(self) -> None:
         """To all of it."""
@@ -109,7 +111,7 @@ def _huge(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def _fill(pages: Pages, generator: torch.Generator) -> None:
     """Every page with the same standard normal numbers, as they are stored."""
     for stored, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale)):
-        numbers = torch.randn(stored.shape[1:], generator=generator)
+        numbers = torch.randn(stored.shape[1:], generator=generator, dtype=torch.float32, device="cpu")
         if scale is None:
             stored[0] = numbers.to(stored.dtype)
         else:

@@ -224,4 +224,6 @@ def _buffer(device: Device, shape: PageShape, pages: int) -> Buffer:
         return torch.empty(size, dtype=dtype, device=device.torch_device)
 
     # What used this memory before may still be under way. The table comes with the number of sequences.
-    return Buffer(allocate_pages(shape, pages, allocate), torch.empty(0, dtype=torch.int32), device.mark())
+    return Buffer(
+        allocate_pages(shape, pages, allocate), torch.empty(0, dtype=torch.int32, device="cpu"), device.mark()
+    )

@@ -296,9 +296,16 @@ def needs_grad(*arguments: object) -> bool:
 
 def is_differentiating() -> bool:
     """True within torch.func.grad, jvp and what is made of them, where not every tensor says that it is followed."""
-    transforms = torch._C._functorch.TransformType
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() in (transforms.Grad, transforms.Jvp) for level in stack)
+    return _is_within(torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+
+
+def is_functionalizing() -> bool:
+    """True within torch.func.functionalize."""
+    return not torch.compiler.is_compiling() and _is_within(torch._C._functorch.TransformType.Functionalize)
+
+
+def _is_within(*transforms: object) -> bool:
+    return any(level.key() in transforms for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def as_float32(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 def check_readable(tensors: Mapping[str, object]) -> None:
-    """`check_kinds`, and ArgumentError for the first tensor without memory: why a call that runs now may have failed."""
+    """`check_kinds`, and ArgumentError for the first tensor without memory: why a call that ran may have failed."""
     check_kinds(tensors)
     if torch._C._functorch.maybe_current_level() is not None:  # where torch keeps the numbers of most tensors elsewhere
         return

@@ -106,9 +106,7 @@ def prepare_kvcache(
         problem = _kvcache_problem(
             fields if panels is None else (fields[0], panels.k, panels.v, *fields[3:]),
             options,
-            rotary_interleaved
-            if type(rotary_interleaved) is bool
-            else read_flag("rotary_interleaved", rotary_interleaved),
+            rotary_interleaved,
             num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
             needs_grad(*a),
             0 if panels is None else panels.panel_size,
@@ -151,12 +149,12 @@ def _check_memory(a: KvCacheArguments) -> None:
     _check_cache_strides("v_cache", a.v_cache.shape, a.v_cache.stride(), appends)
     if not appends:
         return
-    if a.k_cache.data_ptr() == a.v_cache.data_ptr() and a.k_cache.numel():
+    if a.k_cache.data_ptr() == a.v_cache.data_ptr() and a.k_cache.numel() and not a.k_cache.is_meta:
         raise _same_memory("k_cache", "v_cache")
     if a.k_scale is not None and a.v_scale is not None:
         for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
             check_not_expanded(name, scale.shape, scale.stride())
-        if a.k_scale.data_ptr() == a.v_scale.data_ptr() and a.k_scale.numel():
+        if a.k_scale.data_ptr() == a.v_scale.data_ptr() and a.k_scale.numel() and not a.k_scale.is_meta:
             raise _same_memory("k_scale", "v_scale")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE, mask_tile
 from fastattention.backends.ascend.simulator.workload import decode_splits, padded
 from fastattention.backends.ascend.tiling import Tiling, compiler_options
-from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.backends.common.results import keyless, unwritten
+from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 MAX_HEADDIM = 256
 _MERGED_ELEMENTS = 4096  # of a tile of merge_splits: 16 KB of float32, of which a Vector unit holds several
@@ -59,10 +61,10 @@ def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Pre
     inputs = inputs._replace(q=q, k=_with_rows(inputs.k, -3), v=_with_rows(inputs.v, -3))
     if inputs.block_table is not None and inputs.block_table.shape[1] == 0:
         inputs = inputs._replace(block_table=inputs.block_table.new_zeros(problem.batch_size, 1))  # one is always read
-    out = q.new_empty(problem.out_shape)
-    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
-    if out.numel() == 0:
-        return Prepared([], AttentionOutput(out, lse.fill_(-torch.inf) if problem.return_lse else None))
+    if 0 in problem.out_shape:
+        return Prepared([], keyless(problem, inputs))
+    out, lse, _ = unwritten(replace(problem, return_lse=True), inputs)  # the kernels write it in any case
+    assert lse is not None
     if num_splits == 1:
         launches = [_forward(problem, inputs, tiling, chip, 1, out, _Strides.of_lse(problem, lse))]
         return Prepared(launches, AttentionOutput(out, lse if problem.return_lse else None))
@@ -119,6 +121,9 @@ def _prepare_split(
     rows = out.shape[:-1]  # (batch_size, seqlen_q, nheads) or (total_q, nheads)
     partial_out = out.new_empty((num_splits, *out.shape), dtype=torch.float32)
     partial_lse = out.new_empty((num_splits, *rows, 1), dtype=torch.float32)
+    if problem.layout is Layout.VARLEN:  # no tile has the rows behind the last sequence: all their parts are empty
+        partial_out.zero_()
+        partial_lse.fill_(-torch.inf)
     lse = out.new_empty(rows, dtype=torch.float32)
     partial_strides = _Strides.of_queries(problem, partial_lse[0], partial_lse.stride(0))._replace(tensor=partial_lse)
     forward = _forward(problem, inputs, tiling, chip, num_splits, partial_out, partial_strides)

@@ -190,7 +190,7 @@ def measure_peaks(num_threads: int) -> Peaks:
     if num_threads < 1:
         raise ArgumentError(f"num_threads={num_threads} must be at least 1")
     library = load_library()
-    data = torch.ones(1 << 30, dtype=torch.uint8)
+    data = torch.ones(1 << 30, dtype=torch.uint8, device="cpu")
     has_dot = library.flop_loop(1, 1, 1) > 0.0
     return Peaks(
         num_threads,

@@ -53,7 +53,10 @@ def split(problem: Problem, inputs: Inputs, q: Tensor, whole_batch: bool) -> Ite
 
 
 def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -> AttentionOutput:
-    """Results of all parts, whose tensors have heads before tokens, in the layout of the call."""
+    """Results of all parts, whose tensors have heads before tokens, in the layout of the call.
+
+    Rows behind the last sequence of a varlen call see no keys.
+    """
     if not results:
         return _nothing(problem, inputs)
     varlen = problem.layout is Layout.VARLEN
@@ -61,7 +64,12 @@ def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -
     lses = [result.lse for result in results if result.lse is not None]
     lse = _concatenate(lses, 2 if varlen else 0) if lses else None
     if varlen:
-        out, lse = out[0], None if lse is None else lse[0]
+        behind = problem.total_q - out.shape[1]
+        out = F.pad(out[0], (0, 0, 0, 0, 0, behind))
+        if lse is not None:
+            lse = F.pad(lse[0], (0, behind), value=-torch.inf)
+            if inputs.sinks is not None and behind:
+                lse = torch.cat([lse[:, :-behind], inputs.sinks.unsqueeze(1).expand(-1, behind)], dim=1)
     masks = [_pad_to(result.dropout_mask, problem) for result in results if result.dropout_mask is not None]
     return AttentionOutput(
         out.contiguous(), None if lse is None else lse.contiguous(), _concatenate(masks, 0) if masks else None
@@ -69,9 +77,10 @@ def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -
 
 
 def _nothing(problem: Problem, inputs: Inputs) -> AttentionOutput:
-    """The result of a batch of no sequences: no elements, but part of the graph of q like any other result."""
-    out = inputs.q[..., :1].expand(problem.out_shape).contiguous()
-    return AttentionOutput(out, torch.empty(problem.lse_shape, device=problem.device) if problem.return_lse else None)
+    """The result of a batch of no sequences: no row sees a key, but it is part of the graph of q like any other."""
+    out = inputs.q[..., :0].sum(-1, keepdim=True).expand(problem.out_shape).contiguous()
+    lse = inputs.q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32) if problem.return_lse else None
+    return AttentionOutput(out, lse)
 
 
 def _dense(problem: Problem, inputs: Inputs, whole_batch: bool) -> Iterator[Part]:

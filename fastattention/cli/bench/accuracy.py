@@ -26,10 +26,11 @@ def max_error(workload: BenchWorkload, tensors: Tensors, out: Tensor) -> float:
 def _sequence_error(workload: BenchWorkload, sequence: Tensors, out: Tensor) -> float:
     q, k, v = sequence
     seqlen_q, seqlen_k, group = len(q), len(k), workload.nheads // workload.nheads_k
-    rows = torch.linspace(0, seqlen_q - 1, min(SAMPLED_ROWS, seqlen_q)).long()
-    bias = torch.zeros(len(rows), seqlen_k, dtype=torch.float32)
+    rows = torch.linspace(0, seqlen_q - 1, min(SAMPLED_ROWS, seqlen_q), dtype=torch.float32, device="cpu").long()
+    bias = torch.zeros(len(rows), seqlen_k, dtype=torch.float32, device="cpu")
     if workload.causal:
-        bias.masked_fill_(torch.arange(seqlen_k) > rows[:, None] + seqlen_k - seqlen_q, float("-inf"))
+        hidden = torch.arange(seqlen_k, device="cpu") > rows[:, None] + seqlen_k - seqlen_q
+        bias.masked_fill_(hidden, float("-inf"))
     worst = 0.0
     for head in range(workload.nheads_k):
         # The query heads of a group become rows of one head: keys are converted to float64 once, a head at a time.

@@ -86,7 +86,7 @@ def measure(backends: Mapping[str, Backend], seqlens: Sequence[int], rounds: int
 
 def tensors(*tokens: int, headdim: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, (*tokens, heads, headdim)."""
-    q, k, v = (torch.randn(*tokens, HIDDEN // headdim, headdim, device=device).half() for _ in range(3))
+    q, k, v = (torch.randn(*tokens, HIDDEN // headdim, headdim, dtype=torch.float16, device=device) for _ in range(3))
     return q, k, v
 
 

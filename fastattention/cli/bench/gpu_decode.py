@@ -221,7 +221,7 @@ def by_torch(peer: SDPBackend, shape: Shape, k: Tensor, v: Tensor) -> Call:
 
 def call_microseconds() -> dict[str, float]:
     """What a call on a short cache takes of the processor: without and with an append."""
-    q, k, v = (torch.randn(1, 1, 8, HEADDIM, device="cuda").half() for _ in range(3))
+    q, k, v = (torch.randn(1, 1, 8, HEADDIM, dtype=torch.float16, device="cuda") for _ in range(3))
     k_cache, v_cache = (torch.zeros(1, 64, 8, HEADDIM, device="cuda", dtype=torch.float16) for _ in range(2))
     seqlens = torch.ones(1, dtype=torch.int32, device="cuda")
     return {

@@ -46,7 +46,7 @@ def limit_loop(limit: Limit) -> Callable[[], float] | None:
 
 @functools.cache
 def _bytes_to_read() -> torch.Tensor:
-    return torch.ones(_LOOP_BYTES, dtype=torch.uint8)
+    return torch.ones(_LOOP_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def measure_limits() -> Limits:

@@ -85,11 +85,11 @@ class Tensors(NamedTuple):
 
 def make_tensors(workload: BenchWorkload, seed: int = 0) -> Tensors:
     """Normally distributed q, k and v, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
 
     def draw(seqlens: tuple[int, ...], heads: int) -> Tensor:
         tokens = (sum(seqlens),) if workload.kind == "packed" else (len(seqlens), seqlens[0])
-        values = torch.randn(*tokens, heads, workload.headdim, generator=generator)
+        values = torch.randn(*tokens, heads, workload.headdim, generator=generator, dtype=torch.float32, device="cpu")
         return values.to(workload.torch_dtype)
 
     return Tensors(

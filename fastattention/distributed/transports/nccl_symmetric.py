@@ -99,7 +99,7 @@ class NcclSymmetric(C10d):
         """Another pool. Collective: all ranks register theirs."""
         torch.cuda.synchronize(self._device)
         if self._pool is None:  # a communicator is made at its first sum, and pools are registered with one
-            super().all_reduce_now(*[torch.zeros(1, device=self._device)] * 2)
+            super().all_reduce_now(*[torch.zeros(1, dtype=torch.float32, device=self._device)] * 2)
         self.release()
         self._pool = torch.cuda.MemPool(self._communicator.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool, self._device):

@@ -28,7 +28,7 @@ class Watch:
 
     def __init__(self, name: str, device: torch.device, seconds: float) -> None:
         self._name, self._device, self._seconds = name, device, seconds
-        self._finished = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._finished = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._address = self._finished.data_ptr()
         self._enqueued = 0
         self._thread: threading.Thread | None = None

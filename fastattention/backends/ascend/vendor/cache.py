@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import INFERENCE, Call, check_size, mask_arguments, run
-from fastattention.backends.ascend.vendor.prefill import empty_output
+from fastattention.backends.common.results import keyless
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 _TOKENS = ("pre_tokens", "next_tokens")
@@ -42,7 +42,7 @@ def cache_lengths(problem: Problem, inputs: Inputs) -> list[int]:
 def forward(problem: Problem, inputs: Inputs, lengths: list[int]) -> AttentionOutput:
     """One call of the operator. lengths: keys of each sequence."""
     if problem.total_q == 0 or max(lengths, default=0) == 0:
-        return empty_output(problem, inputs)
+        return keyless(problem, inputs)
     if inputs.cache_batch_idx is not None or inputs.cache_leftpad is not None:
         inputs = gather_keys(inputs, lengths)
     placed = place(inputs, max(lengths))
@@ -68,7 +68,7 @@ def gather_keys(inputs: Inputs, lengths: list[int]) -> Inputs:
     Behind a sequence's last key the copy repeats it: the operator reads no further, and nothing else is read here.
     """
     longest, device = max(lengths), inputs.k.device
-    last = torch.tensor(lengths, device=device).sub(1).clamp(min=0).unsqueeze(1)
+    last = torch.tensor(lengths, dtype=torch.int64, device=device).sub(1).clamp(min=0).unsqueeze(1)
     position = torch.minimum(torch.arange(longest, device=device), last)  # (batch_size, longest)
     if inputs.cache_leftpad is not None:
         position = position + inputs.cache_leftpad.long().unsqueeze(1)
@@ -138,7 +138,7 @@ def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> Call:
 
 def left_of_window(problem: Problem, capacity: int, lengths: list[int]) -> Tensor:
     """True for keys that the window of a sequence's one query has left behind: (batch_size, 1, 1, capacity)."""
-    first = torch.tensor(lengths, device=problem.device) - 1 - problem.window_left
+    first = torch.tensor(lengths, dtype=torch.int64, device=problem.device) - 1 - problem.window_left
     return (torch.arange(capacity, device=problem.device) < first.unsqueeze(1))[:, None, None, :]
 
 
@@ -150,7 +150,7 @@ def finish(problem: Problem, layout: str, lengths: list[int], out: Tensor, lse: 
         lse = lse.squeeze(-1)
     hidden = [rows_without_keys(problem.seqlen_q, length, problem.window_right) for length in lengths]
     if any(hidden):
-        count = torch.tensor(hidden, device=problem.device)
+        count = torch.tensor(hidden, dtype=torch.int64, device=problem.device)
         empty = torch.arange(problem.seqlen_q, device=problem.device) < count.unsqueeze(1)  # (batch_size, seqlen_q)
         out = out.masked_fill(empty[:, :, None, None], 0.0)
         lse = None if lse is None else lse.masked_fill(empty[:, None, :], -torch.inf)

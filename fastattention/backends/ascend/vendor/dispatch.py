@@ -6,6 +6,7 @@ import dataclasses
 
 from fastattention.backends.ascend.vendor import cache, limits, prefill
 from fastattention.backends.ascend.vendor.masks import rows_without_keys
+from fastattention.backends.common.results import keyless
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 
@@ -46,7 +47,7 @@ def _forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
     hidden = rows_without_keys(problem.seqlen_q, problem.seqlen_k, problem.window_right)
     if hidden == 0 and problem.total_q:
         return _attend_dense(problem, inputs)
-    output = prefill.empty_output(problem, inputs)
+    output = keyless(problem, inputs)
     seqlen_q = problem.seqlen_q - hidden
     if problem.batch_size and seqlen_q:
         rest = dataclasses.replace(problem, seqlen_q=seqlen_q, total_q=problem.batch_size * seqlen_q)

@@ -20,6 +20,7 @@ from torch import Tensor
 from fastattention.backends.ascend.vendor.limits import MAX_TOKENS
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import TRAINING, Call, check_size, mask_arguments, run
+from fastattention.backends.common.results import keyless
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 _TOKENS = ("pre_tockens", "next_tockens")  # as npu_fusion_attention spells them
@@ -70,7 +71,7 @@ def forward_varlen(problem: Problem, inputs: Inputs) -> AttentionOutput:
     assert inputs.cu_seqlens_k is not None
     plan = VarlenPlan.of(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), problem.window_right)
     if not plan.spans_q:
-        return empty_output(problem, inputs)
+        return keyless(problem, inputs)
     check_size("tokens of k", inputs.k.shape[0], MAX_TOKENS)
     kept_q = _kept(plan.spans_q, inputs.q)
     kept_k = _kept(plan.spans_k, inputs.k)
@@ -83,7 +84,7 @@ def forward_varlen(problem: Problem, inputs: Inputs) -> AttentionOutput:
     lse = (row_max[..., 0] + row_sum[..., 0].log()).T  # (nheads, tokens)
     if kept_q is None:
         return AttentionOutput(out, lse.contiguous() if problem.return_lse else None)
-    output = empty_output(problem, inputs)
+    output = keyless(problem, inputs)
     output.out[kept_q] = out
     if output.lse is not None:
         output.lse[:, kept_q] = lse
@@ -107,7 +108,7 @@ def _kept(spans: list[tuple[int, int]], tensor: Tensor) -> Tensor | None:
     """Indices of the tokens in `spans`, or None when those are all that `tensor` has."""
     if sum(last - first for first, last in spans) == tensor.shape[0]:
         return None
-    return torch.cat([torch.arange(first, last) for first, last in spans]).to(tensor.device)
+    return torch.cat([torch.arange(first, last, device=tensor.device) for first, last in spans])
 
 
 def _arguments(problem: Problem, inputs: Inputs) -> dict[str, Any]:
@@ -119,12 +120,3 @@ def _arguments(problem: Problem, inputs: Inputs) -> dict[str, Any]:
         "scale": problem.softmax_scale,
     }
     return arguments if inputs.sinks is None else arguments | {"sink": inputs.sinks.contiguous()}
-
-
-def empty_output(problem: Problem, inputs: Inputs) -> AttentionOutput:
-    """The result of rows without keys: out 0, lse -inf, or the sink, which is then all that a row attends to."""
-    out = inputs.q.new_zeros(problem.out_shape, dtype=problem.dtype)
-    if not problem.return_lse:
-        return AttentionOutput(out, None)
-    lse = inputs.q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
-    return AttentionOutput(out, lse if inputs.sinks is None else lse.copy_(inputs.sinks.float().unsqueeze(-1)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattention.backends.ascend.vendor import cache, limits
 from fastattention.backends.ascend.vendor.operators import Call, run
-from fastattention.backends.ascend.vendor.prefill import empty_output
+from fastattention.backends.common.results import keyless
 from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
@@ -77,7 +77,7 @@ def forward_int8_kv(
     _check_cache(problem, inputs, scales, k_scale=k_scale, v_scale=v_scale)
     lengths = cache.cache_lengths(problem, inputs)
     if problem.total_q == 0 or max(lengths, default=0) == 0:
-        return empty_output(problem, inputs)
+        return keyless(problem, inputs)
     placed = cache.place(inputs, max(lengths))
     call = cache.cache_call(problem, placed, lengths)
     mode = _MODES[scales][problem.is_paged]
@@ -146,7 +146,7 @@ def forward_int8(problem: Problem, inputs: Inputs, q_scale: float, k_scale: floa
         if tensor.dtype is not torch.int8:
             raise ArgumentError(f"{name} must be int8, got {tensor.dtype}")
     if problem.total_q == 0 or problem.seqlen_k == 0:
-        return empty_output(problem, inputs)
+        return keyless(problem, inputs)
     lengths = [problem.seqlen_k] * problem.batch_size
     placed = cache.place(inputs, problem.seqlen_k)
     call = cache.cache_call(problem, placed, lengths)
@@ -155,6 +155,8 @@ def forward_int8(problem: Problem, inputs: Inputs, q_scale: float, k_scale: floa
         "quant_scale1": _WEIGHT_SCALE,
         "dequant_scale2": v_scale / _WEIGHT_SCALE,
     }
-    tensors = {name: torch.tensor([scale], device=problem.device) for name, scale in scales.items()}
+    tensors = {
+        name: torch.tensor([scale], dtype=torch.float32, device=problem.device) for name, scale in scales.items()
+    }
     out, lse = run(Call(call.operator, call.arguments | tensors))
     return cache.finish(problem, placed.layout, lengths, out, lse if problem.return_lse else None)

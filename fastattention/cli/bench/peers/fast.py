@@ -55,7 +55,7 @@ def prepare_packed_store(workload: BenchWorkload, tensors: Tensors) -> Prepared:
 
 def cumulative(seqlens: tuple[int, ...]) -> Tensor:
     """Offsets of variable-length sequences, int32 (batch_size + 1,)."""
-    return torch.tensor((0, *seqlens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return torch.tensor((0, *seqlens), dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
 
 
 FASTATTENTION = Peer(

@@ -45,7 +45,7 @@ class Graph:
 
     def out(self) -> Tensor:
         """What the last `compute` left, copied."""
-        out = torch.empty(self._out_shape)
+        out = torch.empty(self._out_shape, dtype=torch.float32, device="cpu")
         ctypes.memmove(out.data_ptr(), self._ggml.base.ggml_get_data(self._out), out.nbytes)
         return out
 
@@ -68,7 +68,8 @@ def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
 def _causal_mask(workload: BenchWorkload) -> Tensor:
     """Added to the scores: float16 (1, 1, seqlen_q, seqlen_k)."""
     seqlen_q, seqlen_k = workload.seqlens_q[0], workload.seqlens_k[0]
-    mask = torch.full((seqlen_q, seqlen_k), float("-inf"), dtype=torch.float16).triu(1 + seqlen_k - seqlen_q)
+    hidden = torch.full((seqlen_q, seqlen_k), float("-inf"), dtype=torch.float16, device="cpu")
+    mask = hidden.triu(1 + seqlen_k - seqlen_q)
     return mask[None, None]
 
 

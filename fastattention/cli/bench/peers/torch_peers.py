@@ -102,7 +102,8 @@ def by_matmul(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """softmax(q @ k^T * headdim ** -0.5) @ v with heads first, in the dtype of q, softmax in float32."""
     scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
     if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[-2] - q.shape[-2])
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        hidden = ones.triu(1 + k.shape[-2] - q.shape[-2])
         scores.masked_fill_(hidden, float("-inf"))
     return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype), v)
 
@@ -121,7 +122,7 @@ def _why_not_grouped(workload: BenchWorkload) -> str | None:
 def _padded_mask(workload: BenchWorkload, index: int) -> Tensor:
     """Bool (max_seqlen_q, max_seqlen_k), True where attention is allowed."""
     seqlen_q, seqlen_k = workload.seqlens_q[index], workload.seqlens_k[index]
-    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device="cpu")
     if workload.causal:
         mask = mask.tril(seqlen_k - seqlen_q)
     return pad(mask, (0, max(workload.seqlens_k) - seqlen_k, 0, max(workload.seqlens_q) - seqlen_q))

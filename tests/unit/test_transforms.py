@@ -1,0 +1,210 @@
+"""Transforms of torch.func, tracers and counters: what they make of a call is what they make of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from fastattention import (
+    UnsupportedError,
+    fast_attn_func,
+    fast_attn_varlen_func,
+    fast_attn_with_kvcache,
+    merge_attn_states,
+)
+from fastattention.backends.registry import ORDER, get_backend
+from unit.functions import CALLS, Call
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+BACKENDS = ["auto", *(name for name in ORDER if name in ("cpu", "sdpa") and not get_backend(name).why_unavailable())]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.transpose(2, 3) * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2)
+
+
+def drawn(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    return q, k, v
+
+
+Q, K, V = drawn(3, 2, 5, 2, 8)  # the first axis is mapped, where one is
+
+
+def squares(attention: Attention) -> Callable[..., Tensor]:
+    return lambda *tensors: attention(*tensors).square().sum()
+
+
+MAPPED: dict[str, Callable[[Attention], Any]] = {
+    "all": lambda f: func.vmap(f)(Q, K, V),
+    "queries": lambda f: func.vmap(f, in_dims=(0, None, None))(Q, K[0], V[0]),
+    "keys": lambda f: func.vmap(f, in_dims=(None, 0, 0))(Q[0], K, V),
+    "twice": lambda f: func.vmap(func.vmap(f))(Q[None], K[None], V[None]),
+    "another-axis": lambda f: func.vmap(f, in_dims=3, out_dims=1)(*(x.movedim(0, 3) for x in (Q, K, V))),
+}
+DIFFERENTIATED: dict[str, Callable[[Attention], Any]] = {
+    "grad": lambda f: func.grad(squares(f), argnums=(0, 1, 2))(Q[0], K[0], V[0]),
+    "grad-of-each": lambda f: func.vmap(func.grad(squares(f), argnums=(0, 1, 2)))(Q, K, V),
+    "grad-of-mapped": lambda f: func.grad(lambda q: func.vmap(squares(f))(q, K, V).sum())(Q),
+    "vjp": lambda f: func.vjp(f, Q[0], K[0], V[0])[1](Q[1]),
+    "jvp": lambda f: func.jvp(f, (Q[0], K[0], V[0]), (Q[1], K[1], V[1])),
+    "jacrev": lambda f: func.jacrev(lambda q: f(q, K[0], V[0]).sum((1, 2, 3)))(Q[0]),
+    "jacfwd": lambda f: func.jacfwd(lambda q: f(q, K[0], V[0]).sum((1, 2, 3)))(Q[0]),
+    "hessian": lambda f: func.hessian(lambda q: squares(f)(q, K[0, :1], V[0, :1]))(Q[0, :1]),
+    "batched-gradients": lambda f: of_several_gradients(f),
+}
+
+
+def of_several_gradients(attention: Attention) -> Tensor:
+    q = Q[0].clone().requires_grad_()
+    return torch.autograd.grad(attention(q, K[0], V[0]), q, Q, is_grads_batched=True)[0]
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap(name: str, backend: str) -> None:
+    assert_close(MAPPED[name](lambda q, k, v: fast_attn_func(q, k, v, backend=backend)), MAPPED[name](plain))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of torch's own kernels
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch itself
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_derivatives(name: str, backend: str) -> None:
+    found = DIFFERENTIATED[name](lambda q, k, v: fast_attn_func(q, k, v, backend=backend))
+    assert_close(found, DIFFERENTIATED[name](plain))
+
+
+def test_a_backend_without_derivatives_says_so_within_a_transform() -> None:
+    with pytest.raises(UnsupportedError, match="a gradient is needed"):
+        func.grad(squares(lambda q, k, v: fast_attn_func(q, k, v, backend="cpu")))(Q[0], K[0], V[0])
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@torch.no_grad()
+def test_vmap_of_every_function_is_a_loop(call: Call) -> None:
+    """Every tensor by itself is mapped, then all of them."""
+
+    def run(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        result = call.function(**tensors, **call.scalars)
+        return result if isinstance(result, tuple) else (result,)
+
+    indices = set(call.indices)
+    appends = "k" in call.shapes and "k_cache" in call.shapes
+    caches = {"k_cache", "v_cache", "k_scale", "v_scale"} & set(call.shapes)
+    alone = [{name} for name in call.shapes if name not in caches and not appends]
+    for names in (*alone, (set(call.shapes) | indices) - (indices if appends else set())):
+        stacked = {
+            name: torch.stack([x, x if name in indices or x.dtype is torch.int8 else x.roll(1, 0)])
+            for name, x in call.tensors().items()
+            if name in names
+        }
+        looped = [{**call.tensors(), **{name: x[i].clone() for name, x in stacked.items()}} for i in range(2)]
+        expected = [torch.stack(parts) for parts in zip(*(run(tensors) for tensors in looped), strict=True)]
+        rest = {name: x for name, x in call.tensors().items() if name not in names}
+        found = func.vmap(lambda mapped, rest=rest: run({**mapped, **rest}))(stacked)
+        assert_close(found, tuple(expected))
+        for name in caches & names:
+            assert torch.equal(stacked[name], torch.stack([tensors[name] for tensors in looped]))
+
+
+def test_vmap_refuses_to_append_to_a_cache_that_is_not_mapped() -> None:
+    call = next(call for call in CALLS if call.name == "kvcache_append")
+    tensors = call.tensors()
+    k = torch.stack([tensors.pop("k")] * 2)
+    with pytest.raises(UnsupportedError, match="vmap does not map k_cache"):
+        func.vmap(lambda k: fast_attn_with_kvcache(**tensors, **call.scalars, k=k))(k)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+def test_functionalize(call: Call) -> None:
+    if call.differentiable:
+        assert_close(func.functionalize(call.run)(call.tensors()), call.run(call.tensors()))
+        return
+    with pytest.raises(UnsupportedError, match="functionalize does not follow"):
+        func.functionalize(call.run)(call.tensors())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
+@torch.no_grad()
+def test_a_trace_computes_the_same_of_other_numbers(call: Call) -> None:
+    """torch.jit.trace; of memory that nobody had written it recorded once."""
+    indices = {name: x for name, x in call.tensors().items() if name in call.indices}
+
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        result = call.function(**dict(zip(call.shapes, tensors, strict=True)), **indices, **call.scalars)
+        return tuple(x + 0 for x in (result if isinstance(result, tuple) else (result,)))
+
+    first, second = ([x.clone() for n, x in call.tensors().items() if n in call.shapes] for _ in range(2))
+    traced = torch.jit.trace(run, tuple(first), check_trace=False)
+    second = [x if x.dtype is torch.int8 else x.flip(0) for x in second]
+    assert_close(traced(*[x.clone() for x in second]), run(*[x.clone() for x in second]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_a_merge() -> None:
+    outs, lses = Q[:2, :, :, :, :], torch.randn(2, 2, 2, 5)
+    traced = torch.jit.trace(lambda outs: merge_attn_states(outs, lses)[0] + 0, outs)
+    assert_close(traced(outs.flip(0)), merge_attn_states(outs.flip(0), lses)[0])
+
+
+def test_export_is_one_operator_and_computes_the_same() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return fast_attn_func(q, k, v, causal=True)  # type: ignore[no-any-return]
+
+    program = torch.export.export(Layer(), (Q[0], K[0], V[0]))
+    called = [node for node in program.graph.nodes if "fastattention" in str(node.target)]
+    assert len(called) == 1
+    assert_close(program.module()(Q[1], K[1], V[1]), Layer()(Q[1], K[1], V[1]))
+
+
+def flops(function: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [{}, {"causal": True}, {"window_size": (2, 0)}], ids=str)
+def test_flops_are_those_that_torch_counts(masked: dict[str, Any], backend: str) -> None:
+    q, k, v = drawn(2, 6, 4, 8)
+    shape = q.transpose(1, 2).shape
+    counted = flops(lambda: fast_attn_func(q, k, v, **masked, backend=backend))
+    assert counted == sdpa_flop_count(shape, shape, shape) == 4 * 2 * 4 * 6 * 6 * 8
+
+
+def test_flops_of_training_are_those_that_torch_counts() -> None:
+    q, k, v = (x.requires_grad_() for x in drawn(2, 6, 4, 8))
+    shape = q.transpose(1, 2).shape
+    by_torch = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert flops(lambda: squares(fast_attn_func)(q, k, v).backward()) == by_torch
+
+
+def test_flops_of_sequences_and_caches_count_their_own_lengths() -> None:
+    q, k, v = drawn(7, 4, 8)
+    cu_seqlens = torch.tensor([0, 2, 7], dtype=torch.int32)
+    assert flops(lambda: fast_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens)) == 4 * (2 * 2 + 5 * 5) * 4 * 8
+    q, k_cache, v_cache = torch.randn(2, 1, 4, 8), torch.randn(2, 10, 4, 8), torch.randn(2, 10, 4, 8)
+    cache_seqlens = torch.tensor([3, 5], dtype=torch.int32)
+    new = torch.randn(2, 1, 4, 8)
+    counted = flops(lambda: fast_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=cache_seqlens))
+    assert counted == 4 * (4 + 6) * 4 * 8
+
+
+def test_profilers_see_a_range_with_the_name_of_the_backend() -> None:
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        fast_attn_func(Q[0], K[0], V[0], backend="sdpa")
+    assert "fastattention::sdpa" in [event.key for event in profile.key_averages()]

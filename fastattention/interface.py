@@ -57,6 +57,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fastattention import ops
 from fastattention.backends.registry import check_name
@@ -370,6 +371,8 @@ def fast_attn_with_kvcache(
     if runs_eagerly(*arguments):
         problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
         result = run(problem, inputs, backend)
+        if problem.seqlen_new:
+            _count_writes(k_cache, v_cache, k_scale, v_scale)
     else:
         _check_traceable(arguments._asdict(), backend)
         if is_functionalizing():
@@ -398,6 +401,11 @@ def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:
         return None
     require_tensor("q", q)
     return torch.randint(2**62, (), dtype=torch.int64, device=q.device)
+
+
+def _count_writes(*written: Tensor | None) -> None:
+    """Tells autograd of writes in place, as torch does of its own: a backward that needs what was there is an error."""
+    increment_version([tensor for tensor in written if tensor is not None and not tensor.is_inference()])
 
 
 def _check_traceable(

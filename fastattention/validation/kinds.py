@@ -53,7 +53,7 @@ def check_readable(tensors: Mapping[str, object]) -> None:
     if torch._C._functorch.maybe_current_level() is not None:  # where torch keeps the numbers of most tensors elsewhere
         return
     for name, tensor in tensors.items():
-        if type(tensor) is Tensor and tensor.numel() and tensor.data_ptr() == 0:
+        if type(tensor) is Tensor and not tensor.is_meta and tensor.numel() and tensor.data_ptr() == 0:
             raise ArgumentError(
                 f"{name} has {tensor.numel()} elements and no memory: its storage is empty, or torch keeps its numbers "
                 "elsewhere; give a plain tensor"

@@ -232,3 +232,39 @@ def test_explain_says_that_it_cannot_explain_what_is_traced() -> None:
         q = torch.empty(1, 3, 2, 8)
         with pytest.raises(ArgumentError, match="fake"):
             fastattention.explain(q, q, q)
+
+
+def test_a_call_on_the_meta_device_is_checked() -> None:
+    q = torch.empty(2, 5, 4, 8, device="meta")
+    with pytest.raises(ArgumentError, match="k has headdim 16"):
+        fast_attn_func(q, torch.empty(2, 7, 2, 16, device="meta"), torch.empty(2, 7, 2, 16, device="meta"))
+    with pytest.raises(ArgumentError, match="k is on cpu"):
+        fast_attn_func(q, torch.empty(2, 7, 2, 8), torch.empty(2, 7, 2, 8))
+
+
+@torch.no_grad()
+def test_an_append_counts_as_a_write_and_reading_does_not() -> None:
+    q, k_cache, v_cache = torch.randn(1, 1, 2, 8), torch.randn(1, 8, 2, 8), torch.randn(1, 8, 2, 8)
+    fast_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=3)
+    assert (k_cache._version, v_cache._version) == (0, 0)
+    fast_attn_with_kvcache(q, k_cache, v_cache, q, q, cache_seqlens=3)
+    assert (k_cache._version, v_cache._version) == (1, 1)
+
+
+def test_a_backward_that_needs_what_an_append_has_overwritten_is_an_error() -> None:
+    weight = torch.randn(8, requires_grad=True)
+    q, cache = torch.randn(1, 1, 2, 8), torch.randn(1, 8, 2, 8)
+    product = (cache * weight).sum()
+    with torch.no_grad():
+        fast_attn_with_kvcache(q, cache, cache.clone(), q, q, cache_seqlens=3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_caches_that_were_made_in_inference_mode_are_appended_to_anywhere() -> None:
+    with torch.inference_mode():
+        caches = [torch.zeros(1, 8, 2, 8) for _ in range(2)]
+    q = torch.randn(1, 1, 2, 8)
+    with torch.no_grad():
+        fast_attn_with_kvcache(q, *caches, q, q, cache_seqlens=3)
+    assert torch.equal(caches[0][:, 3:4], q)

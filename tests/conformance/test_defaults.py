@@ -1,0 +1,39 @@
+"""A user's default device and dtype change no bit, on any engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiers import Tier, combinations, tier_of
+
+from conformance.calls import build_call
+from conformance.case import Case
+from conformance.cases import CASES, FOR_GPUS
+from conformance.engines import ENGINES, Engine
+from conformance.test_conformance import DTYPES
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A fifth of the list below the deep tier, every case once in it."""
+    cases = [case for case in CASES if case not in FOR_GPUS]
+    runs = combinations(Tier.QUICK, cases, ENGINES, list(DTYPES))
+    runs = runs if tier_of(metafunc.config) is Tier.DEEP else runs[::5]
+    ids = [f"{case.name}-{dtype}-{engine.name}" for case, engine, dtype in runs]
+    metafunc.parametrize(("case", "engine", "dtype"), runs, ids=ids)
+
+
+def test_defaults_change_nothing(case: Case, engine: Engine, dtype: str) -> None:
+    problem, _ = build_call(case, DTYPES[dtype]).prepare()
+    if (reason := engine.refusal(problem)) is not None:
+        pytest.skip(reason)
+    usual, changed = (build_call(case, DTYPES[dtype]) for _ in range(2))
+    with engine.active():
+        out, lse = engine.run(usual)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"):
+                out_changed, lse_changed = engine.run(changed)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, out_changed)
+    assert torch.equal(lse, lse_changed)

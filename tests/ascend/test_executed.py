@@ -14,6 +14,7 @@ from conformance.calls import build_call
 from conformance.case import Case, KvCacheCase
 from conformance.cases import CASES
 from conformance.check import check
+from conformance.rows_behind import check_rows_behind
 from hypothesis import given
 from hypothesis.strategies import SearchStrategy
 from tiers import Tier, tier_of
@@ -123,3 +124,9 @@ def test_random_varlen(case: Case, dtype: torch.dtype) -> None:
 @given(case=without_bias(strategies.kvcache_cases()), dtype=strategies.DTYPES)
 def test_random_kvcache(case: Case, dtype: torch.dtype) -> None:
     check(ExecutedEngine.of(dtype), case, dtype)
+
+
+@pytest.mark.parametrize("longest", [1, 40])
+@pytest.mark.parametrize("dtype", BACKENDS, ids=str)
+def test_rows_behind_the_last_sequence_see_no_keys(dtype: torch.dtype, longest: int) -> None:
+    check_rows_behind(BACKENDS[dtype](), dtype, longest)

@@ -19,8 +19,15 @@ from conformance.check import check
 from conformance.devices import copied_back, moved
 from conformance.engines import Engine, forget_backends
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastattention import ArgumentError, fast_attn_func, fast_attn_with_kvcache, merge_attn_states
+from fastattention import (
+    ArgumentError,
+    fast_attn_func,
+    fast_attn_varlen_func,
+    fast_attn_with_kvcache,
+    merge_attn_states,
+)
 from fastattention.backends.cuda.chips import ARCHS
 from fastattention.backends.registry import get_backend, select_merging_backend, verdict
 from fastattention.problem import MergeProblem, Problem
@@ -305,3 +312,31 @@ def test_gradients_of_a_merge_are_those_of_the_cpu() -> None:
         return [gradient.cpu() for gradient in torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves)]
 
     torch.testing.assert_close(gradients("cuda"), gradients("cpu"))
+
+
+@pytest.mark.unchecked
+@pytest.mark.parametrize("backend", ["cuda", "sdpa"])
+@pytest.mark.parametrize("longest", [1, 40])
+def test_rows_behind_the_last_sequence_see_no_keys(backend: str, longest: int) -> None:
+    q = torch.randn(longest + 8, 2, 32, device="cuda", dtype=torch.float16)
+    k = torch.randn(70, 2, 32, device="cuda", dtype=torch.float16)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor([0, 1, n], dtype=torch.int32, device="cuda") for n in (longest + 1, 70))
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
+    try:
+        out, lse = fast_attn_varlen_func(
+            q, k, k, cu_seqlens_q, cu_seqlens_k, longest, 69, return_lse=True, backend=backend
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (out[longest + 1 :] == 0.0).all()
+    assert lse[:, longest + 1 :].isneginf().all()
+    assert out[: longest + 1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_fake_tensor_among_others_is_refused(name: str) -> None:
+    """Of a fake key a kernel once returned garbage."""
+    q, k, v = _tensors()
+    fake = FakeTensorMode().from_tensor(k)
+    with pytest.raises(ArgumentError, match=f"{name} is a fake tensor"):
+        fast_attn_func(**{"q": q, "k": k, "v": v, name: fake})

@@ -16,6 +16,7 @@ from conformance.case import Case
 from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
+from conformance.rows_behind import check_rows_behind
 from emulator import EmulatedCudaBackend
 from tiers import Tier, slow, tier_of
 from torch import Tensor
@@ -280,3 +281,9 @@ def assert_right_alone(
     )
     problem, inputs = prepare_kvcache(alone, Options(causal=True, window_right=0))
     torch.testing.assert_close(out[sequences], backend().forward(problem, inputs).out, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("longest", [1, 40])
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
+def test_rows_behind_the_last_sequence_see_no_keys(backend: type[EmulatedCudaBackend], longest: int) -> None:
+    check_rows_behind(backend(), torch.float16, longest)

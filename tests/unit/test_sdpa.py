@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conformance.rows_behind import check_rows_behind
 from tiers import thin
 from torch import Tensor
 
@@ -338,3 +339,8 @@ def test_all_tensors_are_asked_for_their_alignment(which: int, what: str) -> Non
     tensors[which] = room[..., 1:9] if what == "address" else torch.zeros(2, 3, 4, 9)[..., :8]
     assert tensors[which].data_ptr() % 16 == (4 if what == "address" else 0)
     assert not fused._are_aligned(*tensors)
+
+
+@pytest.mark.parametrize("longest", [1, 40])
+def test_rows_behind_the_last_sequence_see_no_keys(longest: int) -> None:
+    check_rows_behind(get_backend("sdpa"), torch.float32, longest)

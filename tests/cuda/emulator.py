@@ -154,9 +154,10 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
         return []
     varlen, batch = problem.layout is Layout.VARLEN, problem.batch_size
     tokens_q = _int32s(params.cu_seqlens_q, batch + 1)[-1] if varlen else problem.seqlen_q
+    rows_out = problem.total_q if varlen else problem.seqlen_q
     ranges = [
         _range(params, "q", 0, 1 if varlen else batch, tokens_q, problem.nheads, params.headdim),
-        _range(params, "out", 0, 1 if varlen else batch, tokens_q, problem.nheads, params.headdim_v),
+        _range(params, "out", 0, 1 if varlen else batch, rows_out, problem.nheads, params.headdim_v),
         Range(params.partial_out or 0, 4 * num_slots * params.partial_rows * params.headdim_v),
         Range(params.partial_stats or 0, 8 * num_slots * params.partial_rows),
     ]

@@ -204,6 +204,7 @@ def test_flops_of_sequences_and_caches_count_their_own_lengths() -> None:
     assert counted == 4 * (4 + 6) * 4 * 8
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_profilers_see_a_range_with_the_name_of_the_backend() -> None:
     with torch.no_grad(), torch.profiler.profile() as profile:
         fast_attn_func(Q[0], K[0], V[0], backend="sdpa")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE, mask_tile
 from fastattention.backends.ascend.simulator.workload import decode_splits, padded
 from fastattention.backends.ascend.tiling import Tiling, compiler_options
-from fastattention.backends.common.results import keyless, unwritten
+from fastattention.backends.common.results import keyless
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 MAX_HEADDIM = 256
@@ -63,8 +62,11 @@ def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Pre
         inputs = inputs._replace(block_table=inputs.block_table.new_zeros(problem.batch_size, 1))  # one is always read
     if 0 in problem.out_shape:
         return Prepared([], keyless(problem, inputs))
-    out, lse, _ = unwritten(replace(problem, return_lse=True), inputs)  # the kernels write it in any case
-    assert lse is not None
+    out = q.new_empty(problem.out_shape)
+    lse = q.new_empty(problem.lse_shape, dtype=torch.float32)
+    if problem.layout is Layout.VARLEN:  # no tile has the rows behind the last sequence
+        out.zero_()
+        lse.fill_(-torch.inf)
     if num_splits == 1:
         launches = [_forward(problem, inputs, tiling, chip, 1, out, _Strides.of_lse(problem, lse))]
         return Prepared(launches, AttentionOutput(out, lse if problem.return_lse else None))

@@ -13,7 +13,7 @@ from fastattention.backends.base import Backend
 from fastattention.backends.common.layout import pointers, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
-from fastattention.backends.common.results import unwritten
+from fastattention.backends.common.results import keyless
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of
 from fastattention.backends.cuda.jit import module
@@ -98,7 +98,10 @@ class CudaBackend(Backend):
             template = attention_template(problem, inputs, plan)
             if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
                 plan.templates[strides] = template
-        out, lse, _ = unwritten(problem, inputs, inputs.v.shape[-1], inputs.q.dtype)
+        if problem.layout is Layout.VARLEN and problem.batch_size == 0:
+            return keyless(problem, inputs)  # no CTA is there to write rows behind the last sequence
+        out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))
+        lse = inputs.q.new_empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
         self._attend(plan, template, problem, inputs, out, lse)
         if out.shape[-1] != problem.headdim_v or plan.dtype is not problem.dtype:
             out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)

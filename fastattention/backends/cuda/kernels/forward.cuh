@@ -34,12 +34,26 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
     rows.finish(shared);
 }
 
+// Rows behind the last sequence of a varlen call see no keys. The CTAs of that sequence share them out.
+FA_DEVICE void write_rows_behind(const AttentionParams& p, const Work& work) {
+    const int64_t total_q = p.lse_stride_head;
+    const int column = work.first_column + thread_index() * 8;
+    const bool has_columns = thread_index() < kHeaddimV / 8 && column < p.headdim_v;
+    for (int64_t row = p.cu_seqlens_q[p.batch_size] + work.m_tile; row < total_q; row += p.num_m_tiles) {
+        if (has_columns)
+            store_global_128(p.out + row * p.out_stride_row + work.head * p.out_stride_head + column, {0, 0, 0, 0});
+        if (column == 0 && p.lse != nullptr)
+            p.lse[work.head * p.lse_stride_head + row] = p.sinks == nullptr ? -infinity() : p.sinks[work.head];
+    }
+}
+
 }  // namespace fastattention
 
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
     fastattention_forward(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
     const Work work = find_work(params);
+    if (params.cu_seqlens_q != nullptr && work.batch == params.batch_size - 1) write_rows_behind(params, work);
     const BasicTileRange<int> mask = mask_of(params, work.batch);
     if (work.m_tile * kTileM >= mask.seqlen_q) return;
     forward_tile(params, work, mask);

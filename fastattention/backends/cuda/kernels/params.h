@@ -37,7 +37,7 @@ struct AttentionParams {
     int64_t k_scale_stride_batch, k_scale_stride_row, k_scale_stride_head;
     int64_t v_scale_stride_batch, v_scale_stride_row, v_scale_stride_head;
     int64_t out_stride_batch, out_stride_head;
-    int64_t lse_stride_batch, lse_stride_head;
+    int64_t lse_stride_batch, lse_stride_head;  // the latter is total_q when varlen
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
     int64_t alibi_stride_batch;
     int64_t block_table_stride;

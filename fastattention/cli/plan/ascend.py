@@ -156,7 +156,7 @@ def _draw(prediction: ChipPrediction, path: Path) -> None:
     from fastattention.cli.plan.timeline import write_timeline  # needs an extra
 
     workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip
-    most = max(tiles for tiles, _ in workload.row_blocks(tiling))
+    most = int(workload.row_blocks(tiling)[:, 0].max())
     run = simulate_row_block(workload, tiling, chip, min(most, DRAWN_TILES))
     heading = f"First tiles of a row block of {workload.seqlen_q} queries and {workload.seqlen_k} keys"
     write_timeline(run.events, tiling, chip, heading, path, run.row_block.cycles)

@@ -10,9 +10,9 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from fastattention.backends.cuda.chips import ARCHS, CHIPS, Limits
+from fastattention.backends.cuda.chips import ARCHS, Limits, limits_of, targets_of
 from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant, known_limits
+from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, MAX_HEADDIM, Entry, KernelConfig
 from fastattention.cli.console import OUTPUT
 from fastattention.errors import ArgumentError
@@ -76,11 +76,10 @@ def check_headdims(**headdims: int) -> None:
 def _checked_limits(arch: int, target: int) -> Limits:
     if arch not in ARCHS:
         raise ArgumentError(f"arch={arch} has no code path; choose from {', '.join(map(str, sorted(ARCHS)))}")
-    limits = known_limits(target)
+    limits = limits_of(target)
     if limits is None or target < arch:
-        targets = sorted({limits.target for limits in CHIPS.values() if limits.target >= arch})
         raise ArgumentError(
-            f"target={target} cannot be chosen with arch={arch}; choose from {', '.join(map(str, targets))}"
+            f"target={target} cannot be chosen with arch={arch}; choose from {', '.join(map(str, targets_of(arch)))}"
         )
     return limits
 

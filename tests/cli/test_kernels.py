@@ -75,6 +75,19 @@ def test_compile_writes_machine_code(run_command: RunCommand, tmp_path: Path) ->
     assert (tmp_path / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("target", [100, 103, 110, 120, 121])
+def test_the_code_path_of_ampere_compiles_for_blackwell(target: int, run_command: RunCommand, tmp_path: Path) -> None:
+    command = ("compile", "--arch", 80, "--target", target, "--headdim", 64, "-o", "kernel.cubin")
+    exit_code, output = run_command(*command)
+    if (reason := compiler.why_not_target(target)) is not None:  # 110 needs NVRTC 13, the others 12.9
+        assert (exit_code, output) == (1, f"error: {reason}")
+        return
+    assert exit_code == 0
+    assert f"compute capability {target / 10:.1f}" in output
+    assert (tmp_path / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
+
+
 def test_compile_prints_what_the_kernel_takes(
     run_command: RunCommand, compiled: list[tuple[str, int]], tmp_path: Path
 ) -> None:
@@ -121,7 +134,7 @@ def test_compile_makes_a_decode_kernel_and_prints_what_each_entry_takes(
         ("--arch 71 --headdim 64", "arch=71 has no code path; choose from 60, 70, 75, 80"),
         (
             "--arch 75 --headdim 64 --target 70",
-            "target=70 cannot be chosen with arch=75; choose from 75, 80, 86, 89, 90",
+            "target=70 cannot be chosen with arch=75; choose from 75, 80, 86, 89, 90, 100, 103, 110, 120, 121",
         ),
         ("--arch 75 --headdim 64 --target 0", "target=0 cannot be chosen"),
         ("--arch 75 --headdim 0", "headdim=0 is not served by the cuda backend; use 1 to 256"),

@@ -14,7 +14,7 @@ from fastattention.backends.cuda.chips import ARCHS, Limits, limits_of, targets_
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, MAX_HEADDIM, Entry, KernelConfig
-from fastattention.cli.console import OUTPUT
+from fastattention.cli.console import MESSAGES, OUTPUT, check_output_file
 from fastattention.errors import ArgumentError
 
 
@@ -45,9 +45,11 @@ def compile_variant(
     else:
         _check_forward(arch, dtype, cache)
         kernel = choose_variant(*call, modifies_scores=scores, paged=paged)
+    check_output_file(output)
     compiler.version()  # loads the compiler, which is no part of the kernel's time
     start = time.perf_counter()
-    cubin = compiler.compile_kernel(kernel, target)
+    with MESSAGES.status("compiling"):
+        cubin = compiler.compile_kernel(kernel, target)
     seconds = time.perf_counter() - start
     try:
         output.write_bytes(cubin.code)

@@ -70,7 +70,7 @@ def test_plan_draws_the_timeline(name: str, begins: bytes, run_command: RunComma
         ("--headdim 257", "headdim=257 is not served by the ascend backend; use 1 to 256"),
         ("--heads 8 --heads-k 3", "heads_k=3 does not divide heads=8"),
         ("--output plan.pdf", "output='plan.pdf' has no suffix of a picture; use .png or .svg"),
-        ("--output nowhere/plan.png", "output='nowhere/plan.png' cannot be written: its folder does not exist"),
+        ("--output nowhere/plan.png", "output='nowhere/plan.png' cannot be written: No such file or directory"),
     ],
 )
 def test_plan_refuses_what_it_cannot_do(arguments: str, message: str, run_command: RunCommand) -> None:

@@ -17,7 +17,7 @@ from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, p
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import buffer_uses, tiling_for
 from fastattention.cli.bench.report import in_words
-from fastattention.cli.console import OUTPUT
+from fastattention.cli.console import MESSAGES, OUTPUT
 from fastattention.cli.plan.picture import check_output
 from fastattention.errors import ArgumentError
 
@@ -44,14 +44,14 @@ def plan(
     workload = make_workload(batch_size, seqlen_q or seqlen, seqlen, nheads, nheads_k or nheads, headdim, causal, dtype)
     if output is not None:
         check_output(output)
-    tiling = tiling_for(workload, chip)
-    prediction = predict(workload, tiling, chip)
-    OUTPUT.print(_summary(prediction))
-    OUTPUT.print(_buffers(workload, tiling, chip))
-    OUTPUT.print(_ablation(workload, tiling, chip))
-    if tiling.outer_tile_n < workload.seqlen_k:
-        OUTPUT.print(_causes(workload, tiling, chip))
-    OUTPUT.print(_where_time_goes(prediction))
+    with MESSAGES.status("simulating"):
+        tiling = tiling_for(workload, chip)
+        prediction = predict(workload, tiling, chip)
+        tables = [_summary(prediction), _buffers(workload, tiling, chip), _ablation(workload, tiling, chip)]
+        if tiling.outer_tile_n < workload.seqlen_k:
+            tables.append(_causes(workload, tiling, chip))
+    for table in (*tables, _where_time_goes(prediction)):
+        OUTPUT.print(table)
     if output is not None:
         _draw(prediction, output)
     OUTPUT.print(NOTE)

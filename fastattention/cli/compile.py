@@ -14,7 +14,7 @@ from fastattention.backends.cuda.chips import ARCHS, Limits, limits_of, targets_
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, MAX_HEADDIM, Entry, KernelConfig
-from fastattention.cli.console import MESSAGES, OUTPUT, check_output_file
+from fastattention.cli.console import OUTPUT, check_output_file, status
 from fastattention.errors import ArgumentError
 
 
@@ -48,7 +48,7 @@ def compile_variant(
     check_output_file(output)
     compiler.version()  # loads the compiler, which is no part of the kernel's time
     start = time.perf_counter()
-    with MESSAGES.status("compiling"):
+    with status("compiling"):
         cubin = compiler.compile_kernel(kernel, target)
     seconds = time.perf_counter() - start
     try:

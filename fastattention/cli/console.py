@@ -1,4 +1,4 @@
-"""What the commands share: progress bars, errors without a traceback, and checks of what they write."""
+"""What the commands share: progress bars, errors without a traceback, and checks of paths."""
 
 from __future__ import annotations
 
@@ -50,6 +50,15 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
+def check_model_folder(folder: Path) -> None:
+    """Raises ArgumentError for a folder without a model."""
+    try:
+        if not (folder / "config.json").is_file():
+            raise ArgumentError(f"model {str(folder)!r} is not a Transformers model folder: it has no config.json")
+    except OSError as error:
+        raise ArgumentError(f"model {str(folder)!r} cannot be read: {error.strerror}") from error
+
+
 def check_output_file(output: Path) -> None:
     """Raises ArgumentError, before any work, for a file that could not be written. The file is as it was."""
     try:
@@ -78,6 +87,16 @@ def require_extra(extra: str, module: str) -> None:
         raise fail(f"this command needs {module}: pip install '.[{extra}]' in the source tree")
 
 
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Shows on standard error that something goes on. It takes a thread: none where nobody looks."""
+    if not MESSAGES.is_terminal:
+        yield
+        return
+    with MESSAGES.status(text):
+        yield
+
+
 def progress_bar() -> Progress:
     """A bar on standard error that disappears when done, so that standard output holds results only."""
     return Progress(
@@ -86,6 +105,7 @@ def progress_bar() -> Progress:
         TaskProgressColumn(),
         TimeElapsedColumn(),
         console=MESSAGES,
+        auto_refresh=MESSAGES.is_terminal,  # it takes threads: none where nobody looks
         transient=True,
         disable=not MESSAGES.is_terminal,
     )

@@ -19,7 +19,7 @@ from rich.table import Table
 
 import fastattention
 from fastattention.cli.choices import Attention
-from fastattention.cli.console import OUTPUT, fail, progress_bar, require_extra
+from fastattention.cli.console import OUTPUT, check_model_folder, fail, progress_bar, require_extra
 from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.machine import cpu_model
 from fastattention.errors import ArgumentError
@@ -37,6 +37,7 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
     Exits with status 1 when their tokens differ.
     """
     require_extra("transformers", "transformers")
+    check_model_folder(model)
     prompt = read_context(source, context_bytes)
     requests = [
         DemoRequest(str(model), attention.value, prompt, max_new_tokens, fastattention.get_num_threads())

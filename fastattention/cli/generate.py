@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattention.cli.choices import Attention, ModelDtype
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, require_extra
+from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, require_extra, status
 from fastattention.errors import ArgumentError
 from fastattention.sizes import format_bytes, read_bytes
 
@@ -33,7 +33,7 @@ def generate(
     if kv_budget is not None and attention is not Attention.FAST_ATTENTION:
         raise ArgumentError(f"kv_budget={kv_budget!r} is for --attn fast_attention, got {attention.value}")
     _check_numbers(prompt, temperature, kv_budget, device)
-    with MESSAGES.status("loading the model"):
+    with status("loading the model"):
         from fastattention.cli.model_folder import load_folder
 
         loaded = load_folder(model, attention, dtype, device)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from transformers.utils import logging
 
 from fastattention.cli.choices import Attention, ModelDtype
-from fastattention.cli.console import first_line
+from fastattention.cli.console import check_model_folder, first_line
 from fastattention.errors import ArgumentError, FastAttentionError
 
 # Any of these makes a folder one with a tokenizer.
@@ -77,8 +77,7 @@ def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: s
     dtype: AUTO takes the one in which it was stored.
     Raises ArgumentError for a folder without a model or a way to make tokens, and for a device that is not there.
     """
-    if not (folder / "config.json").is_file():
-        raise ArgumentError(f"model {str(folder)!r} is not a Transformers model folder: it has no config.json")
+    check_model_folder(folder)
     _check_device(device)
     if attention is Attention.FAST_ATTENTION:
         from fastattention.integrations.transformers import register

@@ -37,9 +37,9 @@ def warmup(device: str, headdims: list[int], dtypes: list[str]) -> None:
 
     device: as torch names it. Raises UnsupportedError without such a GPU, CompileError where a kernel cannot be had.
     """
-    index = _device_index(device)
     for headdim in headdims:
         check_headdims(headdim=headdim)
+    index = _device_index(device)
     limits = module.device_limits(index)
     if limits.target < ARCHS[-1]:
         raise UnsupportedError(

@@ -194,6 +194,31 @@ def test_warmup_compiles_what_is_neither_in_the_package_nor_cached(
     assert len(compiled) == count
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_warmup_compiles_with_the_threads_that_it_can_have(
+    more: int,
+    run_command: RunCommand,
+    compiled: list[tuple[str, int]],
+    loaded: list[tuple[Variant, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if len(started) == more:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr("fastattention.cli.warmup.os.sched_getaffinity", lambda process: range(8))
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    exit_code, output = run_command("warmup", "--device", "cuda:0", "--headdim", 64)
+    assert exit_code == 0, output
+    assert {(kernel.name, 75) for kernel, _ in loaded} == set(compiled)
+    assert all(kernel.name in output for kernel, _ in loaded)
+
+
 def test_warmup_takes_what_every_kind_of_call_needs(
     run_command: RunCommand, compiled: list[tuple[str, int]], loaded: list[tuple[Variant, int]]
 ) -> None:

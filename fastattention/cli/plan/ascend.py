@@ -17,7 +17,7 @@ from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, p
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import buffer_uses, tiling_for
 from fastattention.cli.bench.report import in_words
-from fastattention.cli.console import MESSAGES, OUTPUT
+from fastattention.cli.console import OUTPUT, status
 from fastattention.cli.plan.picture import check_output
 from fastattention.errors import ArgumentError
 
@@ -44,7 +44,7 @@ def plan(
     workload = make_workload(batch_size, seqlen_q or seqlen, seqlen, nheads, nheads_k or nheads, headdim, causal, dtype)
     if output is not None:
         check_output(output)
-    with MESSAGES.status("simulating"):
+    with status("simulating"):
         tiling = tiling_for(workload, chip)
         prediction = predict(workload, tiling, chip)
         tables = [_summary(prediction), _buffers(workload, tiling, chip), _ablation(workload, tiling, chip)]

@@ -18,6 +18,9 @@ from fastattention.errors import ArgumentError, FastAttentionError
 OUTPUT = Console(highlight=False)
 MESSAGES = Console(stderr=True, highlight=False)
 
+# PyTorch has no type of its own for memory of the host that cannot be had.
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
+
 
 @contextmanager
 def errors_as_messages() -> Iterator[None]:
@@ -39,8 +42,7 @@ def reason_of(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
-    # PyTorch has no type of its own for memory of the host.
-    if isinstance(error, MemoryError) or "out of memory" in str(error) or "not enough memory" in str(error):
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         return f"there is not enough memory: {first_line(error) or 'use smaller values'}"
     return f"the system refuses: {error}" if str(error) == "can't start new thread" else None
 

@@ -31,6 +31,7 @@ def test_bytes_that_are_no_text_are_refused_by_name(tmp_path: Path) -> None:
     assert done.stderr == "error: prompt='\\udcff\\udcfe' is not UTF-8\n"
 
 
+@slow
 def test_output_has_what_its_encoding_has_no_characters_for(tmp_path: Path) -> None:
     environment = dict(os.environ, PYTHONIOENCODING="ascii")
     picture = os.fsencode(tmp_path) + b"/\xff\xc3\xa9.svg"
@@ -42,6 +43,7 @@ def test_output_has_what_its_encoding_has_no_characters_for(tmp_path: Path) -> N
     assert os.path.exists(picture)
 
 
+@slow
 def test_a_reader_that_goes_away_ends_the_command_quietly() -> None:
     reads, writes = os.pipe()
     os.close(reads)

@@ -2,4 +2,5 @@
 
 from fastattention.cli.main import app
 
-app(prog_name="fastattention")
+if __name__ == "__main__":
+    app(prog_name="fastattention")

@@ -154,6 +154,7 @@ def test_compile_refuses_what_it_cannot_do(
     assert exit_code == 1
     assert f"error: {message}" in output
     assert list(tmp_path.glob("*.cubin")) == []
+    assert compiled == []
 
 
 def test_compile_says_why_no_kernel_fits(

@@ -138,6 +138,7 @@ def test_a_wrong_value_is_refused_by_name(
         given = f"{parameter.flag}={value}" if parameter.flag else value
         exit_code, output = run_command(*parameter.command.split(), *others, given)
         assert exit_code in (1, 2), (given, output)
+        assert exit_code == 2 or output.startswith("error: "), (given, output)  # before any work
         assert "Traceback" not in output, (given, output)
         assert any(name in output for name in names), (given, output)
 

@@ -74,12 +74,19 @@ def _switch(name: str, chosen: str | None) -> bool:
 def kernel_cache() -> Path:
     """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine, and for what its all-reduces take.
 
-    Unset or empty: fastattention in XDG_CACHE_HOME, or in ~/.cache.
+    Unset or empty: fastattention in XDG_CACHE_HOME, or in ~/.cache. A user without a home has to set it.
     """
     chosen = os.environ.get("FASTATTENTION_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastattention"
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(caches or Path.home() / ".cache") / "fastattention"
+    except RuntimeError as error:  # of Path.home(): neither HOME nor the user's entry tells one
+        raise ArgumentError(
+            "FASTATTENTION_CACHE is not set, and this user has no home folder for what is compiled; "
+            "set it to a folder that can be read and written"
+        ) from error
 
 
 def peer_to_peer_disabled() -> bool:

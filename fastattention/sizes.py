@@ -10,25 +10,37 @@ from fastattention.errors import ArgumentError
 UNITS = {"B": 1}
 UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
-_BY_LOWER_CASE = {unit.lower(): factor for unit, factor in UNITS.items()}
+_BY_UPPER_CASE = {unit.upper(): factor for unit, factor in UNITS.items()}
 
 
 def read_bytes(name: str, value: int | str) -> int:
     """Bytes of `value`, which is the argument `name`.
 
     A number of bytes, or a text: a number, with decimals or without, and a unit. KB, MB, GB and TB are powers of 1000,
-    KiB, MiB, GiB and TiB of 1024; no unit is bytes, and capitals do not matter. Parts of a byte are dropped. Raises
-    ArgumentError for anything else.
+    KiB, MiB, GiB and TiB of 1024; no unit is bytes. The B is a capital, since a b is a bit; other capitals do not
+    matter. Parts of a byte are dropped. Raises ArgumentError for anything else.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    found = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, re.ASCII | re.I) if isinstance(value, str) else None
-    )
-    factor = _BY_LOWER_CASE.get(found[2].lower() or "b") if found else None
-    if found is None or factor is None:
+    count = _parse(value) if isinstance(value, str) else None
+    if count is None:
         raise ArgumentError(f"{name}={value!r} is no size; use a number of bytes, or one with {', '.join(UNITS)}")
-    return int(Decimal(found[1]) * factor)
+    return count
+
+
+def read_bandwidth(name: str, value: str) -> int:
+    """Bytes a second of a text such as "52GB/s": a size as read_bytes takes it, "/s" or not. Raises ArgumentError."""
+    count = _parse(re.sub(r"\s*/\s*s\s*$", "", value))
+    if count is None:
+        units = ", ".join(f"{unit}/s" for unit in UNITS)
+        raise ArgumentError(f"{name}={value!r} is no bandwidth in bytes a second; use a number with {units}")
+    return count
+
+
+def _parse(text: str) -> int | None:
+    """Bytes; None for what is no size. A lower-case b is none: 16Gb are gigabits, an eighth of 16GB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?(?-i:B)|)\s*", text, re.ASCII | re.I)
+    return None if found is None else int(Decimal(found[1]) * _BY_UPPER_CASE[found[2].upper() or "B"])
 
 
 def format_bytes(count: int) -> str:

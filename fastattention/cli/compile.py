@@ -10,11 +10,11 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from fastattention.backends.cuda.chips import ARCHS, CHIPS, Limits
+from fastattention.backends.cuda.chips import ARCHS, Limits, limits_of, targets_of
 from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant, known_limits
+from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, MAX_HEADDIM, Entry, KernelConfig
-from fastattention.cli.console import OUTPUT
+from fastattention.cli.console import OUTPUT, check_output_file, status
 from fastattention.errors import ArgumentError
 
 
@@ -45,9 +45,11 @@ def compile_variant(
     else:
         _check_forward(arch, dtype, cache)
         kernel = choose_variant(*call, modifies_scores=scores, paged=paged)
+    check_output_file(output)
     compiler.version()  # loads the compiler, which is no part of the kernel's time
     start = time.perf_counter()
-    cubin = compiler.compile_kernel(kernel, target)
+    with status("compiling"):
+        cubin = compiler.compile_kernel(kernel, target)
     seconds = time.perf_counter() - start
     try:
         output.write_bytes(cubin.code)
@@ -76,11 +78,10 @@ def check_headdims(**headdims: int) -> None:
 def _checked_limits(arch: int, target: int) -> Limits:
     if arch not in ARCHS:
         raise ArgumentError(f"arch={arch} has no code path; choose from {', '.join(map(str, sorted(ARCHS)))}")
-    limits = known_limits(target)
+    limits = limits_of(target)
     if limits is None or target < arch:
-        targets = sorted({limits.target for limits in CHIPS.values() if limits.target >= arch})
         raise ArgumentError(
-            f"target={target} cannot be chosen with arch={arch}; choose from {', '.join(map(str, targets))}"
+            f"target={target} cannot be chosen with arch={arch}; choose from {', '.join(map(str, targets_of(arch)))}"
         )
     return limits
 

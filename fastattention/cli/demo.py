@@ -19,7 +19,7 @@ from rich.table import Table
 
 import fastattention
 from fastattention.cli.choices import Attention
-from fastattention.cli.console import OUTPUT, fail, progress_bar, require_extra
+from fastattention.cli.console import OUTPUT, check_model_folder, fail, progress_bar, require_extra
 from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.machine import cpu_model
 from fastattention.errors import ArgumentError
@@ -28,6 +28,7 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 # Of the larger modules of the standard library, one of those that the demo model has not seen in training.
 DEFAULT_SOURCE = Path(functools.__file__)
 SHOWN_CONTEXT_LINES = 6
+READ_BYTES = 1 << 20  # at a time
 
 
 def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> None:
@@ -36,6 +37,7 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
     Exits with status 1 when their tokens differ.
     """
     require_extra("transformers", "transformers")
+    check_model_folder(model)
     prompt = read_context(source, context_bytes)
     requests = [
         DemoRequest(str(model), attention.value, prompt, max_new_tokens, fastattention.get_num_threads())
@@ -55,8 +57,11 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
 
 def read_context(source: Path, context_bytes: int) -> str:
     """The first `context_bytes` of a text file, cut after the last complete line. Raises ArgumentError without any."""
+    start = b""
     try:
-        start = source.read_bytes()[:context_bytes]
+        with source.open("rb") as stream:
+            while part := stream.read(min(context_bytes - len(start), READ_BYTES)):
+                start += part
     except OSError as error:
         raise ArgumentError(
             f"file {str(source)!r} cannot be read: {error.strerror}; name a text file with --file"
@@ -66,6 +71,8 @@ def read_context(source: Path, context_bytes: int) -> str:
             f"file {str(source)!r} has {len(start)} bytes; the context wants {context_bytes}, see --context"
         )
     lines = start.decode(errors="ignore").splitlines(keepends=True)
+    if not lines:
+        raise ArgumentError(f"file {str(source)!r} is no text in UTF-8; name a text file with --file")
     return "".join(lines if lines[-1].endswith("\n") or len(lines) == 1 else lines[:-1])
 
 

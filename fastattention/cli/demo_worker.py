@@ -18,6 +18,7 @@ import torch
 import fastattention
 from fastattention.cli import peak_memory
 from fastattention.cli.choices import Attention, ModelDtype
+from fastattention.cli.console import reason_of
 from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.generation import Events, generate_tokens
 from fastattention.cli.model_folder import load_folder
@@ -55,6 +56,8 @@ def emit(name: str, value: object) -> None:
 if __name__ == "__main__":
     try:
         emit("result", asdict(run(DemoRequest(**json.load(sys.stdin)))))
-    except fastattention.FastAttentionError as failure:
-        emit("error", str(failure))
+    except (fastattention.FastAttentionError, OSError, MemoryError, RuntimeError) as failure:
+        if (reason := reason_of(failure)) is None:
+            raise
+        emit("error", reason)
         sys.exit(1)

@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastattention.cli.choices import Attention, ModelDtype
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, require_extra
+from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, require_extra, status
 from fastattention.errors import ArgumentError
-from fastattention.sizes import format_bytes
+from fastattention.sizes import format_bytes, read_bytes
 
 if TYPE_CHECKING:
     from fastattention.cli.generation import Generated
     from fastattention.cli.model_folder import LoadedModel
     from fastattention.integrations.transformers.cache import FastAttentionCache
+
+TEMPERATURES = 0.001, 1000.0  # beyond, logits have no finite quotient, or none that differs
 
 
 def generate(
@@ -30,7 +32,8 @@ def generate(
     require_extra("transformers", "transformers")
     if kv_budget is not None and attention is not Attention.FAST_ATTENTION:
         raise ArgumentError(f"kv_budget={kv_budget!r} is for --attn fast_attention, got {attention.value}")
-    with MESSAGES.status("loading the model"):
+    _check_numbers(prompt, temperature, kv_budget, device)
+    with status("loading the model"):
         from fastattention.cli.model_folder import load_folder
 
         loaded = load_folder(model, attention, dtype, device)
@@ -48,14 +51,26 @@ def generate(
         MESSAGES.print(_where(cache), soft_wrap=True)
 
 
+def _check_numbers(prompt: str, temperature: float, kv_budget: str | None, device: str) -> None:
+    """What can be refused before a model is loaded. Raises ArgumentError."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"prompt={prompt!r} is not UTF-8") from error
+    if temperature != 0.0 and not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+        raise ArgumentError(f"temperature={temperature} must be 0, or from {TEMPERATURES[0]} to {TEMPERATURES[1]}")
+    if kv_budget is not None:
+        read_bytes("kv_budget", kv_budget)
+        if not device.startswith("cuda"):
+            raise ArgumentError(
+                f"kv_budget={kv_budget!r} limits the memory of a GPU, and the model is on {device}; "
+                "give --device cuda:0"
+            )
+
+
 def _make_cache(loaded: LoadedModel, kv_budget: str) -> FastAttentionCache:
     from fastattention.integrations.transformers.cache import FastAttentionCache
 
-    if loaded.model.device.type != "cuda":
-        raise ArgumentError(
-            f"kv_budget={kv_budget!r} limits the memory of a GPU, and the model is on {loaded.model.device}; "
-            "give --device cuda:0"
-        )
     return FastAttentionCache(loaded.model.config, kv_budget=kv_budget)
 
 

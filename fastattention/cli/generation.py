@@ -127,7 +127,8 @@ def _check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: in
 @contextmanager
 def _watched_layers(model: PreTrainedModel, num_chunks: int, on_prefill: Callable[[float], None]) -> Iterator[None]:
     """Tells `on_prefill` after each layer, once through the model for each chunk: the prompt passes first."""
-    num_layers = model.config.get_text_config().num_hidden_layers
+    # Of a model that does not say how many it has, nothing is told.
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", -1)
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers)
     handles: list[RemovableHandle] = []
     done = itertools.count(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +12,17 @@ import typer
 from fastattention import __version__
 from fastattention.cli.choices import Attention, CacheFormat, KernelDtype, ModelDtype
 from fastattention.cli.console import errors_as_messages
+from fastattention.threads import MOST_THREADS
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# Beyond these no length, number of sequences or time has been thought of.
+LONGEST, MOST, MOST_SECONDS = 2**27, 2**31 - 1, 3600.0
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 plan = typer.Typer(no_args_is_help=True, help="Predict what a device would do, without it.")
 app.add_typer(plan, name="plan")
@@ -30,6 +41,9 @@ def main(
     ] = False,
 ) -> None:
     """Exact attention for the hardware FlashAttention leaves behind."""
+    # Text of a model, and names of files, may hold what the terminal's encoding has no characters for.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @app.command()
@@ -53,10 +67,15 @@ def bench(
         bool, typer.Option("--quick", help="Smaller problems: under a minute instead of several.")
     ] = False,
     seqlen: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of the longest prompt; others follow. Implies --quick.")
+        int | None,
+        typer.Option(min=16, max=LONGEST, help="Tokens of the longest prompt; others follow. Implies --quick."),
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=0.0, help="Time to spend on each problem.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each contender. Default: torch's.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, max=MOST_SECONDS, help="Time to spend on each problem.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=MOST_THREADS, help="Threads of each contender. Default: torch's.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
     """Benchmark this machine's GPU or NPU, and its CPU, against every peer that is installed."""
@@ -71,7 +90,7 @@ def generate(
     model: Annotated[Path, typer.Option(help="A Transformers model folder. Nothing is downloaded.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],
     attn: Annotated[Attention, typer.Option(help="Attention implementation.")] = Attention.FAST_ATTENTION,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=LONGEST, help="Most tokens to add.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
     dtype: Annotated[
         ModelDtype, typer.Option(help="Dtype of the weights; auto keeps the stored one.")
@@ -94,8 +113,8 @@ def demo(
     file: Annotated[
         Path | None, typer.Option(help="The text file to continue. Default: a module of this Python.")
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Bytes of the file to read.")] = 6000,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
+    context: Annotated[int, typer.Option(min=1, max=MOST, help="Bytes of the file to read.")] = 6000,
+    new_tokens: Annotated[int, typer.Option(min=1, max=LONGEST, help="Tokens to add.")] = 200,
     model: Annotated[
         Path | None, typer.Option(help="A Transformers model folder. Default: the one that comes with the package.")
     ] = None,
@@ -114,7 +133,8 @@ def compile_variant(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")],
     headdim_v: Annotated[int | None, typer.Option(help="Head dimension of values. Default: that of keys.")] = None,
     target: Annotated[
-        int | None, typer.Option(help="Compute capability to compile for, e.g. 86. Default: that of the code path.")
+        int | None,
+        typer.Option(help="Compute capability to compile for, e.g. 86 or 120. Default: that of the code path."),
     ] = None,
     dtype: Annotated[KernelDtype, typer.Option(help="Of q, k and v.")] = KernelDtype.FLOAT16,
     scores: Annotated[
@@ -164,14 +184,14 @@ def warmup(
 
 @plan.command("ascend")
 def plan_ascend(
-    seqlen: Annotated[int, typer.Option(min=1, help="Length of every sequence: keys, and queries too.")],
+    seqlen: Annotated[int, typer.Option(min=1, max=LONGEST, help="Length of every sequence: keys, and queries too.")],
     seqlen_q: Annotated[
-        int | None, typer.Option(min=1, help="Queries per sequence; 1 for decoding. Default: --seqlen.")
+        int | None, typer.Option(min=1, max=LONGEST, help="Queries per sequence; 1 for decoding. Default: --seqlen.")
     ] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 1,
-    heads_k: Annotated[int | None, typer.Option(min=1, help="Key/value heads. Default: --heads.")] = None,
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 1,
+    heads_k: Annotated[int | None, typer.Option(min=1, max=MOST, help="Key/value heads. Default: --heads.")] = None,
     headdim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option("--causal", help="Apply a causal mask.")] = False,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
     chip: Annotated[str, typer.Option(help="910B1, 910B2, 910B3 or 910B4.")] = "910B2",
@@ -199,12 +219,14 @@ def plan_ascend(
 def plan_offload(
     model: Annotated[str, typer.Option(help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b.")],
     gpu_memory: Annotated[str, typer.Option(help="Memory of a GPU that may be used, e.g. 16GiB.")],
-    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of every sequence, prompt and answer together.")],
+    seqlen: Annotated[
+        int, typer.Option(min=1, max=LONGEST, help="Tokens of every sequence, prompt and answer together.")
+    ],
     cpu_memory: Annotated[
         str | None,
         typer.Option(help="Host memory for keys and values, divided among the GPUs. Default: as much as it takes."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="GPUs of the host that share the model, by tensor parallelism.")] = 1,
     hardware: Annotated[str, typer.Option(help="Assumed bandwidths: h200, v100, t4 or desktop.")] = "v100",
     policy: Annotated[
@@ -252,8 +274,8 @@ def plan_offload(
 def plan_allreduce(
     model: Annotated[str, typer.Option(help="llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b.")],
     tp: Annotated[int, typer.Option(min=2, help="Devices that share the model, by tensor parallelism.")],
-    seqlen: Annotated[int, typer.Option(min=1, help="Tokens of every prompt.")],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    seqlen: Annotated[int, typer.Option(min=1, max=LONGEST, help="Tokens of every prompt.")],
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,
     hardware: Annotated[str, typer.Option(help="Assumed rates: h200, v100-pcie or ascend-910b.")] = "h200",
     output: Annotated[Path | None, typer.Option(help="Draw the timeline: a file ending in .png or .svg.")] = None,
 ) -> None:
@@ -263,7 +285,3 @@ def plan_allreduce(
     options = command.Options(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)
     with errors_as_messages():
         command.plan(options, output)
-
-
-if __name__ == "__main__":
-    app()

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from transformers.utils import logging
 
 from fastattention.cli.choices import Attention, ModelDtype
-from fastattention.errors import ArgumentError
+from fastattention.cli.console import check_model_folder, first_line
+from fastattention.errors import ArgumentError, FastAttentionError
 
 # Any of these makes a folder one with a tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -76,8 +77,8 @@ def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: s
     dtype: AUTO takes the one in which it was stored.
     Raises ArgumentError for a folder without a model or a way to make tokens, and for a device that is not there.
     """
-    if not (folder / "config.json").is_file():
-        raise ArgumentError(f"model {str(folder)!r} is not a Transformers model folder: it has no config.json")
+    check_model_folder(folder)
+    _check_device(device)
     if attention is Attention.FAST_ATTENTION:
         from fastattention.integrations.transformers import register
 
@@ -87,19 +88,22 @@ def load_folder(folder: Path, attention: Attention, dtype: ModelDtype, device: s
         model = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=attention.value, dtype=dtype.value, local_files_only=True
         )
-    except (OSError, ValueError) as error:
+        codec = _codec(folder, model.config)
+    except (FastAttentionError, MemoryError):
+        raise
+    except Exception as error:  # whatever a damaged file makes of readers that are not ours
         raise ArgumentError(f"model {str(folder)!r} cannot be loaded: {error}") from error
-    _move(model, device)
+    torch.nn.Module.to(model, device)
     model.eval()  # type: ignore[no-untyped-call]
-    return LoadedModel(model, _codec(folder, model.config))
+    return LoadedModel(model, codec)
 
 
-def _move(model: PreTrainedModel, device: str) -> None:
+def _check_device(device: str) -> None:
+    """By a number that goes there and comes back: torch has names for devices of which it knows no more."""
     try:
-        torch.nn.Module.to(model, device)
-    except (RuntimeError, AssertionError) as error:
-        first_line = str(error).splitlines()[0]
-        raise ArgumentError(f"device={device!r} cannot be used: {first_line}") from error
+        torch.zeros(1, device=device, dtype=torch.float32).tolist()
+    except Exception as error:  # each kind of device has errors of its own
+        raise ArgumentError(f"device={device!r} cannot be used: {first_line(error)}; use cpu or cuda:0") from error
 
 
 def _codec(folder: Path, config: PretrainedConfig) -> Codec:

@@ -37,9 +37,9 @@ def warmup(device: str, headdims: list[int], dtypes: list[str]) -> None:
 
     device: as torch names it. Raises UnsupportedError without such a GPU, CompileError where a kernel cannot be had.
     """
-    index = _device_index(device)
     for headdim in headdims:
         check_headdims(headdim=headdim)
+    index = _device_index(device)
     limits = module.device_limits(index)
     if limits.target < ARCHS[-1]:
         raise UnsupportedError(
@@ -58,7 +58,7 @@ def _device_index(device: str) -> int:
     """The index of a GPU by its name in torch; the current one for "cuda". Needs a GPU to be there."""
     try:
         parsed = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ArgumentError(f"device={device!r} is no device of torch; use cuda or cuda:0") from error
     if parsed.type != "cuda":
         raise ArgumentError(f"device={device!r} needs no kernels; use cuda or cuda:0")
@@ -76,7 +76,12 @@ def _device_index(device: str) -> int:
 def _obtain_all(kernels: list[Variant], target: int) -> Iterator[Warmed]:
     """As they get ready: the compiler does not hold Python's lock, so kernels are compiled on all processors."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        futures: list[Future[Warmed]] = [pool.submit(_obtain, kernel, target) for kernel in kernels]
+        futures: list[Future[Warmed]] = []
+        try:
+            for kernel in kernels:
+                futures.append(pool.submit(_obtain, kernel, target))
+        except RuntimeError:  # no thread, or no further one: the rest is for this one
+            yield from (_obtain(kernel, target) for kernel in kernels[len(futures) :])
         try:
             for future in as_completed(futures):
                 yield future.result()

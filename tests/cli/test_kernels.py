@@ -75,6 +75,19 @@ def test_compile_writes_machine_code(run_command: RunCommand, tmp_path: Path) ->
     assert (tmp_path / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("target", [100, 103, 110, 120, 121])
+def test_the_code_path_of_ampere_compiles_for_blackwell(target: int, run_command: RunCommand, tmp_path: Path) -> None:
+    command = ("compile", "--arch", 80, "--target", target, "--headdim", 64, "-o", "kernel.cubin")
+    exit_code, output = run_command(*command)
+    if (reason := compiler.why_not_target(target)) is not None:  # 110 needs NVRTC 13, the others 12.9
+        assert (exit_code, output) == (1, f"error: {reason}")
+        return
+    assert exit_code == 0
+    assert f"compute capability {target / 10:.1f}" in output
+    assert (tmp_path / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
+
+
 def test_compile_prints_what_the_kernel_takes(
     run_command: RunCommand, compiled: list[tuple[str, int]], tmp_path: Path
 ) -> None:
@@ -121,7 +134,7 @@ def test_compile_makes_a_decode_kernel_and_prints_what_each_entry_takes(
         ("--arch 71 --headdim 64", "arch=71 has no code path; choose from 60, 70, 75, 80"),
         (
             "--arch 75 --headdim 64 --target 70",
-            "target=70 cannot be chosen with arch=75; choose from 75, 80, 86, 89, 90",
+            "target=70 cannot be chosen with arch=75; choose from 75, 80, 86, 89, 90, 100, 103, 110, 120, 121",
         ),
         ("--arch 75 --headdim 64 --target 0", "target=0 cannot be chosen"),
         ("--arch 75 --headdim 0", "headdim=0 is not served by the cuda backend; use 1 to 256"),
@@ -141,6 +154,7 @@ def test_compile_refuses_what_it_cannot_do(
     assert exit_code == 1
     assert f"error: {message}" in output
     assert list(tmp_path.glob("*.cubin")) == []
+    assert compiled == []
 
 
 def test_compile_says_why_no_kernel_fits(
@@ -179,6 +193,31 @@ def test_warmup_compiles_what_is_neither_in_the_package_nor_cached(
     again = run_command(*arguments).output
     assert f"{count} kernels: 1 from the package, {count - 1} from the cache, 0 from the compiler" in again
     assert len(compiled) == count
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_warmup_compiles_with_the_threads_that_it_can_have(
+    more: int,
+    run_command: RunCommand,
+    compiled: list[tuple[str, int]],
+    loaded: list[tuple[Variant, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if len(started) == more:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr("fastattention.cli.warmup.os.sched_getaffinity", lambda process: range(8))
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    exit_code, output = run_command("warmup", "--device", "cuda:0", "--headdim", 64)
+    assert exit_code == 0, output
+    assert {(kernel.name, 75) for kernel, _ in loaded} == set(compiled)
+    assert all(kernel.name in output for kernel, _ in loaded)
 
 
 def test_warmup_takes_what_every_kind_of_call_needs(

@@ -43,10 +43,12 @@ def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
     [
         ("--seqlen 4096", "Without a mask there is nothing for the tiling-mask"),
         ("--seqlen 65536 --seqlen-q 1 --heads 32 --heads-k 8", "24, splits of the keys 3"),
+        ("--seqlen 134217728 --seqlen-q 1 --heads 100000 --heads-k 1", "predicted rate"),
+        ("--seqlen 100000000 --causal --heads 32", "predicted rate"),
         ("--seqlen 100 --dtype float32 --headdim 256 --chip Ascend910B4", "910B4: 20 AI Cores at 1.5 GHz"),
         ("--seqlen 512 --batch 2 --heads 4 --dtype bfloat16 --headdim 40", "predicted rate"),
     ],
-    ids=["no mask", "decode", "float32", "batch"],
+    ids=["no mask", "decode", "heads", "long", "float32", "batch"],
 )
 def test_plan_serves_every_kind_of_call(arguments: str, said: str, run_command: RunCommand) -> None:
     exit_code, output = run_command("plan", "ascend", *arguments.split())
@@ -70,7 +72,7 @@ def test_plan_draws_the_timeline(name: str, begins: bytes, run_command: RunComma
         ("--headdim 257", "headdim=257 is not served by the ascend backend; use 1 to 256"),
         ("--heads 8 --heads-k 3", "heads_k=3 does not divide heads=8"),
         ("--output plan.pdf", "output='plan.pdf' has no suffix of a picture; use .png or .svg"),
-        ("--output nowhere/plan.png", "output='nowhere/plan.png' cannot be written: its folder does not exist"),
+        ("--output nowhere/plan.png", "output='nowhere/plan.png' cannot be written: No such file or directory"),
     ],
 )
 def test_plan_refuses_what_it_cannot_do(arguments: str, message: str, run_command: RunCommand) -> None:

@@ -132,7 +132,7 @@ def test_the_picture_says_that_it_is_predicted(run_command: RunCommand, tmp_path
         ("--hardware abacus", "hardware='abacus' is not known; choose from h200, v100-pcie, ascend-910b"),
         ("--tp 3", "tp=3 does not divide nheads=64 of llama-2-70b"),
         ("--output plan.pdf", "output='plan.pdf' has no suffix of a picture; use .png or .svg"),
-        ("--output nowhere/plan.png", "output='nowhere/plan.png' cannot be written: its folder does not exist"),
+        ("--output nowhere/plan.png", "output='nowhere/plan.png' cannot be written: No such file or directory"),
     ],
 )
 def test_plan_refuses_what_it_cannot_do(arguments: str, message: str, run_command: RunCommand) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from fastattention.backends.ascend.chips import CHIPS
 from fastattention.backends.ascend.mask_tile import mask_tile
-from fastattention.backends.ascend.simulator import published
+from fastattention.backends.ascend.simulator import published, whole_chip
 from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, PUBLISHED_STAGES
 from fastattention.backends.ascend.simulator.core import Setting
 from fastattention.backends.ascend.simulator.events import Event
@@ -304,6 +305,50 @@ def test_useful_arithmetic_counts_visible_scores_only() -> None:
     causal = SimulatedCall(2, 3, 5, 4, 2, 16, 8, torch.float16, window_right=0)
     assert causal.useful_flops == 2 * 2 * 4 * (3 + 4 + 5) * (16 + 8)
     assert replace(causal, window_right=-1).useful_flops == 2 * 2 * 4 * 15 * (16 + 8)
+
+
+@given(
+    st.integers(1, 60),
+    st.integers(1, 60),
+    st.sampled_from([(-1, 0), (-1, -1), (4, 0), (20, 30), (-1, 7), (3, -1), (0, 0)]),
+)
+def test_useful_arithmetic_is_that_of_every_query(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> None:
+    band = TileRange(seqlen_q, seqlen_k, *window)
+    pairs = sum(max(band.row_end(row) - band.row_begin(row), 0) for row in range(seqlen_q))
+    call = SimulatedCall(1, seqlen_q, seqlen_k, 1, 1, 16, 16, torch.float16, *window)
+    assert call.useful_flops == 2 * pairs * (16 + 16)
+
+
+@pytest.mark.parametrize(("seqlen", "heads"), [(5000, 1), (777, 7), (4096, 50), (100, 100)])
+def test_the_core_that_is_done_last_is_found_among_all_items(seqlen: int, heads: int) -> None:
+    workload = SimulatedCall(1, seqlen, seqlen, heads, heads, 128, 128, torch.float16, window_right=0)
+    items = whole_chip._items(workload, published.MEASURED_TILING, CHIP)
+    cycles = np.arange(1.0, len(items.kinds) + 1)
+    each = np.tile(cycles[items.kind_of], heads)
+    last = max(each[core :: CHIP.num_cores].sum() for core in range(CHIP.num_cores))
+    assert items.longest_core(cycles, CHIP.num_cores) == last
+    assert items.count == len(each)
+
+
+def test_a_prediction_simulates_few_row_blocks_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+
+    def count(*arguments: Any) -> Any:
+        simulated.append(arguments)
+        return simulate(*arguments)
+
+    monkeypatch.setattr("fastattention.backends.ascend.simulator.row_block.simulate", count)
+    shorter, longer = (
+        predict(
+            SimulatedCall(1, seqlen, seqlen, 8, 8, 112, 112, torch.float16, window_right=0),
+            published.MEASURED_TILING,
+            CHIP,
+        )
+        for seqlen in (1 << 20, 1 << 26)
+    )
+    assert len(simulated) < 50
+    assert longer.tflops == pytest.approx(shorter.tflops, rel=0.01)
+    assert sum(longer.spent.values()) == pytest.approx(1.0)
 
 
 # What it is for.

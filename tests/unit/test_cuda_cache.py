@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from fastattention.backends.cuda.jit.cache import Origin
 from fastattention.backends.cuda.jit.compiler import Cubin
 from fastattention.backends.cuda.jit.variants import variants_of
 from fastattention.backends.cuda.kernel_config import KernelConfig
-from fastattention.errors import CompileError
+from fastattention.errors import ArgumentError, CompileError
 
 KERNEL = variants_of(CHIPS["A100"], headdims=(64,))[0]
 OTHER = dataclasses.replace(KERNEL, tile_n=2 * KERNEL.tile_n)
@@ -174,6 +175,50 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_variable(
     monkeypatch.setenv("FASTATTENTION_CACHE", str(file / "cache"))
     with pytest.raises(CompileError, match=f"cannot be written in {file}/cache: .*; set FASTATTENTION_CACHE"):
         cache.obtain(KERNEL, 80)
+
+
+def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FASTATTENTION_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654_321)  # of no user in the system's list
+    with pytest.raises(ArgumentError, match="FASTATTENTION_CACHE is not set, and this user has no home"):
+        cache.cached_path(KERNEL, 80)
+
+
+# Compiles a kernel of a million bytes in a process that may not write it, or only a part of it.
+REFUSED = """
+import os, resource, sys
+from fastattention.backends.cuda.chips import CHIPS
+from fastattention.backends.cuda.jit import cache, compiler
+from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.errors import CompileError
+
+compiler.version = lambda: (12, 9)
+compiler.compile_kernel = lambda kernel, target: compiler.Cubin(bytes(1_000_000), "")
+kernel = variants_of(CHIPS["A100"], headdims=(64,))[0]
+cache.source_hash()
+if sys.argv[1] == "read-only":
+    os.chmod(os.environ["FASTATTENTION_CACHE"], 0o555)
+    os.geteuid() or os.setuid(987_654)
+else:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, -1))
+try:
+    cache.obtain(kernel, 80)
+except CompileError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("limit", "reason"), [("read-only", "Permission denied"), ("full", "File too large")])
+def test_a_kernel_that_cannot_be_kept_is_an_error_and_leaves_nothing(limit: str, reason: str) -> None:
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is closed to other users
+        folder = Path(name)
+        environment = dict(os.environ, FASTATTENTION_CACHE=name)
+        arguments = [sys.executable, "-c", REFUSED, limit]
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f"a compiled kernel cannot be written in {name}: {reason}; set FASTATTENTION_CACHE" in done.stdout
+        assert list(folder.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_read_is_an_error_of_ours(folder: Path) -> None:

@@ -24,6 +24,7 @@ LAYERS = (
     ("validation", "dispatch", "merge", "vmap", "flops", "ops", "interface", "kv_store", ""),
     ("distributed", "offload"),
     ("integrations", "cli"),
+    ("__main__",),
 )
 # What every backend may use; the rest of backends/ chooses among backends and is not for them.
 SHARED_BY_BACKENDS = ("backends.base", "backends.common")

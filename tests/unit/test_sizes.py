@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastattention.errors import ArgumentError
-from fastattention.sizes import format_bytes, read_bytes
+from fastattention.sizes import format_bytes, read_bandwidth, read_bytes
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,8 @@ from fastattention.sizes import format_bytes, read_bytes
         ("500MiB", 500 * 2**20),
         ("16GiB", 2**34),
         ("16GB", 16 * 10**9),
-        (" 16 gb ", 16 * 10**9),
+        (" 16 gB ", 16 * 10**9),
+        ("16gIB", 2**34),
         ("1.5KiB", 1536),
         ("0.3B", 0),
         ("2TiB", 2**41),
@@ -38,6 +39,14 @@ def test_a_size_is_its_number_of_bytes(given: int | str, count: int) -> None:
         "GiB",
         "16G",
         "16Gib/s",
+        # Bits.
+        "16Gb",
+        "16gb",
+        "16Gib",
+        "16Gbit",
+        "8b",
+        "16 GB/s",
+        "1KIB2",
         "-1",
         -1,
         "1e9",
@@ -52,6 +61,23 @@ def test_a_size_is_its_number_of_bytes(given: int | str, count: int) -> None:
 def test_anything_else_is_refused_by_name(given: object) -> None:
     with pytest.raises(ArgumentError, match=r"gpu_memory=.* is no size; use a number of bytes, or one with B, KB, MB"):
         read_bytes("gpu_memory", given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [("52GB/s", 52 * 10**9), (" 52 gB / s ", 52 * 10**9), ("1.5GiB/s", 3 * 2**29), ("52GB", 52 * 10**9), ("9", 9)],
+)
+def test_a_bandwidth_is_its_number_of_bytes_a_second(given: str, count: int) -> None:
+    assert read_bandwidth("link_bandwidth", given) == count
+
+
+@pytest.mark.parametrize(
+    "given", ["16Gb/s", "16gb/s", "16Gbit/s", "16Gbps", "16GBps", "16GB/h", "/s", "-1GB/s", "", "inf"]
+)
+def test_bits_and_other_rates_are_refused_by_name(given: str) -> None:
+    message = r"link_bandwidth=.* is no bandwidth in bytes a second; use a number with B/s, KB/s, MB/s"
+    with pytest.raises(ArgumentError, match=message):
+        read_bandwidth("link_bandwidth", given)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,8 @@ def _candidates(workload: SimulatedCall, chip: Chip, longest_tile: int, by_hand:
     """Tilings that fit, and are not larger than the call."""
     most_rows = padded(workload.num_rows)
     most_keys = min(padded(workload.seqlen_k), longest_tile)
-    rows_of_tiles = [rows for rows in OUTER_TILE_M if most_rows // MOST_ROW_BLOCKS <= rows <= most_rows]
+    fewest_rows = min(most_rows // MOST_ROW_BLOCKS, OUTER_TILE_M[-1])
+    rows_of_tiles = [rows for rows in OUTER_TILE_M if fewest_rows <= rows <= most_rows]
     keys_of_tiles = [keys for keys in OUTER_TILE_N if min(most_keys, SMALLEST_TILE_N) <= keys <= most_keys]
     for rows, keys, multibuffer in itertools.product(rows_of_tiles, keys_of_tiles, (True, False)):
         inner = _best_slices(Tiling(rows, keys, rows, 1, multibuffer), workload, chip, by_hand)

@@ -38,6 +38,22 @@ CHIPS: dict[str, Limits] = {
     "H100": Limits(90, 227 * KIB, 228 * KIB, 132, 50 * KIB * KIB),
 }
 
+# Newer GPUs, which nothing is built ahead for: compute capability -> the chip whose multiprocessors they have by that
+# table. These decide which kernels fit: how many there are, and the L2 cache, have no part in it.
+LIKE = {100: "H100", 103: "H100", 110: "H100", 120: "RTX 4090", 121: "RTX 4090"}
+
+
+def limits_of(target: int) -> Limits | None:
+    """Limits to choose a kernel by for GPUs of a compute capability; None for one that is not listed here."""
+    if target in LIKE:
+        return CHIPS[LIKE[target]]._replace(target=target)
+    return next((limits for limits in CHIPS.values() if limits.target == target), None)
+
+
+def targets_of(arch: int) -> list[int]:
+    """Compute capabilities that a code path can be compiled for."""
+    return sorted(target for target in {*LIKE, *(limits.target for limits in CHIPS.values())} if target >= arch)
+
 
 def arch_of(target: int) -> int:
     """The code path for a compute capability: the newest that is not newer. Raises ValueError below 60."""

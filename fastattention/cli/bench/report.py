@@ -18,6 +18,7 @@ from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.peaks import NAMES, Limits
 from fastattention.cli.bench.peers import FASTATTENTION
 from fastattention.cli.bench.workload import BenchWorkload
+from fastattention.files import write_atomically
 
 SCHEMA = 1
 Quantity = Literal["rate", "time"]
@@ -53,9 +54,8 @@ class Report:
 
     def write_json(self, directory: Path) -> Path:
         """Write QUESTION.json into `directory`, which is made if need be; returns its path."""
-        directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.question}.json"
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_atomically(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
         return path
 
     def _record(self, one: Measurement, group: list[Measurement]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fastattention.cli.bench.peaks import NAMES, Limits, measure_limits
 from fastattention.cli.bench.peers import ALL_PEERS, Peer
 from fastattention.cli.bench.report import Quantity, Report, show, title, who_is_here
 from fastattention.cli.bench.workload import BenchWorkload
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
+from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, status
 from fastattention.cli.machine import describe_machine
 
 
@@ -35,7 +35,7 @@ def run_question(question: str, workloads: list[BenchWorkload], seconds: float, 
 
 def start_session() -> Session:
     """Describe the machine and measure its limits, a second or so."""
-    with MESSAGES.status("measuring what this processor can do"):
+    with status("measuring what this processor can do"):
         return Session(describe_machine(), measure_limits())
 
 

@@ -17,7 +17,7 @@ from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, p
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import buffer_uses, tiling_for
 from fastattention.cli.bench.report import in_words
-from fastattention.cli.console import OUTPUT
+from fastattention.cli.console import OUTPUT, status
 from fastattention.cli.plan.picture import check_output
 from fastattention.errors import ArgumentError
 
@@ -44,14 +44,14 @@ def plan(
     workload = make_workload(batch_size, seqlen_q or seqlen, seqlen, nheads, nheads_k or nheads, headdim, causal, dtype)
     if output is not None:
         check_output(output)
-    tiling = tiling_for(workload, chip)
-    prediction = predict(workload, tiling, chip)
-    OUTPUT.print(_summary(prediction))
-    OUTPUT.print(_buffers(workload, tiling, chip))
-    OUTPUT.print(_ablation(workload, tiling, chip))
-    if tiling.outer_tile_n < workload.seqlen_k:
-        OUTPUT.print(_causes(workload, tiling, chip))
-    OUTPUT.print(_where_time_goes(prediction))
+    with status("simulating"):
+        tiling = tiling_for(workload, chip)
+        prediction = predict(workload, tiling, chip)
+        tables = [_summary(prediction), _buffers(workload, tiling, chip), _ablation(workload, tiling, chip)]
+        if tiling.outer_tile_n < workload.seqlen_k:
+            tables.append(_causes(workload, tiling, chip))
+    for table in (*tables, _where_time_goes(prediction)):
+        OUTPUT.print(table)
     if output is not None:
         _draw(prediction, output)
     OUTPUT.print(NOTE)
@@ -156,7 +156,7 @@ def _draw(prediction: ChipPrediction, path: Path) -> None:
     from fastattention.cli.plan.timeline import write_timeline  # needs an extra
 
     workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip
-    most = max(tiles for tiles, _ in workload.row_blocks(tiling))
+    most = int(workload.row_blocks(tiling)[:, 0].max())
     run = simulate_row_block(workload, tiling, chip, min(most, DRAWN_TILES))
     heading = f"First tiles of a row block of {workload.seqlen_q} queries and {workload.seqlen_k} keys"
     write_timeline(run.events, tiling, chip, heading, path, run.row_block.cycles)

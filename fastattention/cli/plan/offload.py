@@ -17,7 +17,7 @@ from fastattention.cli.plan.picture import check_output
 from fastattention.offload.hardware import find_hardware
 from fastattention.offload.model_shape import find_model
 from fastattention.offload.placement import Placement, StepPrediction, place
-from fastattention.sizes import format_bytes, read_bytes
+from fastattention.sizes import format_bytes, read_bandwidth, read_bytes
 
 NOTE = "Every time is predicted from bandwidths, none is measured. docs/internals/long-contexts.md has the model."
 
@@ -62,7 +62,9 @@ def plan(options: Options, output: Path | None) -> None:
 
 def read(options: Options) -> Callable[[int, str], Placement]:
     """The plan of one GPU, by seqlen and policy. Raises ArgumentError, naming the option, for a wrong one."""
-    bandwidths: dict[str, Any] = {name: _read_rate(name, value) for name, value in options.bandwidths.items()}
+    bandwidths: dict[str, Any] = {
+        name: float(read_bandwidth(name, value)) for name, value in options.bandwidths.items()
+    }
     hardware = replace(find_hardware(options.hardware), **bandwidths).shared(options.tp)
     model = find_model(options.model).sharded(options.tp)
     gpu_memory = read_bytes("gpu_memory", options.gpu_memory)
@@ -78,11 +80,6 @@ def read(options: Options) -> Callable[[int, str], Placement]:
         num_layers_cpu=options.num_layers_cpu,
         quantised=options.quantised,
     )
-
-
-def _read_rate(name: str, value: str) -> float:
-    """Bytes a second of "52GB/s"."""
-    return float(read_bytes(name, value.strip().removesuffix("/s")))
 
 
 def _summary(placement: Placement, options: Options) -> Table:

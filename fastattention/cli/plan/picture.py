@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastattention.cli.console import require_extra
+from fastattention.cli.console import check_output_file, require_extra
 from fastattention.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ def check_output(path: Path) -> None:
     """Raises ArgumentError for a picture that could not be drawn."""
     if path.suffix.lower() not in SUFFIXES:
         raise ArgumentError(f"output={str(path)!r} has no suffix of a picture; use {' or '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ArgumentError(f"output={str(path)!r} cannot be written: its folder does not exist")
+    check_output_file(path)
     require_extra("plot", "matplotlib")
 
 

@@ -8,10 +8,16 @@ work on scores 1, then weights 1 times values while they update O.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
 
 from fastattention.backends.ascend.simulator.core import VECTORS, CubeUnit, Setting, VectorUnit
 from fastattention.backends.ascend.simulator.events import Buffer, Event
+from fastattention.backends.ascend.simulator.workload import IntArray
+
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 SIMULATED_TILES = (8, 12)  # beyond, every tile takes what those between these two took on average
 # What the time of a core is spent on, seen from its Cube.
@@ -58,18 +64,55 @@ def simulate(setting: Setting, num_tiles: int, num_masked: int = 0) -> Run:
     return _Schedule(setting, num_tiles, num_masked).run()
 
 
-@functools.lru_cache(maxsize=4096)
-def row_block(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock:
-    """What so many tiles take; long row blocks are continued at the pace that a simulated one has reached."""
+def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list[tuple[RowBlock, FloatArray]]]]:
+    """What row blocks take, of each kind (tiles, masked tiles) in `kinds`, (number of kinds, 2).
+
+    Some rows of `kinds` at a time, and simulated row blocks with a weight for each of these rows: what a kind takes is
+    their sum. Long row blocks are continued at the pace that a simulated one has reached.
+    """
     first, last = SIMULATED_TILES
-    if num_tiles <= last:
-        return simulate(setting, num_tiles, num_masked).row_block
-    if first < num_masked < num_tiles:
-        plain, masked = row_block(setting, num_tiles), row_block(setting, num_tiles, num_tiles)
-        return plain.plus(masked.plus(plain, -1.0), num_masked / num_tiles)
-    all_masked = num_masked == num_tiles
-    short, long = (row_block(setting, n, n if all_masked else num_masked) for n in SIMULATED_TILES)
-    return long.plus(long.plus(short, -1.0), (num_tiles - last) / (last - first))
+    tiles, masked = kinds.T
+    for row in np.flatnonzero(tiles <= last):
+        yield np.array([row]), [(_simulated(setting, int(tiles[row]), int(masked[row])), np.ones(1))]
+    whole, partly = (tiles > last) & (masked == tiles), (tiles > last) & (masked < tiles)
+    for number in np.unique(masked[partly & (masked <= first)]).tolist():
+        rows = np.flatnonzero(partly & (masked == number))
+        yield rows, _continued(setting, tiles[rows], number, number)
+    for rows, plain in ((np.flatnonzero(whole), False), (np.flatnonzero(partly & (masked > first)), True)):
+        if len(rows) == 0:
+            continue
+        share = masked[rows] / tiles[rows]
+        mixture = [(block, weights * share) for block, weights in _continued(setting, tiles[rows], first, last)]
+        if plain:
+            mixture += [(block, weights * (1 - share)) for block, weights in _continued(setting, tiles[rows], 0, 0)]
+        yield rows, mixture
+
+
+def _continued(
+    setting: Setting, tiles: IntArray, short_masked: int, long_masked: int
+) -> list[tuple[RowBlock, FloatArray]]:
+    """Likewise, of row blocks that are all alike but in their number of tiles: the line through both simulated ones."""
+    first, last = SIMULATED_TILES
+    beyond = (tiles - last) / (last - first)
+    return [
+        (_simulated(setting, last, long_masked), 1 + beyond),
+        (_simulated(setting, first, short_masked), -beyond),
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _simulated(setting: Setting, num_tiles: int, num_masked: int) -> RowBlock:
+    return simulate(setting, num_tiles, num_masked).row_block
+
+
+def row_block(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock:
+    """What so many tiles take: the one kind of `mixtures`."""
+    ((_, mixture),) = mixtures(setting, np.array([[num_tiles, num_masked]]))
+    (block, weights), *others = mixture
+    total = block.plus(block, float(weights[0]) - 1.0)
+    for block, weights in others:
+        total = total.plus(block, float(weights[0]))
+    return total
 
 
 class _Schedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,9 +13,9 @@ from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, Costs
 from fastattention.backends.ascend.simulator.core import Setting
 from fastattention.backends.ascend.simulator.memory import cached, rate
-from fastattention.backends.ascend.simulator.row_block import Run, row_block, simulate
+from fastattention.backends.ascend.simulator.row_block import FloatArray, RowBlock, Run, mixtures, simulate
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Tiling
-from fastattention.backends.ascend.simulator.workload import MaskMode, SimulatedCall, decode_splits
+from fastattention.backends.ascend.simulator.workload import IntArray, MaskMode, SimulatedCall, decode_splits
 
 
 @dataclass(frozen=True)
@@ -44,35 +45,68 @@ class ChipPrediction:
 
 @dataclass(frozen=True)
 class _Items:
-    """Work items of a call, in the order in which the programs of a persistent grid take them."""
+    """Work items of a call, in the order in which the programs of a persistent grid take them: head by head."""
 
-    kinds: list[tuple[int, int]]  # tiles, and those of them to which a mask is applied
-    kind_of: np.ndarray[tuple[int], np.dtype[np.intp]]  # (number of items,)
+    kinds: IntArray  # (number of kinds, 2): tiles, and those of them to which a mask is applied
+    kind_of: IntArray  # (items of a head,)
+    num_heads: int
     num_splits: int
     sharers: int  # row blocks that read the same keys
 
-    def longest_core(self, cycles: list[float], num_cores: int) -> float:
+    @property
+    def count(self) -> int:
+        """Of all heads."""
+        return len(self.kind_of) * self.num_heads
+
+    @property
+    def counts(self) -> IntArray:
+        """Items of each kind, in one head."""
+        return np.bincount(self.kind_of, minlength=len(self.kinds))
+
+    def longest_core(self, cycles: FloatArray, num_cores: int) -> float:
         """Cycles of the core that is done last, from those of each kind."""
-        each = np.array(cycles)[self.kind_of]
-        return max(float(each[core::num_cores].sum()) for core in range(min(len(each), num_cores)))
+        each = cycles[self.kind_of]
+        of_head = np.array([each[core::num_cores].sum() for core in range(num_cores)])  # that begins at the first core
+        # The next head begins at the core after the last one, and the heads come to the first core again.
+        step = len(each) % num_cores
+        period = num_cores // math.gcd(step, num_cores)
+        rounds, rest = divmod(self.num_heads, period)
+        total = sum((rounds + (head < rest)) * np.roll(of_head, head * step) for head in range(period))
+        return float(np.max(total))
+
+
+class _Parts(NamedTuple):
+    """What the items of one head take: of each kind, and of all of them."""
+
+    cycles: FloatArray  # (number of kinds,)
+    total: RowBlock
 
 
 def predict(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs = DEFAULT_COSTS) -> ChipPrediction:
     """Simulate a call."""
     items = _items(workload, tiling, chip)
-    setting = _setting(workload, tiling, chip, costs, items)
-    results = [row_block(setting, *kind) for kind in items.kinds]
+    parts = _parts(_setting(workload, tiling, chip, costs, items), items)
     launch = _launch_cycles(items, costs)
-    total = launch + items.longest_core([result.cycles for result in results], chip.num_cores)
-    counts = np.bincount(items.kind_of, minlength=len(results))
-    parts = [(int(count) / chip.num_cores / total, result) for count, result in zip(counts, results, strict=True)]
-    busy = {pipe: sum(share * result.busy[pipe] for share, result in parts) for pipe in results[0].busy}
-    spent = {reason: sum(share * result.spent[reason] for share, result in parts) for reason in results[0].spent}
+    total = launch + items.longest_core(parts.cycles, chip.num_cores)
+    share = items.num_heads / chip.num_cores / total
+    busy = {pipe: share * cycles for pipe, cycles in parts.total.busy.items()}
+    spent = {reason: share * cycles for reason, cycles in parts.total.spent.items()}
     spent["launch"] = launch / total
     spent["cores without work"] = 1.0 - sum(spent.values())
-    return ChipPrediction(
-        workload, tiling, chip, total / chip.clock_hz, busy, spent, len(items.kind_of), items.num_splits
-    )
+    return ChipPrediction(workload, tiling, chip, total / chip.clock_hz, busy, spent, items.count, items.num_splits)
+
+
+def _parts(setting: Setting, items: _Items) -> _Parts:
+    """Each kind is a weighted sum of row blocks that are simulated: of few, however long the call is."""
+    cycles, counts = np.zeros(len(items.kinds)), items.counts
+    total: RowBlock | None = None
+    for chosen, mixture in mixtures(setting, items.kinds):
+        for simulated, weights in mixture:
+            cycles[chosen] += weights * simulated.cycles
+            weight = float(weights @ counts[chosen])
+            total = simulated.plus(simulated, weight - 1.0) if total is None else total.plus(simulated, weight)
+    assert total is not None  # there is an item
+    return _Parts(cycles, total)
 
 
 def estimate_cycles(
@@ -81,7 +115,7 @@ def estimate_cycles(
     """As `predict`, with another answer to what a row block takes."""
     items = _items(workload, tiling, chip)
     setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items)
-    cycles = [row_block_cycles(setting, *kind) for kind in items.kinds]
+    cycles = np.array([row_block_cycles(setting, *kind) for kind in items.kinds.tolist()])
     return _launch_cycles(items, DEFAULT_COSTS) + items.longest_core(cycles, chip.num_cores)
 
 
@@ -92,15 +126,17 @@ def simulate_row_block(workload: SimulatedCall, tiling: Tiling, chip: Chip, num_
 
 def _items(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> _Items:
     blocks = workload.row_blocks(tiling)
-    most = max(tiles for tiles, _ in blocks)
+    most = int(blocks[:, 0].max())
     num_splits = decode_splits(len(blocks) * workload.num_heads, most, chip.num_cores) if workload.is_decode else 1
     # The last rows of a head first, and a row block's splits one after another.
-    items = [(math.ceil(tiles / num_splits), masked) for tiles, masked in reversed(blocks) for _ in range(num_splits)]
-    items = [(tiles, min(masked, tiles)) for tiles, masked in items]
-    kinds = sorted(set(items))
-    numbers = {kind: number for number, kind in enumerate(kinds)}
-    kind_of = np.tile(np.array([numbers[item] for item in items]), workload.num_heads)
-    return _Items(kinds, kind_of, num_splits, len(blocks) * (1 if workload.is_decode else workload.group_size))
+    tiles = np.repeat(-(-blocks[::-1, 0] // num_splits), num_splits)
+    masked = np.minimum(np.repeat(blocks[::-1, 1], num_splits), tiles)
+    most_tiles = int(tiles.max()) + 1
+    # A pair as one number, which is quicker to sort.
+    codes, kind_of = np.unique(tiles * most_tiles + masked, return_inverse=True)
+    kinds = np.stack(np.divmod(codes, most_tiles), axis=1)
+    sharers = len(blocks) * (1 if workload.is_decode else workload.group_size)
+    return _Items(kinds, kind_of, workload.num_heads, num_splits, sharers)
 
 
 def _launch_cycles(items: _Items, costs: Costs) -> float:
@@ -114,7 +150,7 @@ def _setting(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs, 
     written.
     """
     memory = cached(chip, costs.write_share)
-    active = min(len(items.kind_of), chip.num_cores)
+    active = min(items.count, chip.num_cores)
     workspace = active * tiling.preload * _workspace_bytes(workload, tiling)
     fits = workload.tensor_bytes + workload.mask_bytes + workspace <= chip.l2_bytes
     if not fits or workload.is_decode:

@@ -11,8 +11,9 @@ import torch
 
 from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Shape, Tiling
-from fastattention.backends.common.tile_range import TileRange
 from fastattention.problem import Problem
+
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class MaskMode(enum.Enum):
@@ -89,11 +90,10 @@ class SimulatedCall:
     @property
     def useful_flops(self) -> float:
         """Multiplications and additions of both products on visible scores."""
-        diagonal = np.arange(self.seqlen_q) + self.seqlen_k - self.seqlen_q
-        begin = 0 if self.window_left < 0 else diagonal - self.window_left
-        end = self.seqlen_k if self.window_right < 0 else diagonal + self.window_right + 1
-        seen = np.clip(end, 0, self.seqlen_k) - np.clip(begin, 0, self.seqlen_k)
-        pairs = float(np.broadcast_to(np.maximum(seen, 0), self.seqlen_q).sum())
+        shift = self.seqlen_k - self.seqlen_q  # of a query's own key from the query
+        end = self.seqlen_k if self.window_right < 0 else shift + self.window_right + 1  # of the first query
+        begin = -self.seqlen_q if self.window_left < 0 else shift - self.window_left
+        pairs = float(self._sum_of_keys(end) - self._sum_of_keys(begin))
         return 2.0 * self.batch_size * self.nheads * pairs * (self.headdim + self.headdim_v)
 
     @property
@@ -110,32 +110,43 @@ class SimulatedCall:
             return 0
         return MASK_TILE**2 if self.mask_mode is MaskMode.TILING else self.seqlen_q * self.seqlen_k
 
-    def row_blocks(self, tiling: Tiling) -> list[tuple[int, int]]:
-        """For each row block of a head: tiles that it visits, and those of them to which a mask is applied."""
-        blocks = range(math.ceil(self.num_rows / tiling.outer_tile_m))
-        if self.mask_mode is MaskMode.FULL and self.has_window:
-            num_tiles = math.ceil(self.seqlen_k / tiling.outer_tile_n)
-            return [(num_tiles, num_tiles)] * len(blocks)
-        if not self.has_window:
-            return [self._row_block(0, tiling)] * len(blocks)
-        return [self._row_block(block, tiling) for block in blocks]
+    def row_blocks(self, tiling: Tiling) -> IntArray:
+        """For each row block of a head: tiles that it visits, and those of them to which a mask is applied.
 
-    def _row_block(self, block: int, tiling: Tiling) -> tuple[int, int]:
-        first = 0 if self.is_decode else block * tiling.outer_tile_m
-        last = 0 if self.is_decode else min(first + tiling.outer_tile_m, self.num_rows) - 1
-        begin, end = self._band.row_begin(first), self._band.row_end(last)
-        num_tiles = max(math.ceil((end - begin) / tiling.outer_tile_n), 1)
-        if not self.has_window:
-            return num_tiles, 0  # every row block is like the first
-        if self.mask_mode is MaskMode.FULL_SKIPPING:
-            return num_tiles, num_tiles
-        first_full = math.ceil((self._band.row_begin(last) - begin) / tiling.outer_tile_n)
-        past_full = (self._band.row_end(first) - begin) // tiling.outer_tile_n
-        return num_tiles, num_tiles - max(past_full - first_full, 0)
+        (number of row blocks, 2).
+        """
+        count, keys = math.ceil(self.num_rows / tiling.outer_tile_m), tiling.outer_tile_n
+        if not self.has_window or self.mask_mode is MaskMode.FULL:
+            num_tiles = max(math.ceil(self.seqlen_k / keys), 1)
+            return np.tile(np.array([[num_tiles, num_tiles if self.has_window else 0]]), (count, 1))
+        first = np.zeros(1, np.int64) if self.is_decode else np.arange(count) * tiling.outer_tile_m
+        last = first if self.is_decode else np.minimum(first + tiling.outer_tile_m, self.num_rows) - 1
+        begin = self._first_key(first)
+        num_tiles = np.maximum(-((begin - self._past_last_key(last)) // keys), 1)
+        masked = num_tiles
+        if self.mask_mode is MaskMode.TILING:
+            first_full = -((begin - self._first_key(last)) // keys)
+            past_full = (self._past_last_key(first) - begin) // keys
+            masked = num_tiles - np.maximum(past_full - first_full, 0)
+        return np.broadcast_to(np.stack([num_tiles, masked], axis=1), (count, 2))
 
-    @property
-    def _band(self) -> TileRange:
-        return TileRange(self.seqlen_q, self.seqlen_k, self.window_left, self.window_right)
+    def _first_key(self, row: IntArray) -> IntArray:
+        """As TileRange.row_begin, of many rows."""
+        if self.window_left < 0:
+            return np.zeros_like(row)
+        return np.clip(row + (self.seqlen_k - self.seqlen_q - self.window_left), 0, self.seqlen_k)
+
+    def _past_last_key(self, row: IntArray) -> IntArray:
+        """As TileRange.row_end, of many rows."""
+        if self.window_right < 0:
+            return np.full_like(row, self.seqlen_k)
+        return np.clip(row + (self.seqlen_k - self.seqlen_q + self.window_right + 1), 0, self.seqlen_k)
+
+    def _sum_of_keys(self, shift: int) -> int:
+        """Of every query plus `shift`, each at least 0 and at most seqlen_k."""
+        begin, end = max(shift, 0), min(self.seqlen_q + shift, self.seqlen_k)  # of those within
+        within = (end - begin) * (begin + end - 1) // 2 if end > begin else 0
+        return within + self.seqlen_k * min(max(self.seqlen_q + shift - self.seqlen_k, 0), self.seqlen_q)
 
 
 def padded(headdim: int) -> int:

@@ -1,5 +1,6 @@
 #include "arena.hpp"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <cstdlib>
@@ -16,6 +17,11 @@ std::mutex mutex;
 char* kept = nullptr;
 size_t kept_size = 0;
 
+// Held while the process forks: in the child it would stay locked by a thread that is not there.
+void lock() { mutex.lock(); }
+void unlock() { mutex.unlock(); }
+const bool keeps_buffers = pthread_atfork(lock, unlock, unlock) == 0;
+
 char* allocate(size_t bytes) {
     if (bytes < kHugePage) return static_cast<char*>(std::aligned_alloc(64, bytes));
     char* data = static_cast<char*>(std::aligned_alloc(kHugePage, bytes));
@@ -28,7 +34,7 @@ char* allocate(size_t bytes) {
 Arena::Arena(size_t bytes) {
     const size_t alignment = bytes < kHugePage ? 64 : kHugePage;
     size_ = (bytes + alignment - 1) / alignment * alignment;
-    {
+    if (keeps_buffers) {
         std::lock_guard<std::mutex> lock(mutex);
         if (kept != nullptr && kept_size >= size_) {
             data_ = kept;
@@ -41,7 +47,7 @@ Arena::Arena(size_t bytes) {
 
 Arena::~Arena() {
     char* unused = data_;
-    if (data_ != nullptr && size_ <= kKeptBytes) {
+    if (keeps_buffers && data_ != nullptr && size_ <= kKeptBytes) {
         std::lock_guard<std::mutex> lock(mutex);
         if (kept == nullptr || kept_size < size_) {
             unused = kept;

@@ -1,6 +1,7 @@
 #include "forward.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <vector>
 
 #include "arena.hpp"
@@ -230,6 +231,12 @@ private:
 
 }  // namespace
 
-bool forward(const Kernels& kernels, const FaAttentionParams& params) { return Forward(kernels, params).run(); }
+bool forward(const Kernels& kernels, const FaAttentionParams& params) {
+    try {
+        return Forward(kernels, params).run();
+    } catch (const std::exception&) {  // of memory for lists: tasks throw nothing
+        return false;
+    }
+}
 
 }  // namespace fastattention

@@ -6,7 +6,7 @@
 
 namespace fastattention {
 
-// Returns false when memory for working buffers could not be had; the caches may then have been appended to already.
+// Returns false when memory to work with could not be had; the caches may then have been appended to already. Throws nothing.
 bool forward(const Kernels& kernels, const FaAttentionParams& params);
 
 }  // namespace fastattention

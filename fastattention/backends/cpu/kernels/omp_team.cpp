@@ -3,6 +3,10 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
 
 namespace fastattention {
 namespace {
@@ -17,6 +21,7 @@ constexpr double kLeastShare = 0.75;
 std::atomic<decltype(OpenMp::parallel)> parallel{nullptr};
 std::atomic<decltype(OpenMp::max_threads)> max_threads{nullptr};
 thread_local bool declines = false;
+thread_local int known_team = 1;  // the team that the calling thread has, or could have had lately
 
 struct ParallelLoop {
     int64_t count;
@@ -35,6 +40,25 @@ void help(void* data) {
     for (int64_t index; (index = loop.next.fetch_add(1, std::memory_order_relaxed)) < loop.count;) {
         loop.task(loop.context, index, slot);
     }
+}
+
+// Whether so many more threads can be had at once.
+bool can_start(int count) {
+    const SignalBlock signals_blocked;
+    std::mutex gate;
+    std::vector<std::thread> threads;
+    bool all = true;
+    {
+        std::lock_guard<std::mutex> closed(gate);
+        try {
+            threads.reserve(count);
+            for (int i = 0; i < count; ++i) threads.emplace_back([&gate] { std::lock_guard<std::mutex> passed(gate); });
+        } catch (const std::exception&) {
+            all = false;
+        }
+    }
+    for (std::thread& thread : threads) thread.join();
+    return all;
 }
 
 void forget_omp_team() { set_omp_team({}); }
@@ -72,7 +96,15 @@ void OmpActivityProbe::sample(double worker_seconds) {
 bool run_on_omp_team(int64_t count, int num_threads, Task task, void* context) {
     const auto run = parallel.load(std::memory_order_acquire);
     const auto most = max_threads.load(std::memory_order_acquire);
-    if (run == nullptr || most == nullptr || declines || most() < num_threads) return false;
+    if (run == nullptr || most == nullptr || declines) return false;
+    const int team = most();
+    if (team < num_threads) return false;
+    // OpenMP makes a team for every thread that calls it, and ends the process when it cannot start one of its threads.
+    if (team > known_team && !can_start(team - 1)) {
+        decline_omp_team();
+        return false;
+    }
+    known_team = team;
     ParallelLoop loop{count, num_threads, task, context};
     run(help, &loop, 0, 0);  // 0: as many as torch has, or threads would end now and begin again with its next operation
     return true;

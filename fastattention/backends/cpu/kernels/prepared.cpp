@@ -1,7 +1,10 @@
 #include "prepared.hpp"
 
+#include <pthread.h>
+
 #include <cstring>
 #include <mutex>
+#include <new>
 
 #include "forward.hpp"
 #include "sequences.hpp"
@@ -13,6 +16,10 @@ namespace {
 constexpr int kNaNByte = 0xff;
 
 std::mutex one_at_a_time;  // held by the call that runs
+
+// A forked child does not have the thread that holds it.
+void release_in_child() { new (&one_at_a_time) std::mutex; }
+[[maybe_unused]] const bool registered = pthread_atfork(nullptr, nullptr, release_in_child) == 0;
 
 }  // namespace
 

@@ -2,9 +2,12 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -39,14 +42,16 @@ public:
 private:
     void run_on_workers(int64_t count, int num_threads, Task task, void* context) {
         grow(num_threads - 1);
-        leaves_a_core_.store(num_threads < num_cores_, std::memory_order_relaxed);
+        const int helpers = std::min(num_threads - 1, num_workers_);
+        if (helpers == 0) return run_alone(count, task, context);
+        leaves_a_core_.store(helpers + 1 < num_cores_, std::memory_order_relaxed);
         {
             std::lock_guard<std::mutex> lock(mutex_);
             task_ = task;
             context_ = context;
             count_ = count;
             next_.store(0, std::memory_order_relaxed);
-            helpers_ = num_threads - 1;
+            helpers_ = helpers;
             working_.store(helpers_, std::memory_order_relaxed);
             generation_.fetch_add(1, std::memory_order_release);
         }
@@ -55,14 +60,22 @@ private:
         while (working_.load(std::memory_order_acquire) != 0) wait_for_helpers();
     }
 
+    // To `wanted` workers, or as many as the system allows now.
     void grow(int wanted) {
-        while (static_cast<int>(workers_.size()) < wanted) {
-            const int slot = static_cast<int>(workers_.size()) + 1;
-            const uint64_t seen = generation_.load(std::memory_order_relaxed);
-            workers_.emplace_back([this, slot, seen] { work(slot, seen); });
-            clockid_t clock;
-            if (pthread_getcpuclockid(workers_.back().native_handle(), &clock) == 0) clocks_.push_back(clock);
-            workers_.back().detach();
+        if (num_workers_ >= wanted) return;
+        const SignalBlock signals_blocked;
+        try {
+            clocks_.reserve(wanted);
+            while (num_workers_ < wanted) {
+                const int slot = num_workers_ + 1;
+                const uint64_t seen = generation_.load(std::memory_order_relaxed);
+                std::thread worker([this, slot, seen] { work(slot, seen); });
+                ++num_workers_;
+                clockid_t clock;
+                if (pthread_getcpuclockid(worker.native_handle(), &clock) == 0) clocks_.push_back(clock);
+                worker.detach();
+            }
+        } catch (const std::exception&) {  // no thread, or no memory for one: the next call tries again
         }
     }
 
@@ -113,7 +126,7 @@ private:
     std::mutex owner_;  // held by the one caller that the workers serve
     std::mutex mutex_;  // guards the job below
     std::condition_variable wake_, done_;
-    std::vector<std::thread> workers_;
+    int num_workers_ = 0;
     std::vector<clockid_t> clocks_;  // of the workers
     OmpActivityProbe omp_activity_;  // guarded by owner_
     std::atomic<uint64_t> generation_{0};
@@ -128,30 +141,38 @@ private:
 };
 
 // Never destroyed: workers may still be parked in it when the process ends, and a forked child, which inherits no
-// threads, starts a new one.
+// threads, starts a new one. Null where there is no memory for that: callers work alone.
 Pool* pool = nullptr;
 
-void renew_pool() { pool = new Pool; }
-
-Pool& the_pool() {
-    static const bool started = [] {
-        renew_pool();
-        pthread_atfork(nullptr, nullptr, renew_pool);
-        return true;
-    }();
-    (void)started;
-    return *pool;
+void renew_pool() {
+    stand_bys.store(0, std::memory_order_relaxed);
+    pool = new (std::nothrow) Pool;
 }
+
+// When the library is loaded: a fork must not find it half done.
+[[maybe_unused]] const bool started = [] {
+    if (pthread_atfork(nullptr, nullptr, renew_pool) == 0) renew_pool();
+    return true;
+}();
 
 }  // namespace
 
 StandBy::StandBy() { stand_bys.fetch_add(1, std::memory_order_relaxed); }
 StandBy::~StandBy() { stand_bys.fetch_sub(1, std::memory_order_relaxed); }
 
+SignalBlock::SignalBlock() {
+    sigset_t blocked;
+    sigfillset(&blocked);
+    for (int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS, SIGPROF}) sigdelset(&blocked, signal);
+    pthread_sigmask(SIG_BLOCK, &blocked, &before_);
+}
+
+SignalBlock::~SignalBlock() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
 void parallel_for(int64_t count, int num_threads, Task task, void* context) {
     if (count < num_threads) num_threads = static_cast<int>(count);
-    if (num_threads <= 1) return Pool::run_alone(count, task, context);
-    the_pool().run(count, num_threads, task, context);
+    if (num_threads <= 1 || pool == nullptr) return Pool::run_alone(count, task, context);
+    pool->run(count, num_threads, task, context);
 }
 
 }  // namespace fastattention

@@ -1,13 +1,16 @@
 // A small pool of threads, and those of torch while they are awake (omp_team.hpp).
 #pragma once
 
+#include <signal.h>
+
 #include <cstdint>
 
 namespace fastattention {
 
 // Calls task(context, index, slot) once for every index in [0, count), on up to num_threads threads of which the caller is
 // one, and returns when all are done. Indices are handed out in order, one at a time; slot is below num_threads and is
-// held by one thread at a time. When another thread is using the pool, the caller does all of the work itself.
+// held by one thread at a time. When another thread is using the pool, the caller does all of the work itself; when the
+// system allows no further thread, those that there are do it. A task throws nothing.
 using Task = void (*)(void* context, int64_t index, int slot);
 void parallel_for(int64_t count, int num_threads, Task task, void* context);
 
@@ -26,6 +29,19 @@ public:
     ~StandBy();
     StandBy(const StandBy&) = delete;
     StandBy& operator=(const StandBy&) = delete;
+};
+
+// Threads that are started while there is one leave the signals of the process to its other threads: a program may wait for
+// some of them in a thread that it has chosen. Faults of a thread's own, and profilers' signals, reach it.
+class SignalBlock {
+public:
+    SignalBlock();
+    ~SignalBlock();
+    SignalBlock(const SignalBlock&) = delete;
+    SignalBlock& operator=(const SignalBlock&) = delete;
+
+private:
+    sigset_t before_;
 };
 
 // Lets the other thread of a core go on for a moment.

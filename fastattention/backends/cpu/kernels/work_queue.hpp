@@ -16,8 +16,8 @@ public:
     using Function = void (*)(void* argument);
 
     // *ready, which others count up, and *done, which this thread does: numbers of jobs, cyclic, 0 at first. Both stay as
-    // long as the queue.
-    WorkQueue(const uint32_t* ready, uint32_t* done) : ready_(ready), done_(done), thread_([this] { work(); }) {}
+    // long as the queue. Throws std::system_error when there can be no further thread.
+    WorkQueue(const uint32_t* ready, uint32_t* done);
     WorkQueue(const WorkQueue&) = delete;
     WorkQueue& operator=(const WorkQueue&) = delete;
 

@@ -107,7 +107,8 @@ def why_not_target(target: int) -> str | None:
             "CUDA 12 is the last that builds for Pascal and Volta: put those of CUDA 12 in the place of torch and of "
             "nvidia-cuda-nvrtc, with pip install '.[cuda12]' in the source tree"
         )
-    return f"NVRTC {numbers} builds for compute capabilities {targets[0]} to {targets[-1]}, not {target}; {advice}"
+    known = ", ".join(map(str, targets))
+    return f"NVRTC {numbers} builds for compute capabilities {known}, not {target}; {advice}"
 
 
 def options(config: Variant, target: int) -> list[str]:

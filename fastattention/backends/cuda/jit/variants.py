@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from fastattention.backends.cuda import decode_heuristics, heuristics
-from fastattention.backends.cuda.chips import CHIPS, Limits
+from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.kernel_config import (
     CACHE_FORMATS,
     AppendConfig,
@@ -195,8 +195,3 @@ def _sums_of(dtypes: Sequence[str], limits: Limits) -> Iterator[Variant]:
         yield SumConfig(dtype)
         for num_ranks in (2, 4, 8):
             yield all_reduce_config(dtype, num_ranks, limits)
-
-
-def known_limits(target: int) -> Limits | None:
-    """Limits of the GPUs of a compute capability, or None where chips.py has none."""
-    return next((limits for limits in CHIPS.values() if limits.target == target), None)

@@ -46,8 +46,10 @@ With `causal`, query i sees key j if and only if j <= i + seqlen_k - seqlen_q. A
                                      1 1
 
 All functions work under torch.compile, where a call becomes one operator. Only the dropout mask of return_attn_probs
-is not available there. They raise `ArgumentError` (a ValueError) for a wrong argument, and `UnsupportedError` (a
-NotImplementedError) with every backend's reason when none can serve the call.
+is not available there. docs/guides/pytorch.md lists other tracers, transforms and kinds of tensors.
+
+They raise `ArgumentError` (a ValueError) for a wrong argument, and `UnsupportedError` (a NotImplementedError) with every
+backend's reason when none can serve the call.
 """
 
 from __future__ import annotations

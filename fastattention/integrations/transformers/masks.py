@@ -34,6 +34,10 @@ _NOT_A_TENSOR = (
 )
 
 
+class NoAttributeError(UnsupportedError, AttributeError):
+    """What a mask has not, and a tensor has. `hasattr` says no."""
+
+
 class Functions(NamedTuple):
     """Who computes a layer: functions with the arguments of these."""
 
@@ -82,7 +86,7 @@ class SequenceMask:
         return dataclasses.replace(self, **{**moved, "as_tensor": lambda: self.as_tensor().to(device)})
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__} of fast_attention has no {name!r}: {_NOT_A_TENSOR}")
+        raise NoAttributeError(f"{type(self).__name__} of fast_attention has no {name!r}: {_NOT_A_TENSOR}")
 
     def __getitem__(self, index: object) -> Tensor:
         raise UnsupportedError(f"{type(self).__name__} of fast_attention cannot be indexed: {_NOT_A_TENSOR}")
@@ -130,6 +134,7 @@ class CachedMask(SequenceMask):
 
     cache_seqlens: Tensor  # int32 (batch_size,)
     cache_leftpad: Tensor | None  # int32 (batch_size,)
+    reaches_end: bool  # whether every sequence uses the last key
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scores: Scores) -> Tensor:
         if bias is not None or scores.dropout_p:

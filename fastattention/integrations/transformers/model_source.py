@@ -1,0 +1,158 @@
+"""What the code of a model does about attention: whom it asks for it, and whether it computes with its mask.
+
+Transformers has a modeling module beside every configuration. Its classes are looked at once per model.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastattention.errors import UnsupportedError
+
+MASK = "attention_mask"  # the name of a mask in every attention module of Transformers
+# What may be asked of a mask without computing with it.
+_ASKED = ("shape", "ndim", "dtype", "device", "dim", "size")
+
+_dispatching: set[type] = set()
+_computing: dict[type, bool] = {}
+
+
+def require_dispatch(config: object | None) -> None:
+    """Raises UnsupportedError when the model of this configuration computes its attention by itself.
+
+    Such a model would let fast_attention make its mask, and then add a bool tensor to its scores.
+    """
+    if type(config) not in _dispatching:
+        _check_dispatch(type(config))
+        _dispatching.add(type(config))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _check_dispatch(config_class: type) -> None:
+    modeling = _modeling_of(config_class)
+    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    for name, member in vars(modeling).items():
+        if "Attention" in name and isinstance(member, type) and issubclass(member, nn.Module):
+            raise UnsupportedError(
+                f"{modeling.__name__}.{name} computes attention by itself instead of asking Transformers' "
+                "AttentionInterface, which fast_attention cannot change; load it with attn_implementation='eager'"
+            )
+
+
+def computes_with_mask(config: object | None) -> bool:
+    """Whether attention modules of this model's code change their mask before they hand it to the attention function.
+
+    They do so as fits the mask of eager attention, and then it is the only right one: DeepSeek-V4 appends a bias to it.
+    """
+    if type(config) not in _computing:
+        _computing[type(config)] = _finds_computation(type(config))
+    return _computing[type(config)]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _finds_computation(config_class: type) -> bool:
+    modeling = _modeling_of(config_class)
+    if modeling is None:
+        return False
+    try:
+        tree = ast.parse(inspect.getsource(modeling))
+    except (OSError, SyntaxError):  # a module without source
+        return False
+    return any(
+        _is_computation(node)
+        for one in tree.body
+        if isinstance(one, ast.ClassDef) and _asks_interface(one)
+        for node in ast.walk(one)
+    )
+
+
+def _asks_interface(class_: ast.ClassDef) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS" for node in ast.walk(class_))
+
+
+def _is_computation(node: ast.AST) -> bool:
+    """Whether `node` is an operator, an index, a method or a function of torch that is given the mask."""
+    if isinstance(node, ast.BinOp):
+        return _is_mask(node.left) or _is_mask(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return not isinstance(node.op, ast.Not) and _is_mask(node.operand)
+    if isinstance(node, ast.Attribute):
+        return _is_mask(node.value) and node.attr not in _ASKED
+    if isinstance(node, ast.Subscript):
+        return _is_mask(node.value)
+    if isinstance(node, ast.Call):
+        of_torch = ast.unparse(node.func).split(".")[0] in ("torch", "nn", "F")
+        listed = [item for given in node.args for item in (given.elts if isinstance(given, ast.List) else [given])]
+        return of_torch and any(map(_is_mask, listed))
+    return False
+
+
+def _is_mask(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == MASK
+
+
+def _modeling_of(config_class: type) -> ModuleType | None:
+    """The module of the model with this configuration, if it has been imported."""
+    package, _, module = config_class.__module__.rpartition(".")
+    return sys.modules.get(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
+
+
+def refuse_tables(*names: str) -> None:
+    """From now on, models that look an implementation up in a table of their own refuse `names`.
+
+    Such tables (falcon, gpt_neo, sam and others) know "eager", "sdpa" and flash-attn alone, and any other name would be
+    a KeyError. Transformers asks every model for the implementation it may use before its layers are made, and they
+    look into the table. What it asks is wrapped here to put a refusal into the tables of that model.
+    """
+    ask = PreTrainedModel.get_correct_attn_implementation
+    if getattr(ask, "refused", None) is None:
+        ask = _with_refusals(ask, set())
+        PreTrainedModel.get_correct_attn_implementation = ask  # type: ignore[method-assign]
+    ask.refused.update(names)  # type: ignore[attr-defined]
+
+
+def _with_refusals(ask: Callable[..., str], refused: set[str]) -> Any:
+    @functools.wraps(ask)
+    def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+        implementation = ask(self, *args, **kwargs)
+        if implementation in refused:
+            for table in _tables(type(self)):
+                if isinstance(table.get(implementation, _Refusal()), _Refusal):  # a user's own entry stays
+                    table[implementation] = _Refusal(type(self).__name__, implementation)
+        return implementation
+
+    get_correct_attn_implementation.refused = refused  # type: ignore[attr-defined]
+    return get_correct_attn_implementation
+
+
+def _tables(model_class: type) -> Iterator[dict[str, Any]]:
+    """The tables from implementations to attention modules in the modules of a class and its bases."""
+    for name in {one.__module__ for one in model_class.__mro__}:
+        for member in vars(sys.modules.get(name, object)).values():
+            if isinstance(member, dict) and isinstance(each := member.get("eager"), type) and issubclass(each, nn.Module):
+                yield member
+
+
+class _Refusal(NamedTuple):
+    """In a table, the attention module of an implementation that the model cannot have."""
+
+    model: str = ""
+    implementation: str = ""
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.model} chooses its attention from a table of its own instead of asking Transformers' "
+            f"AttentionInterface, so {self.implementation} cannot serve it; load it with attn_implementation='eager', "
+            "or give a dict as attn_implementation that says so for this part of the model"
+        )

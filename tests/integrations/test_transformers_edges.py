@@ -124,6 +124,29 @@ def test_a_model_that_extends_its_mask_gets_that_of_eager(where: str) -> None:
         assert fast.generate(ids, max_new_tokens=6).tolist() == eager.generate(ids, max_new_tokens=6).tolist()
 
 
+DEEPSEEK_V32: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_keys_that_an_indexer_selects_are_the_only_ones_seen(side: str) -> None:
+    eager, fast = _models("deepseek_v32", **DEEPSEEK_V32)
+    mask = padding_mask(side)
+    with torch.no_grad():
+        expected, logits = (model(prompts(), attention_mask=mask).logits for model in (eager, fast))
+        assert_same(logits, expected, mask)
+        ids = prompts()[:1]
+        assert fast.generate(ids, max_new_tokens=6).tolist() == eager.generate(ids, max_new_tokens=6).tolist()
+        eager.config.index_topk = 11  # what the test would show if the selection were lost
+        for layer in eager.model.layers:
+            layer.self_attn.indexer.index_topk = 11
+        assert (eager(prompts(), attention_mask=mask).logits - expected).abs().max() > 0.1
+
+
 TABLES = {
     "falcon": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
     "gpt_neo": {"hidden_size": 64, "num_layers": 1, "num_heads": 4, "attention_types": [[["global"], 1]]},
@@ -182,8 +205,8 @@ def test_a_users_entry_of_a_table_is_left_alone() -> None:
 
 # What attention modules of Transformers give an implementation by name, and this one serves or may leave unused.
 KNOWN_ARGUMENTS = {
-    "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "dropout", "is_causal", "key", "max_length_k",
-    "max_length_q", "output_attentions", "position_bias", "position_ids", "query", "s_aux", "scaling", "sliding_window",
+    "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "dropout", "indices", "is_causal", "key",
+    "max_length_k", "max_length_q", "output_attentions", "position_bias", "position_ids", "query", "s_aux", "scaling", "sliding_window",
     "softcap", "value",
 }  # fmt: skip
 

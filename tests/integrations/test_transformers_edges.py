@@ -189,6 +189,12 @@ def test_every_table_of_transformers_is_given_a_refusal(module: str, table: str)
         getattr(modeling, table)["fast_attention"](None)
 
 
+def test_the_part_of_a_model_that_has_the_table_is_named() -> None:
+    """Not the last part that was made before: GIT makes its vision model first."""
+    with pytest.raises(UnsupportedError, match=r"^GitModel chooses"):
+        transformers.AutoModel.from_config(transformers.GitConfig(), attn_implementation="fast_attention")
+
+
 def test_a_users_entry_of_a_table_is_left_alone() -> None:
     module = importlib.import_module("transformers.models.falcon.modeling_falcon")
     table, mine = module.FALCON_ATTENTION_CLASSES, object()

@@ -279,6 +279,18 @@ def test_a_mask_moves_with_its_layer() -> None:
     assert torch.equal(mask.to("cpu").attend(q, k, v, None, SCORES), mask.attend(q, k, v, None, SCORES))
 
 
+@pytest.mark.parametrize(
+    "request_", [Request(1, 6, 6, 0, 0, CAUSAL, LEFT[1:]), Request(2, 1, 1, 0, 0, CAUSAL, None)], ids=["batch", "keys"]
+)
+def test_a_mask_of_ones_among_its_lengths_broadcasts(request_: Request) -> None:
+    """EncoderDecoderModel decodes under a mask for one key: eager attention lets the query see all keys."""
+    mask = request_.make()
+    assert isinstance(mask, SequenceMask)
+    q, k, v = _tensors(Request(2, request_.q_length, 6, 0, 0, CAUSAL, None))
+    expected = attend_dense(q, k, v, combine(request_.matrix(), None, q.dtype), SCORES)
+    torch.testing.assert_close(mask.attend(q, k, v, None, SCORES), expected, atol=2e-6, rtol=1e-5)
+
+
 MISUSES: dict[str, Callable[[Any], object]] = {
     "index": lambda mask: mask[:, :, :, :3],
     "operator": lambda mask: torch.zeros(2, 1, 6, 6) + mask,

@@ -101,10 +101,13 @@ class SequenceMask:
 
         q: (batch_size, seqlen_q, nheads, headdim); k, v: (batch_size, seqlen_k, nheads_k, headdim or headdim_v)
         bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), or None
+        A mask whose matrix broadcasts to another batch_size, seqlen_q or seqlen_k does so, as in eager attention.
         Returns (batch_size, seqlen_q, nheads, headdim_v); rows of padding hold 0 or numbers without meaning.
         """
         given = (q.shape[0], 1, q.shape[1], k.shape[1])
         if given != self.shape:
+            if all(mine in (1, length) for mine, length in zip(self.shape, given, strict=True)):
+                return self._attend_as_tensor(q, k, v, bias, scores)  # its matrix broadcasts
             raise ArgumentError(f"the mask is for (batch_size, 1, seqlen_q, seqlen_k) = {self.shape}, got {given}")
         return self._attend(q, k, v, bias, scores)
 

@@ -128,8 +128,9 @@ def _with_refusals(ask: Callable[..., str], refused: set[str]) -> Any:
         implementation = ask(self, *args, **kwargs)
         if implementation in refused:
             for table in _tables(type(self)):
-                if isinstance(table.get(implementation, _Refusal()), _Refusal):  # a user's own entry stays
-                    table[implementation] = _Refusal(type(self).__name__, implementation)
+                refusal = table.setdefault(implementation, _Refusal(implementation, {}))
+                if isinstance(refusal, _Refusal):  # or else it is a user's own entry
+                    refusal.models[type(getattr(self, "config", None))] = type(self).__name__
         return implementation
 
     get_correct_attn_implementation.refused = refused  # type: ignore[attr-defined]
@@ -147,12 +148,13 @@ def _tables(model_class: type) -> Iterator[dict[str, Any]]:
 class _Refusal(NamedTuple):
     """In a table, the attention module of an implementation that the model cannot have."""
 
-    model: str = ""
-    implementation: str = ""
+    implementation: str
+    models: dict[type, str]  # those that asked last, by their configuration
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, config: object, *_: Any, **__: Any) -> NoReturn:
+        model = self.models.get(type(config)) or next(reversed(self.models.values()))
         raise UnsupportedError(
-            f"{self.model} chooses its attention from a table of its own instead of asking Transformers' "
-            f"AttentionInterface, so {self.implementation} cannot serve it; load it with attn_implementation='eager', "
-            "or give a dict as attn_implementation that says so for this part of the model"
+            f"{model} chooses its attention from a table of its own instead of asking Transformers' AttentionInterface, "
+            f"so {self.implementation} cannot serve it; load it with attn_implementation='eager', or give a dict as "
+            "attn_implementation that says so for this part of the model"
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import logging
 import sys
 import time
@@ -39,7 +41,8 @@ def main(names: list[str]) -> int:
     failed = False
     for name in wanted:
         start = time.monotonic()
-        found[name] = sweep(name)
+        with contextlib.redirect_stdout(io.StringIO()):  # some models print
+            found[name] = sweep(name)
         results.write(found)
         failed |= results.is_failure(found[name])
         print(f"{time.monotonic() - start:5.1f} s  {name}: {found[name]}", flush=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from integrations.models import VOCABULARY, sharpen
 
 BATCH_SIZE, LENGTH = 3, 11
+SECONDS = 30  # for one computation
 LARGEST = 40_000_000  # parameters of what is still called tiny
 HEADS, HEADDIM = 4, 16
 EXPERTS = {"experts_implementation": "eager"}  # which runs in float64
@@ -29,6 +32,7 @@ LISTS = {
 
 # Dimensions by the names that configurations have for them. Only those are set that a default configuration has as a
 # number, so that a name of another meaning does little harm: what does not run in eager attention is tried otherwise.
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _WIDTHS = dict.fromkeys(
     (
         "hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_size", "word_embed_proj_dim",
@@ -71,11 +75,47 @@ _OTHERS = {
     "n_shared_experts": 1, "sliding_window": 6, "attention_chunk_size": 6, "local_attention": 6,
     "index_n_heads": 2, "index_topk": 4, "image_size": 32, "patch_size": 8, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8, "max_position_embeddings": 128, "n_positions": 128, "n_ctx": 128,
-    "num_codebooks": 2, "num_mel_bins": 16, "max_source_positions": 64, "max_target_positions": 64,
+    "mamba_chunk_size": 8, "chunk_size": 8, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
+    "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_headdim": 16,
+    "mamba_d_ssm": 128, "mamba_n_groups": 1, "n_groups": 1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_codebooks": 2, "num_mel_bins": 16, "max_source_positions": 64, "max_target_positions": 64,
 }  # fmt: skip
-_WHERE_NONE = ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group")  # None is no number of experts
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_global_key_value_heads")
 _VOCABULARIES = ("vocab_size", "text_vocab_size", "decoder_vocab_size", "char_vocab_size", "audio_vocab_size")
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """TimeoutError after SECONDS."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"more than {SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# What the sizes below cannot say, by type.
+_MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE),
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0]},
+    "longcat_flash": {"num_attention_heads": 4, "head_dim": 8, "qk_head_dim": 16},
+    "qwen4_exp_text": dict.fromkeys(("indexer_n_heads", "indexer_kv_heads"), 2)
+    | {"indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2},
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 class CannotBuildError(Exception):
@@ -113,25 +153,29 @@ def build(model_type: str) -> Tiny:
     mapping = next(name for name in LISTS if model_type in getattr(modeling_auto, f"{name}_NAMES"))
     config_class = CONFIG_MAPPING[model_type]
     reasons: list[str] = []
-    for sizes in _attempts():
+    for sizes, nones in _attempts():
         try:
-            config = _config(config_class, sizes)
-            model_class = getattr(modeling_auto, mapping)[config_class]
-            model_class = model_class[0] if isinstance(model_class, tuple) else model_class
-            if not isinstance(config, model_class.config_class):  # the text part of a larger model
-                config = config.get_text_config()
-            with torch.device("meta"):
-                count = sum(weight.numel() for weight in model_class._from_config(copy.deepcopy(config)).parameters())
-            if count > LARGEST:
-                raise CannotBuildError(f"{count / 1e6:.0f} million parameters")
-            for scale in (True, False):
-                tiny = Tiny(model_class, config, LISTS[mapping], _eager(model_class, config, scale))
-                if _is_usable(tiny):
-                    return tiny
-            raise CannotBuildError("eager attention gives no finite numbers")
+            with limited():
+                return _attempt(mapping, _config(config_class, sizes, nones))
         except Exception as error:  # whatever Transformers raises: the next attempt is another configuration
             reasons.append(f"{type(error).__name__}: {error}".split("\n")[0][:160])
     raise CannotBuildError("; ".join(dict.fromkeys(reasons)))
+
+
+def _attempt(mapping: str, config: PretrainedConfig) -> Tiny:
+    model_class = getattr(modeling_auto, mapping)[type(config)]
+    model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+    if not isinstance(config, model_class.config_class):  # the text part of a larger model
+        config = config.get_text_config()
+    with torch.device("meta"):
+        count = sum(weight.numel() for weight in model_class._from_config(copy.deepcopy(config)).parameters())
+    if count > LARGEST:
+        raise CannotBuildError(f"{count / 1e6:.0f} million parameters")
+    for scale in (True, False):
+        tiny = Tiny(model_class, config, LISTS[mapping], _eager(model_class, config, scale))
+        if _is_usable(tiny):
+            return tiny
+    raise CannotBuildError("eager attention gives no finite numbers")
 
 
 def _eager(model_class: type[PreTrainedModel], config: PretrainedConfig, sharp: bool) -> Any:
@@ -160,26 +204,27 @@ def floats(outputs: Any) -> list[Tensor]:
     return []
 
 
-def _attempts() -> Iterator[dict[str, int]]:
-    """Sizes to try: the smallest first, then the default depth, larger head dimensions, default widths."""
+def _attempts() -> Iterator[tuple[dict[str, int], bool]]:
+    """Sizes to try, and whether for what is None by default as well: the smallest first, larger ones later."""
     everything = {**_WIDTHS, **_INNER, **_HEADDIMS, **_OTHERS, **_HEADS, **_DEPTHS}
-    yield everything
-    yield {name: size for name, size in everything.items() if name not in _DEPTHS}
-    yield {**everything, **dict.fromkeys(_WIDTHS, 256), **dict.fromkeys(_HEADDIMS, 64)}
-    yield {name: size for name, size in everything.items() if name not in (*_WIDTHS, *_HEADDIMS, *_HEADS)}
-    yield {**_DEPTHS, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}
-    yield dict(_DEPTHS)
-    yield {}
+    yield everything, False
+    yield {**everything, **dict.fromkeys(_GROUPS, 2)}, True
+    yield {name: size for name, size in everything.items() if name not in _DEPTHS}, False
+    yield {**everything, **dict.fromkeys(_WIDTHS, 256), **dict.fromkeys(_HEADDIMS, 64)}, False
+    yield {name: size for name, size in everything.items() if name not in (*_WIDTHS, *_HEADDIMS, *_HEADS)}, False
+    yield {**_DEPTHS, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}, False
+    yield dict(_DEPTHS), False
+    yield {}, False
 
 
-def _config(config_class: type[PretrainedConfig], sizes: dict[str, int]) -> PretrainedConfig:
+def _config(config_class: type[PretrainedConfig], sizes: dict[str, int], nones: bool) -> PretrainedConfig:
     """A configuration with the sizes that it knows."""
     default = config_class()
     known = vars(default)
     changed: dict[str, Any] = {
         name: size
         for name, size in sizes.items()
-        if (type(known.get(name)) is int and known[name] > size) or (name in _WHERE_NONE and known.get(name, 0) is None)
+        if (type(known.get(name)) is int and known[name] > size) or (nones and known.get(name, 0) is None)
     }
     heads = next((known[name] for name in _HEADS if type(known.get(name)) is int), 0)
     for name in _GROUPS:
@@ -188,14 +233,16 @@ def _config(config_class: type[PretrainedConfig], sizes: dict[str, int]) -> Pret
     if sizes:
         changed |= {name: VOCABULARY for name in _VOCABULARIES if type(known.get(name)) is int}
     layer_types = known.get("layer_types")
+    if known.get("attn_layer_indices") and "num_hidden_layers" in changed:
+        changed["attn_layer_indices"] = [1]
     if layer_types and "num_hidden_layers" in changed:
         kinds = list(dict.fromkeys(layer_types))
         changed["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
         changed["num_hidden_layers"] = len(changed["layer_types"])
     for name in config_class.sub_configs:
         if isinstance(part := known.get(name), PretrainedConfig):
-            changed[name] = _config(type(part), sizes).to_dict()
-    return _with_tokens(config_class, changed)
+            changed[name] = _config(type(part), sizes, nones).to_dict()
+    return _with_tokens(config_class, changed | _MORE.get(config_class.model_type, {}))
 
 
 def _with_tokens(config_class: type[PretrainedConfig], changed: dict[str, Any]) -> PretrainedConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import NamedTuple, NoReturn
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.backends.registry import Verdict, check_name, select_backend, verdicts
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.validation.common import is_differentiating
+from fastattention.validation.kinds import check_kinds, check_readable
 
 
 class Explanation(NamedTuple):
@@ -45,6 +47,7 @@ class _Explained(BaseException):
 
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_is_profiling = torch._C._autograd._profiler_enabled
 _active_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -64,24 +67,34 @@ def explain_call(call: Callable[[], object]) -> Explanation:
 
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
-    """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
+    """Serves a validated call with the backend of that name, or with the first that can for "auto".
+
+    Profilers see a range with the backend's name.
+    """
     if _explaining.get():
         _stop(problem, backend)
     if not isinstance(backend, str):  # the look-up wants what can be hashed
         check_name(backend)  # type: ignore[unreachable]
-    return select_backend(problem, backend).forward(problem, inputs)
+    chosen = select_backend(problem, backend)
+    try:
+        if _is_profiling():
+            with torch.profiler.record_function(f"fastattention::{chosen.name}"):
+                return chosen.forward(problem, inputs)
+        return chosen.forward(problem, inputs)
+    except RuntimeError:
+        check_readable(inputs._asdict())
+        raise
 
 
 def is_observed() -> bool:
     """True where more is wanted of a call than its result.
 
-    That is so under torch.compile, any active dispatch mode and `explain_call`, and while autograd records, backward or
-    forward.
+    That is so while it is traced or only explained, and while autograd records, backward or forward.
     """
     return (
         torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or _active_dispatch_modes() > 0
+        or is_traced()
+        or torch._C._functorch.maybe_current_level() is not None
         or _explaining.get()
         or forward_ad._current_level >= 0
     )
@@ -98,15 +111,49 @@ def _stop(problem: Problem, backend: str) -> NoReturn:
     raise _Explained(Explanation(problem, tuple(verdicts(problem))))
 
 
-def runs_eagerly(q: Tensor) -> bool:
-    """True when kernels may read q's memory now; False when the call must stay an operator.
+def runs_eagerly(*tensors: object) -> bool:
+    """True when kernels may read the memory of all tensors now; False when the call must stay an operator.
 
-    That is so under torch.compile and any active dispatch mode, and for tensor subclasses (fake tensors among them) and
-    tensors on the meta device.
+    That is so while a call is traced or transformed by torch.func.vmap, and for tensor subclasses (fake tensors,
+    DTensors and results of collectives among them), views that negate what lies in memory, and where the first is on
+    the meta device. Values that are no tensors are left to validation. Within torch.func.grad and jvp a call runs: in
+    operations of torch, which those transforms follow, because it needs a gradient.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) in _PLAIN_TYPES
-        and not q.is_meta
-        and _active_dispatch_modes() == 0
+    if is_traced():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
+        return is_differentiating()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) in _PLAIN_TYPES:
+            if tensor.is_neg():  # type: ignore[attr-defined]
+                return False
+        elif isinstance(tensor, Tensor):
+            return False
+    return not (isinstance(tensors[0], Tensor) and tensors[0].is_meta)
+
+
+def require_eager(tensors: Mapping[str, object], remedy: str = "") -> None:
+    """Raises, naming a tensor or what else is in the way, unless `runs_eagerly`: for calls that are no operators.
+
+    remedy: what to do instead, from its semicolon on
+    """
+    if runs_eagerly(*tensors.values()):
+        return
+    check_kinds(tensors)
+    if not (is_traced() or torch._C._functorch.maybe_current_level() is not None):
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and (type(tensor) not in _PLAIN_TYPES or tensor.is_meta or tensor.is_neg()):
+                negated = ", a view that negates what lies in memory" if tensor.is_neg() else ""
+                given = f"{type(tensor).__name__} on {tensor.device}{negated}"
+                raise ArgumentError(f"{name} is {given}; it must be a plain tensor that holds data{remedy}")
+    raise UnsupportedError(
+        "the call is being traced, by torch.compile, torch.jit, torch.func or a dispatch mode, which it does not serve"
+        + remedy
     )
+
+
+def is_traced() -> bool:
+    """True under torch.compile, torch.jit.trace and any active dispatch mode."""
+    return torch.compiler.is_compiling() or _active_dispatch_modes() > 0 or torch._C._get_tracing_state() is not None

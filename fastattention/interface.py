@@ -52,7 +52,7 @@ NotImplementedError) with every backend's reason when none can serve the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput
 from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.validation.common import read_options, require_tensor
+from fastattention.validation.kinds import check_kinds
 
 WindowSize = Sequence[int] | Tensor
 
@@ -101,13 +102,14 @@ def fast_attn_func(
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
-    if runs_eagerly(q):
+    if runs_eagerly(q, k, v, alibi_slopes, attn_bias, sinks):
         problem, inputs = prepare_dense(
             q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed
         )
         result = run(problem, inputs, backend)
     else:
-        _check_traceable(q, backend, options.dropout_p, return_attn_probs)
+        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
+        _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
         result = ops.call_attention(
             q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, None, None, options, backend
         )
@@ -210,14 +212,18 @@ def fast_attn_varlen_func(
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
-    if runs_eagerly(q):
+    if runs_eagerly(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks):
         problem, inputs = prepare_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
             alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed,
         )  # fmt: skip
         result = run(problem, inputs, backend)
     else:
-        _check_traceable(q, backend, options.dropout_p, return_attn_probs)
+        tensors = {
+            "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+            "block_table": block_table, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
+        }  # fmt: skip
+        _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
         result = ops.call_attention(
             q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed,
             max_seqlen_q, max_seqlen_k, options, backend,
@@ -361,11 +367,11 @@ def fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
-    if runs_eagerly(q):
+    if runs_eagerly(*arguments):
         problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
         result = run(problem, inputs, backend)
     else:
-        _check_traceable(q, backend)
+        _check_traceable(arguments._asdict(), backend)
         result = ops.call_attention_kvcache(arguments, options, rotary_interleaved, num_splits, backend)
     return _returned(result, with_lse, False)
 
@@ -387,13 +393,17 @@ def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:
     if dropout_p == 0.0:
         return None
     require_tensor("q", q)
-    return torch.randint(2**62, (), device=q.device)
+    return torch.randint(2**62, (), dtype=torch.int64, device=q.device)
 
 
-def _check_traceable(q: Tensor, backend: str, dropout_p: float = 0.0, return_attn_probs: bool = False) -> None:
+def _check_traceable(
+    tensors: Mapping[str, object], backend: str, dropout_p: float = 0.0, return_attn_probs: bool = False
+) -> None:
     """Raises for what the operators cannot take or give. They make all other checks when they run."""
-    require_tensor("q", q)
+    require_tensor("q", tensors["q"])
     check_name(backend)
+    if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
+        check_kinds(tensors)
     if dropout_p and return_attn_probs:
         raise UnsupportedError(
             f"return_attn_probs with dropout_p={dropout_p} gives the dropout mask, which a traced call cannot return; "

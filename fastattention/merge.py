@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattention.backends.common.layout import pointers
 from fastattention.backends.common.merge import merge_parts
 from fastattention.backends.registry import select_merging_backend
 from fastattention.dispatch import runs_eagerly
 from fastattention.errors import ArgumentError
 from fastattention.problem import MergeProblem
 from fastattention.validation.common import Signature, last_axis_contiguous, needs_grad, signature
+from fastattention.validation.kinds import check_kinds, check_readable
 
 
 def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
@@ -36,11 +38,23 @@ def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | 
     which fuses them.
     """
     outs, lses = _listed("outs", outs), _listed("lses", lses)
-    first = _check_parts(outs, lses)
-    if not runs_eagerly(outs[0]):
-        return merge_parts(outs, lses)
-    problem = MergeProblem(*first, needs_grad(*outs, *lses))
-    return select_merging_backend(problem).merge(problem, [last_axis_contiguous(out) for out in outs], lses)
+    try:
+        first = _check_parts(outs, lses)
+        if not runs_eagerly(*outs, *lses):
+            if not torch.compiler.is_compiling():
+                check_kinds(_named(outs, lses))
+            return merge_parts(outs, lses)
+        pointers(*outs, *lses)  # torch.stack does not look whether there is memory at all
+        problem = MergeProblem(*first, needs_grad(*outs, *lses))
+        return select_merging_backend(problem).merge(problem, [last_axis_contiguous(out) for out in outs], lses)
+    except RuntimeError:
+        check_readable(_named(outs, lses))
+        raise
+
+
+def _named(outs: list[Tensor], lses: list[Tensor]) -> dict[str, Tensor]:
+    named_parts = (("outs", outs), ("lses", lses))
+    return {f"{name}[{index}]": part for name, parts in named_parts for index, part in enumerate(parts)}
 
 
 def _listed(name: str, parts: Any) -> list[Tensor]:

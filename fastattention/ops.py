@@ -13,9 +13,12 @@ from typing import Any, List  # noqa: UP035  list[...] is no schema to torch 2.4
 import torch
 from torch import Tensor
 
+from fastattention import flops
 from fastattention.dispatch import run
 from fastattention.problem import AttentionOutput
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.validation.common import read_int
+from fastattention.vmap import vmap_attention, vmap_attention_backward, vmap_attention_kvcache
 
 # The field that may be a number, where the operator takes a tensor.
 _CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")
@@ -32,15 +35,16 @@ def call_attention(
     attn_bias: Tensor | None,
     sinks: Tensor | None,
     dropout_seed: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
+    max_seqlen_q: Tensor | int | None,
+    max_seqlen_k: Tensor | int | None,
     options: Options,
     backend: str,
 ) -> AttentionOutput:
     """The operator `fastattention::attention`; its arguments are those of its schema."""
     out, lse = torch.ops.fastattention.attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed,
-        max_seqlen_q, max_seqlen_k, *options, backend,
+        read_int("max_seqlen_q", max_seqlen_q) if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
+        read_int("max_seqlen_k", max_seqlen_k) if isinstance(max_seqlen_k, Tensor) else max_seqlen_k, *options, backend,
     )  # fmt: skip
     return AttentionOutput(out, lse if options.return_lse else None)
 
@@ -50,9 +54,9 @@ def call_attention_kvcache(
 ) -> AttentionOutput:
     """The operator `fastattention::attention_kvcache`."""
     values = list(arguments)
-    if isinstance(arguments.cache_seqlens, int):
-        q = arguments.q
-        values[_CACHE_SEQLENS] = torch.full((q.shape[0],), arguments.cache_seqlens, dtype=torch.int32, device=q.device)
+    if not (arguments.cache_seqlens is None or isinstance(arguments.cache_seqlens, Tensor)):
+        q, length = arguments.q, read_int("cache_seqlens", arguments.cache_seqlens)
+        values[_CACHE_SEQLENS] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     out, lse = torch.ops.fastattention.attention_kvcache(
         *values, options.softmax_scale, options.causal, options.window_left, options.window_right, options.softcap,
         options.return_lse, rotary_interleaved, num_splits, backend,
@@ -304,3 +308,10 @@ def _(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     return _fake_outputs(q, v_cache, return_lse)
+
+
+flops.register()
+if hasattr(attention, "register_vmap"):  # from torch 2.5 on; before, vmap calls operators one by one, with a warning
+    attention.register_vmap(vmap_attention)
+    attention_backward.register_vmap(vmap_attention_backward)
+    attention_kvcache.register_vmap(vmap_attention_kvcache)

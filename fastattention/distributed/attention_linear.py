@@ -44,7 +44,7 @@ from torch.distributed import ProcessGroup
 
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.registry import check_name, select_backend
-from fastattention.dispatch import is_observed, runs_eagerly, stop_if_explaining
+from fastattention.dispatch import is_observed, require_eager, stop_if_explaining
 from fastattention.distributed import transports
 from fastattention.distributed.agreement import Agreed, Key, Looks, agreement_of
 from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
@@ -105,8 +105,10 @@ def attention_linear_allreduce(
         repeat = agreement_of(group).repeats.get(looks)
         if repeat is not None and (repeat.cuda_index is None or repeat.cuda_index == module.current_device()):
             return _sum(repeat.key, Inputs(q, k, v), w_o, bias, out, group, repeat.agreed)
+    scores = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
+    require_eager({"q": q, "k": k, "v": v, "w_o": w_o, "bias": bias, "out": out, **scores})
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
-    key = _key_of(problem, q, w_o, bias, out, plan, backend, transport)
+    key = _key_of(problem, w_o, bias, out, plan, backend, transport)
     result = _run(key, inputs, w_o, bias, out, group)
     if looks is not None and inputs.q is q and inputs.k is k and inputs.v is v:
         agreement_of(group).remember(looks, key)
@@ -151,8 +153,9 @@ def attention_linear_allreduce_with_kvcache(
         q, k_cache, v_cache, None, None, None, None, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
+    require_eager({**arguments._asdict(), "w_o": w_o, "bias": bias, "out": out})
     problem, inputs = prepare_kvcache(arguments, read_options(softmax_scale, causal, window_size, softcap))
-    key = _key_of(problem, q, w_o, bias, out, plan, backend, transport)
+    key = _key_of(problem, w_o, bias, out, plan, backend, transport)
     return _run(key, inputs, w_o, bias, out, named_group(group))
 
 
@@ -184,10 +187,10 @@ def _looks_of(
     if not (tensors and type(plan) is type(backend) is type(transport) is str):
         return None
     return (
-        type(q), q.shape, q.dtype, q.device, q.stride(),
-        type(k), k.shape, k.dtype, k.device, k.stride(),
-        type(v), v.shape, v.dtype, v.device, v.stride(),
-        type(w_o), w_o.shape, w_o.dtype, w_o.device,
+        type(q), q.shape, q.dtype, q.device, q.stride(), q.is_neg(),
+        type(k), k.shape, k.dtype, k.device, k.stride(), k.is_neg(),
+        type(v), v.shape, v.dtype, v.device, v.stride(), v.is_neg(),
+        type(w_o), w_o.shape, w_o.dtype, w_o.device, w_o.is_neg(),
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device),
         None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()),
         options, plan, backend, transport,
@@ -236,7 +239,6 @@ def _sum(
 
 def _key_of(
     problem: Problem,
-    q: Tensor,
     w_o: Tensor,
     bias: Tensor | None,
     out: Tensor | None,
@@ -251,11 +253,6 @@ def _key_of(
     w_o_signature = signature("w_o", w_o)
     bias_signature = None if bias is None else signature("bias", bias)
     out_signature = None if out is None else signature("out", out)
-    if not runs_eagerly(q):
-        raise ArgumentError(
-            f"q is {type(q).__name__} on {q.device}, or the call is being traced; it must be a plain tensor that holds "
-            "data, outside torch.compile and dispatch modes (of a DTensor give to_local())"
-        )
     if problem.needs_grad or needs_grad(w_o, bias, out):
         raise ArgumentError(
             "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "

@@ -105,7 +105,7 @@ class KVStore(abc.ABC):
         """
         self._check_q(q)
         if k is not None:
-            self._check_room(q, k)
+            self._check_room(q, k, v)
         result = self._attend(
             q, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, softmax_scale=softmax_scale, causal=causal,
             window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, alibi_slopes=alibi_slopes,
@@ -169,10 +169,10 @@ class KVStore(abc.ABC):
                 f"headdim={self.headdim} and nheads a multiple of nheads_k={self.nheads_k}, got shape {tuple(q.shape)}"
             )
 
-    def _check_room(self, q: Tensor, k: Tensor) -> None:
+    def _check_room(self, q: Tensor, k: Tensor, v: Tensor | None) -> None:
         """Raises when the tokens of k do not fit; k is checked for more than that later on."""
         require_tensor("k", k)
-        if self.device.type != "cpu" or k.dim() != 4 or not runs_eagerly(q):
+        if self.device.type != "cpu" or k.dim() != 4 or not runs_eagerly(q, k, v):
             return
         for index, held in enumerate(self._seqlens.tolist()):
             if held + k.shape[1] > self.capacity:

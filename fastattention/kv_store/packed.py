@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common import panel_cache
-from fastattention.dispatch import run, runs_eagerly
-from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.dispatch import require_eager, run
+from fastattention.errors import ArgumentError
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
 from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache
@@ -21,7 +21,8 @@ class PackedKVStore(KVStore):
     """A store for the cpu backend, whose tokens are stored in interleaved panels, as its kernels read them.
 
     Decoding reads it faster than plain tensors. Writing a prompt takes a few times as long, which is little beside
-    attending to it. The arguments are those of `KVStore`. Calls cannot be traced by torch.compile.
+    attending to it. The arguments are those of `KVStore`. Calls cannot be
+    traced by torch.compile, and take plain tensors only; a DenseKVStore has neither limit.
     """
 
     def __init__(
@@ -60,12 +61,11 @@ class PackedKVStore(KVStore):
         return keys, panel_cache.values_from_panels(self._v, self.capacity)
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Any:
-        if not runs_eagerly(q):
-            raise UnsupportedError("calls of a PackedKVStore cannot be traced; use a DenseKVStore")
         scores = read_options(*(options.pop(name) for name in ("softmax_scale", "causal", "window_size", "softcap")))
         return_lse, backend = options.pop("return_lse"), options.pop("backend")
         scalars = options.pop("rotary_interleaved"), options.pop("num_splits")
         arguments = KvCacheArguments(q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)
+        require_eager(arguments._asdict(), "; use a DenseKVStore")
         problem, inputs = prepare_kvcache(arguments, scores._replace(return_lse=return_lse), *scalars, self._cache)
         result = run(problem, inputs, backend)
         return (result.out, result.lse) if return_lse else result.out

@@ -113,19 +113,26 @@ def read_options(
 def read_int(name: str, value: object, allowed: str = "an integer") -> int:
     """`value` as an int; raises ArgumentError naming anything that is not an integer."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        return operator.index(_scalar(value))  # type: ignore[arg-type]
     except TypeError as error:
         raise ArgumentError(f"{name} must be {allowed}, got {value!r}") from error
 
 
 def read_flag(name: str, value: object) -> bool:
     """`value` as a bool; raises ArgumentError naming anything but True, False, 0 and 1."""
+    value = _scalar(value)
     if not isinstance(value, (int, numpy.bool_)) or value not in (0, 1):
         raise ArgumentError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
+def _scalar(value: object) -> object:
+    """`value`, but a number for what torch.compile makes of a NumPy scalar: an array without axes."""
+    return value.item() if isinstance(value, numpy.ndarray) and value.ndim == 0 else value
+
+
 def _number(name: str, value: object) -> float:
+    value = _scalar(value)
     if not isinstance(value, numbers.Real):
         raise ArgumentError(f"{name} must be a number, got {value!r}")
     try:
@@ -275,6 +282,8 @@ def last_axis_contiguous(tensor: Tensor) -> Tensor:
 
 def needs_grad(*arguments: object) -> bool:
     """True when autograd wants to differentiate through a call with these arguments, backward or forward."""
+    if torch._C._functorch.maybe_current_level() is not None and is_differentiating():
+        return True
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.requires_grad:
@@ -283,6 +292,13 @@ def needs_grad(*arguments: object) -> bool:
         return False
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)  # type: ignore[no-untyped-call]
+
+
+def is_differentiating() -> bool:
+    """True within torch.func.grad, jvp and what is made of them, where not every tensor says that it is followed."""
+    transforms = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() in (transforms.Grad, transforms.Jvp) for level in stack)
 
 
 def as_float32(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from fastattention.validation.common import (
     read_int,
     require_tensors,
 )
+from fastattention.validation.kinds import check_readable
 from fastattention.validation.prefill import PAGED_AXES
 from fastattention.validation.quantised import check_cache_dtype, check_not_expanded, check_scale
 
@@ -96,22 +97,30 @@ def prepare_kvcache(
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_with_kvcache. Reads the caches' shapes only; writes nothing."""
     a = arguments
-    fields = _fields(a)
-    if a.cache_seqlens is None and a.k is not None:
-        raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
-    problem = _kvcache_problem(
-        fields if panels is None else (fields[0], panels.k, panels.v, *fields[3:]),
-        options,
-        rotary_interleaved if type(rotary_interleaved) is bool else read_flag("rotary_interleaved", rotary_interleaved),
-        num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
-        needs_grad(*a),
-        0 if panels is None else panels.panel_size,
-    )
-    _check_memory(a)
-    cache_seqlens = _cache_seqlens(problem, a)
-    if lengths.are_checked(a.q):
-        _check_numbers(problem, a, cache_seqlens.tolist())
-    return problem, _inputs(problem, a, cache_seqlens)
+    if type(rotary_interleaved) is not bool:
+        rotary_interleaved = read_flag("rotary_interleaved", rotary_interleaved)  # type: ignore[unreachable]
+    try:
+        fields = _fields(a)
+        if a.cache_seqlens is None and a.k is not None:
+            raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
+        problem = _kvcache_problem(
+            fields if panels is None else (fields[0], panels.k, panels.v, *fields[3:]),
+            options,
+            rotary_interleaved
+            if type(rotary_interleaved) is bool
+            else read_flag("rotary_interleaved", rotary_interleaved),
+            num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
+            needs_grad(*a),
+            0 if panels is None else panels.panel_size,
+        )
+        _check_memory(a)
+        cache_seqlens = _cache_seqlens(problem, a)
+        if lengths.are_checked(a.q):
+            _check_numbers(problem, a, cache_seqlens.tolist())
+        return problem, _inputs(problem, a, cache_seqlens)
+    except (RuntimeError, TypeError):
+        check_readable(a._asdict())
+        raise
 
 
 def _fields(a: KvCacheArguments) -> _Fields:

@@ -27,6 +27,7 @@ from fastattention.validation.common import (
     require_tensors,
     signature,
 )
+from fastattention.validation.kinds import check_readable
 
 PAGED_AXES = "num_blocks, page_block_size, nheads_k, headdim"
 
@@ -46,29 +47,33 @@ def prepare_dense(
     # Short calls take less time than this does, and functions called here would take most of it: hence few are.
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         require_tensors(q=q, k=k, v=v)  # type: ignore[unreachable]
-    problem = _dense_problem(
-        ((q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)),
-        None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
-        None if attn_bias is None else signature("attn_bias", attn_bias),
-        None if sinks is None else signature("sinks", sinks),
-        options,
-        needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
-    )
-    if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
-        q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
-    if alibi_slopes is attn_bias is sinks is dropout_seed is None:
-        return problem, Inputs(q, k, v)
-    if attn_bias is not None:
-        attn_bias = attn_bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
-    return problem, Inputs(
-        q,
-        k,
-        v,
-        alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
-        attn_bias=attn_bias,
-        sinks=None if sinks is None else as_float32(sinks),
-        dropout_seed=dropout_seed,
-    )
+    try:
+        problem = _dense_problem(
+            ((q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)),
+            None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
+            None if attn_bias is None else signature("attn_bias", attn_bias),
+            None if sinks is None else signature("sinks", sinks),
+            options,
+            needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
+        )
+        if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
+            q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
+        if alibi_slopes is attn_bias is sinks is dropout_seed is None:
+            return problem, Inputs(q, k, v)
+        if attn_bias is not None:
+            attn_bias = attn_bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
+        return problem, Inputs(
+            q,
+            k,
+            v,
+            alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
+            attn_bias=attn_bias,
+            sinks=None if sinks is None else as_float32(sinks),
+            dropout_seed=dropout_seed,
+        )
+    except (RuntimeError, TypeError):
+        check_readable({"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks})
+        raise
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,42 +135,47 @@ def prepare_varlen(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_varlen_func."""
-    shapes = _VarlenSignatures(
-        signature("q", q),
-        signature("k", k),
-        signature("v", v),
-        signature("cu_seqlens_q", cu_seqlens_q),
-        signature("cu_seqlens_k", cu_seqlens_k),
-        None if block_table is None else signature("block_table", block_table),
-        None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
-        None if attn_bias is None else signature("attn_bias", attn_bias),
-        None if sinks is None else signature("sinks", sinks),
-    )
-    _check_varlen_shapes(shapes)
-    longest_q, longest_k = _check_varlen_lengths(
-        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
-    )
-    problem = _varlen_problem(
-        shapes,
-        longest_q,
-        longest_k,
-        options,
-        needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
-    )
-    if attn_bias is not None:
-        attn_bias = attn_bias.expand(problem.nheads, problem.total_q, problem.seqlen_k)
-    return problem, Inputs(
-        last_axis_contiguous(q),
-        last_axis_contiguous(k),
-        last_axis_contiguous(v),
-        cu_seqlens_q=cu_seqlens_q.contiguous(),
-        cu_seqlens_k=cu_seqlens_k.contiguous(),
-        block_table=None if block_table is None else last_axis_contiguous(block_table),
-        alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
-        attn_bias=attn_bias,
-        sinks=None if sinks is None else as_float32(sinks),
-        dropout_seed=dropout_seed,
-    )
+    try:
+        shapes = _VarlenSignatures(
+            signature("q", q),
+            signature("k", k),
+            signature("v", v),
+            signature("cu_seqlens_q", cu_seqlens_q),
+            signature("cu_seqlens_k", cu_seqlens_k),
+            None if block_table is None else signature("block_table", block_table),
+            None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
+            None if attn_bias is None else signature("attn_bias", attn_bias),
+            None if sinks is None else signature("sinks", sinks),
+        )
+        _check_varlen_shapes(shapes)
+        longest_q, longest_k = _check_varlen_lengths(
+            q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
+        )
+        problem = _varlen_problem(
+            shapes,
+            longest_q,
+            longest_k,
+            options,
+            needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
+        )
+        if attn_bias is not None:
+            attn_bias = attn_bias.expand(problem.nheads, problem.total_q, problem.seqlen_k)
+        return problem, Inputs(
+            last_axis_contiguous(q),
+            last_axis_contiguous(k),
+            last_axis_contiguous(v),
+            cu_seqlens_q=cu_seqlens_q.contiguous(),
+            cu_seqlens_k=cu_seqlens_k.contiguous(),
+            block_table=None if block_table is None else last_axis_contiguous(block_table),
+            alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
+            attn_bias=attn_bias,
+            sinks=None if sinks is None else as_float32(sinks),
+            dropout_seed=dropout_seed,
+        )
+    except (RuntimeError, TypeError):
+        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks)
+        check_readable(dict(zip(_VarlenSignatures._fields, tensors, strict=True)))
+        raise
 
 
 class _VarlenSignatures(NamedTuple):

@@ -180,7 +180,7 @@ def test_fake_tensors_of_a_gpu_are_refused_where_there_is_none(not_alone: None) 
 def test_torch_compile_is_refused(alone: None) -> None:
     with (
         mock.patch.object(torch.compiler, "is_compiling", return_value=True),
-        pytest.raises(ArgumentError, match="being traced"),
+        pytest.raises(UnsupportedError, match="being traced"),
     ):
         attention_linear_allreduce(**dense())
 

@@ -21,7 +21,7 @@ LAYERS = (
     ("errors", "config", "sizes", "files"),
     ("problem", "threads", "quantised"),
     ("backends", "reference"),
-    ("validation", "dispatch", "merge", "ops", "interface", "kv_store", ""),
+    ("validation", "dispatch", "merge", "vmap", "flops", "ops", "interface", "kv_store", ""),
     ("distributed", "offload"),
     ("integrations", "cli"),
 )

@@ -28,8 +28,17 @@ def strides_of(inputs: Inputs) -> Strides:
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:
-    """Addresses of the first elements; 0 for a tensor that a call does not have."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    """Addresses of the first elements; 0 for a tensor that a call does not have, or that has no elements.
+
+    Raises RuntimeError for any other without memory, of which kernels would read what lies at 0.
+    """
+    return [0 if tensor is None else tensor.data_ptr() or _null(tensor) for tensor in tensors]
+
+
+def _null(tensor: Tensor) -> int:
+    if tensor.numel():
+        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} has no memory")
+    return 0
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:

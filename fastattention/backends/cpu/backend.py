@@ -44,8 +44,8 @@ class CpuBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """One call of the native library, appending included."""
-        out = torch.empty(problem.out_shape, dtype=problem.dtype)
-        lse = torch.empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
+        out = torch.empty(problem.out_shape, dtype=problem.dtype, device=problem.device)
+        lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device) if problem.return_lse else None
         load_library().forward(attention_params(problem, inputs, out, lse, get_num_threads()))
         return AttentionOutput(out, lse)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import token_strides
+from fastattention.backends.common.layout import pointers, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
 from fastattention.backends.cuda.params import MOST_PARTS, MergeParams
@@ -47,8 +47,8 @@ def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch
 def merge_params(template: bytes, outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor, lse: Tensor) -> Params:
     """The parameters of a launch."""
     missing = (0,) * (MOST_PARTS - len(outs))
-    pointers = (*(x.data_ptr() for x in outs), *missing, *(x.data_ptr() for x in lses), *missing)
-    return MergeParams.make(template, *pointers, out.data_ptr(), lse.data_ptr())
+    addresses = (*pointers(*outs), *missing, *pointers(*lses), *missing)
+    return MergeParams.make(template, *addresses, out.data_ptr(), lse.data_ptr())
 
 
 def _lse_strides(lse: Tensor) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
@@ -37,18 +38,21 @@ class SdpaBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, splits the call into sequences of one length, attends to each and joins the results."""
-        whole = fused.attend_whole(problem, inputs)
+        # torch's kernels have no derivatives in forward mode
+        by_kernels = not (problem.needs_grad and forward_ad._current_level >= 0)
+        whole = fused.attend_whole(problem, inputs) if by_kernels else None
         if whole is not None:
             return AttentionOutput(whole, None)
-        if gpu_kernels.can_serve(problem):
+        if by_kernels and gpu_kernels.can_serve(problem):
             parts = split(problem, inputs, inputs.q, whole_batch=True)
             return join(problem, inputs, [gpu_kernels.attend(problem, part) for part in parts])
         q = inputs.q if inputs.k_new is None else append_tokens(problem, inputs)
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
-        unmasked = fused.can_express(problem) and not (problem.has_alibi or problem.has_bias)
+        by_kernels = by_kernels and fused.can_express(problem)
+        unmasked = by_kernels and not (problem.has_alibi or problem.has_bias)
         generator = _generator(problem, inputs)
         parts = split(problem, inputs, q, whole_batch=fits or unmasked)
-        return join(problem, inputs, [_attend(problem, part, generator) for part in parts])
+        return join(problem, inputs, [_attend(problem, part, generator, by_kernels) for part in parts])
 
     def prefers_corner(self, corner: Problem) -> bool:
         """Where cuDNN's kernel is there, which knows only squares; fewer queries are one call of FlashAttention."""
@@ -67,8 +71,8 @@ def _is_enabled(kernel: str) -> bool:
     return question is not None and bool(question())
 
 
-def _attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
-    if fused.can_express(problem) and part.q.numel() and part.k.numel():
+def _attend(problem: Problem, part: Part, generator: torch.Generator | None, by_kernels: bool) -> AttentionOutput:
+    if by_kernels and part.q.numel() and part.k.numel():
         return AttentionOutput(fused.attend(problem, part), None)
     return math.attend(problem, part, generator)
 
@@ -78,4 +82,4 @@ def _generator(problem: Problem, inputs: Inputs) -> torch.Generator | None:
     if not problem.dropout_p:
         return None
     assert inputs.dropout_seed is not None
-    return torch.Generator().manual_seed(int(inputs.dropout_seed))
+    return torch.Generator("cpu").manual_seed(int(inputs.dropout_seed))

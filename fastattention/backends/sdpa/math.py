@@ -32,7 +32,9 @@ def attend(problem: Problem, part: Part, generator: torch.Generator | None) -> A
 
 
 def _seed(generator: torch.Generator | None) -> int | None:
-    return None if generator is None else int(torch.randint(2**62, (), generator=generator))
+    if generator is None:
+        return None
+    return int(torch.randint(2**62, (), generator=generator, dtype=torch.int64, device="cpu"))
 
 
 def _attend_chunk(problem: Problem, part: Part, chunk: Chunk, seed: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -41,7 +43,8 @@ def _attend_chunk(problem: Problem, part: Part, chunk: Chunk, seed: int | None) 
     mask = None
     if seed is not None:
         generator = torch.Generator(weights.device).manual_seed(seed)
-        kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= problem.dropout_p
+        drawn = torch.rand(weights.shape, generator=generator, dtype=torch.float32, device=weights.device)
+        kept = drawn >= problem.dropout_p
         if problem.return_lse:
             signed = torch.where(kept, weights, -weights).detach().to(problem.dtype)
             mask = F.pad(signed, (chunk.keys.start, part.k.shape[2] - chunk.keys.stop))

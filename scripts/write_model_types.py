@@ -137,7 +137,11 @@ def render(results: dict[str, Any]) -> str:
     )
     for key, section in SECTIONS.items():
         if of[key]:
-            rows = [section.header, ("---",) * len(section.header), *(section.row(name, types[name]) for name in of[key])]
+            rows = [
+                section.header,
+                ("---",) * len(section.header),
+                *(section.row(name, types[name]) for name in of[key]),
+            ]
             table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
             parts.append(f"\n## {section.title}\n\n{section.about}\n\n{table}")
     return "\n".join(parts) + "\n"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiers import slow
 from transformers import CONFIG_MAPPING, MambaConfig, PreTrainedModel, ViTConfig
 
 from fastattention import ArgumentError, FastAttentionError, UnsupportedError
@@ -30,8 +31,6 @@ from integrations.models import (
     prompts,
     sharpen,
 )
-from tiers import slow
-
 
 WINDOWED = ("gemma2", "gpt_oss", "mistral")
 
@@ -43,7 +42,7 @@ WINDOWED = ("gemma2", "gpt_oss", "mistral")
 def test_a_prompts_mask_may_be_kept_while_decoding(name: str, side: str, cache: str, counts: tuple[int, ...]) -> None:
     """Keys behind its end are unseen, and queries there are real: as in eager.
 
-    Of a short sequence with padding on the right a window may hold no key at all: then rows are 0, and arbitrary in eager.
+    Of a short sequence with padding on the right a window may hold no key at all: then rows are 0, arbitrary in eager.
     """
     ids, mask = prompts(), padding_mask(side)
     results = []
@@ -112,7 +111,7 @@ DEEPSEEK_V4: dict[str, Any] = {
 
 @pytest.mark.parametrize("where", ["none", "left", "right", "hole"])
 def test_a_model_that_extends_its_mask_gets_that_of_eager(where: str) -> None:
-    """DeepSeek-V4 appends a bias to it, in the dtype of the mask: under a bool one, seen and unseen would change places."""
+    """DeepSeek-V4 appends a bias to it, in the dtype of the mask: a bool one would exchange seen and unseen."""
     eager, fast = _models("deepseek_v4", **DEEPSEEK_V4)
     mask = padding_mask("none" if where == "hole" else where)
     if where == "hole":
@@ -201,7 +200,9 @@ def test_a_users_entry_of_a_table_is_left_alone() -> None:
     before = table.get("fast_attention")
     table["fast_attention"] = mine
     try:
-        module.FalconModel.get_correct_attn_implementation(module.FalconModel.__new__(module.FalconModel), "fast_attention")
+        module.FalconModel.get_correct_attn_implementation(
+            module.FalconModel.__new__(module.FalconModel), "fast_attention"
+        )
         assert table["fast_attention"] is mine
     finally:
         table["fast_attention"] = before
@@ -212,8 +213,8 @@ def test_a_users_entry_of_a_table_is_left_alone() -> None:
 # What attention modules of Transformers give an implementation by name, and this one serves or may leave unused.
 KNOWN_ARGUMENTS = {
     "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "dropout", "indices", "is_causal", "key",
-    "max_length_k", "max_length_q", "output_attentions", "position_bias", "position_ids", "query", "s_aux", "scaling", "sliding_window",
-    "softcap", "value",
+    "max_length_k", "max_length_q", "output_attentions", "position_bias", "position_ids", "query", "s_aux", "scaling",
+    "sliding_window", "softcap", "value",
 }  # fmt: skip
 
 

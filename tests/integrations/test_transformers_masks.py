@@ -184,7 +184,9 @@ def test_one_row_of_padding_is_that_of_every_sequence(used: Tensor, function: Ca
 
 @pytest.mark.parametrize("shape", [(6,), (2, 6), (0, 6), (3, 6, 6)], ids=str)
 def test_a_padding_mask_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ArgumentError, match=rf"batch_size=3, or have four dimensions, got shape {re.escape(str(shape))}"):
+    with pytest.raises(
+        ArgumentError, match=rf"batch_size=3, or have four dimensions, got shape {re.escape(str(shape))}"
+    ):
         Request(3, 6, 6, 0, 0, CAUSAL, torch.ones(shape, dtype=torch.bool)).make()
 
 

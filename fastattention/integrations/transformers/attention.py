@@ -54,8 +54,8 @@ def fast_attention_forward(
     dropout, scaling, softcap: dropout_p, softmax_scale and softcap of fast_attn_func; softcap None is off
     s_aux: sinks, (nheads,)
     position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
-    indices: integers (batch_size, seqlen_q, topk), the only keys that each query sees of those of a mask that is a tensor;
-        as models with an indexer (DeepSeek-V3.2) give them
+    indices: integers (batch_size, seqlen_q, topk), keys that an indexer (of DeepSeek-V3.2) selected for each query. Of
+        those that attention_mask, a tensor, shows to a query it sees only these.
     functions: who computes it
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
@@ -113,7 +113,7 @@ def _selected(mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor
     shape = (query.shape[0], query.shape[2])
     if isinstance(key, StoredTokens) or not isinstance(mask, Tensor) or tuple(indices.shape[:-1]) != shape:
         raise UnsupportedError(
-            f"indices of shape {tuple(indices.shape)}, with which a model selects keys, need a tensor as attention_mask, "
+            f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need a tensor as attention_mask, "
             f"a cache of Transformers, and shape {shape} followed by the number of keys; load the model with "
             "attn_implementation='eager'"
         )

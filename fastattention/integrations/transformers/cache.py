@@ -295,7 +295,9 @@ def _dimension(config: PretrainedConfig, name: str, default: int | None = None) 
     try:
         value = getattr(config, name, default) or default
     except RuntimeError as error:  # of Transformers, for a configuration that has one for each layer
-        raise ArgumentError(f"config, a {type(config).__name__}, has a {name} for each layer; use a DynamicCache") from error
+        raise ArgumentError(
+            f"config, a {type(config).__name__}, has a {name} for each layer; use a DynamicCache"
+        ) from error
     if type(value) is not int or value < 1:
         raise ArgumentError(
             f"config must be that of a model that generates text with attention, with one {name} of at least 1 for all "

@@ -44,12 +44,12 @@ def fast_attention_mask(
     """The mask of one kind of layer, as Transformers' AttentionMaskInterface asks for it.
 
     Queries are tokens q_offset to q_offset + q_length - 1, keys are tokens kv_offset to kv_offset + kv_length - 1. A
-    query sees a key when mask_function says so and attention_mask, bool (batch_size or 1, tokens), does not call the key
-    padding (False). Keys behind the end of attention_mask are padding, as in Transformers, and queries there are real.
+    query sees a key when mask_function says so and attention_mask, bool (batch_size or 1, tokens), does not call the
+    key padding (False). Keys behind the end of attention_mask are padding, as in Transformers; queries there are real.
     packs=False leaves prompts with padding on the left where they lie, if that can be said.
     Returns a tensor, bool (batch_size, 1, q_length, kv_length), for patterns that no SequenceMask can say, for models
-    that ask for one to compute with, and for padding that torch.compile traces and must not read. Models whose attention
-    modules compute with their mask get that of eager attention, in `dtype`.
+    that ask for one to compute with, and for padding that torch.compile traces and must not read. Models whose
+    attention modules compute with their mask get that of eager attention, in `dtype`.
     Raises UnsupportedError when the model would not hand the mask to the attention function, ArgumentError for an
     attention_mask of another shape.
     """
@@ -111,7 +111,7 @@ class _Call(NamedTuple):
 
     def mask(self, attention_mask: Tensor | None) -> SequenceMask | Tensor:
         """attention_mask: bool (batch_size, tokens), False is padding; None is no padding."""
-        batch_size, _, q_length, kv_length = self.shape
+        q_length, kv_length = self.shape[2:]
         num_keys = kv_length
         if self.pattern.is_positional:
             num_keys = self.q_offset + q_length - self.kv_offset

@@ -141,7 +141,11 @@ def _tables(model_class: type) -> Iterator[dict[str, Any]]:
     """The tables from implementations to attention modules in the modules of a class and its bases."""
     for name in {one.__module__ for one in model_class.__mro__}:
         for member in vars(sys.modules.get(name, object)).values():
-            if isinstance(member, dict) and isinstance(each := member.get("eager"), type) and issubclass(each, nn.Module):
+            if (
+                isinstance(member, dict)
+                and isinstance(each := member.get("eager"), type)
+                and issubclass(each, nn.Module)
+            ):
                 yield member
 
 
@@ -154,7 +158,7 @@ class _Refusal(NamedTuple):
     def __call__(self, config: object, *_: Any, **__: Any) -> NoReturn:
         model = self.models.get(type(config)) or next(reversed(self.models.values()))
         raise UnsupportedError(
-            f"{model} chooses its attention from a table of its own instead of asking Transformers' AttentionInterface, "
-            f"so {self.implementation} cannot serve it; load it with attn_implementation='eager', or give a dict as "
-            "attn_implementation that says so for this part of the model"
+            f"{model} chooses its attention from a table of its own instead of asking Transformers' "
+            f"AttentionInterface, so {self.implementation} cannot serve it; load it with attn_implementation='eager', "
+            "or give a dict as attn_implementation that says so for this part of the model"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,17 +72,25 @@ _HEADDIMS = {
 }  # fmt: skip
 _OTHERS = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
-    "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "num_experts_per_token": 2, "moe_top_k": 2, "top_k_experts": 2,
-    "n_shared_experts": 1, "sliding_window": 6, "attention_chunk_size": 6, "local_attention": 6,
+    "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "num_experts_per_token": 2, "moe_top_k": 2,
+    "top_k_experts": 2, "n_shared_experts": 1, "sliding_window": 6, "attention_chunk_size": 6, "local_attention": 6,
     "index_n_heads": 2, "index_topk": 4, "image_size": 32, "patch_size": 8, "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8, "max_position_embeddings": 128, "n_positions": 128, "n_ctx": 128,
     "mamba_chunk_size": 8, "chunk_size": 8, "mamba_d_state": 16, "ssm_state_size": 16, "state_size": 16,
     "mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 16, "mamba_head_dim": 16, "mamba_headdim": 16,
     "mamba_d_ssm": 128, "mamba_n_groups": 1, "n_groups": 1, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_codebooks": 2, "num_mel_bins": 16, "max_source_positions": 64, "max_target_positions": 64,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_codebooks": 2, "num_mel_bins": 16,
+    "max_source_positions": 64, "max_target_positions": 64,
 }  # fmt: skip
 _GROUPS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_global_key_value_heads")
-_VOCABULARIES = ("vocab_size", "text_vocab_size", "decoder_vocab_size", "char_vocab_size", "audio_vocab_size")
+_VOCABULARIES = (
+    "vocab_size",
+    "text_vocab_size",
+    "decoder_vocab_size",
+    "char_vocab_size",
+    "audio_vocab_size",
+    "entity_vocab_size",
+)
 
 
 @contextmanager
@@ -109,7 +118,11 @@ _MORE: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE),
     },
-    "gemma3n_text": {"num_kv_shared_layers": 0, "intermediate_size": [96, 96], "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "intermediate_size": [96, 96],
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
     "longcat_flash": {"num_attention_heads": 4, "head_dim": 8, "qk_head_dim": 16},
     "qwen4_exp_text": dict.fromkeys(("indexer_n_heads", "indexer_kv_heads"), 2)
     | {"indexer_head_dim": 16, "indexer_budget": 4, "indexer_compress_ratio": 2},
@@ -129,6 +142,7 @@ class Tiny(NamedTuple):
     config: PretrainedConfig
     kind: str  # "decoder", "encoder-decoder", "encoder" or "base"
     eager: Any
+    padding_token: int = 0  # where a mask has padding
 
     def inputs(self) -> dict[str, Tensor]:
         """What the model is given without a mask."""
@@ -158,7 +172,7 @@ def build(model_type: str) -> Tiny:
             with limited():
                 return _attempt(mapping, _config(config_class, sizes, nones))
         except Exception as error:  # whatever Transformers raises: the next attempt is another configuration
-            reasons.append(f"{type(error).__name__}: {error}".split("\n")[0][:160])
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}"[:160])
     raise CannotBuildError("; ".join(dict.fromkeys(reasons)))
 
 
@@ -211,6 +225,7 @@ def _attempts() -> Iterator[tuple[dict[str, int], bool]]:
     yield {**everything, **dict.fromkeys(_GROUPS, 2)}, True
     yield {name: size for name, size in everything.items() if name not in _DEPTHS}, False
     yield {**everything, **dict.fromkeys(_WIDTHS, 256), **dict.fromkeys(_HEADDIMS, 64)}, False
+    yield {**everything, **dict.fromkeys(_WIDTHS, 512), **dict.fromkeys(_HEADDIMS, 128)}, False
     yield {name: size for name, size in everything.items() if name not in (*_WIDTHS, *_HEADDIMS, *_HEADS)}, False
     yield {**_DEPTHS, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4}, False
     yield dict(_DEPTHS), False
@@ -224,14 +239,14 @@ def _config(config_class: type[PretrainedConfig], sizes: dict[str, int], nones: 
     changed: dict[str, Any] = {
         name: size
         for name, size in sizes.items()
-        if (type(known.get(name)) is int and known[name] > size) or (nones and known.get(name, 0) is None)
+        if name in known and _is_number(known[name], nones) and (known[name] is None or known[name] > size)
     }
     heads = next((known[name] for name in _HEADS if type(known.get(name)) is int), 0)
     for name in _GROUPS:
         if name in known and type(known[name]) is int and "num_attention_heads" in changed:
             changed[name] = HEADS if known[name] >= heads else min(known[name], 2)
     if sizes:
-        changed |= {name: VOCABULARY for name in _VOCABULARIES if type(known.get(name)) is int}
+        changed |= {name: VOCABULARY for name in _VOCABULARIES if _is_number(known.get(name, ""), nones)}
     layer_types = known.get("layer_types")
     if known.get("attn_layer_indices") and "num_hidden_layers" in changed:
         changed["attn_layer_indices"] = [1]
@@ -243,6 +258,10 @@ def _config(config_class: type[PretrainedConfig], sizes: dict[str, int], nones: 
         if isinstance(part := known.get(name), PretrainedConfig):
             changed[name] = _config(type(part), sizes, nones).to_dict()
     return _with_tokens(config_class, changed | _MORE.get(config_class.model_type, {}))
+
+
+def _is_number(value: object, nones: bool) -> bool:
+    return type(value) is int or (nones and value is None)
 
 
 def _with_tokens(config_class: type[PretrainedConfig], changed: dict[str, Any]) -> PretrainedConfig:
@@ -274,8 +293,11 @@ def inputs_of(model: Any, kind: str) -> dict[str, Tensor]:
         config = getattr(model.config, "vision_config", model.config)
         size = getattr(config, "image_size", 64)
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (2, getattr(config, "num_channels", 3), height, width)
-        return {name: torch.randn(shape, generator=generator)}
+        shape = (BATCH_SIZE, getattr(config, "num_channels", 3), height, width)
+        given = {name: torch.randn(shape, generator=generator)}
+        if "input_ids" in inspect.signature(model.forward).parameters:
+            given["input_ids"] = prompts(getattr(text, "vocab_size", VOCABULARY))
+        return given
     if name == "input_values":
         return {name: torch.randn((2, 1600), generator=generator)}
     raise CannotBuildError(f"its main input is {name}")

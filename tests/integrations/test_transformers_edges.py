@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, MambaConfig, PreTrainedModel, ViTConfig
 from fastattention import ArgumentError, FastAttentionError, UnsupportedError
 from fastattention.integrations.transformers import FastAttentionCache
 from fastattention.integrations.transformers.attention import UNKNOWN_ARGUMENTS
+from fastattention.integrations.transformers.model_source import matrix_needed
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from integrations.budgets import LARGE, cache_arguments
 from integrations.models import (
@@ -251,3 +252,14 @@ def test_a_cache_is_made_or_refused_for_every_configuration_there_is() -> None:
         except FastAttentionError:
             pass
     assert made > 100
+
+
+NEEDED = {"llama": None, "gpt2": None, "bert": None, "gpt_oss": None, "deepseek_v32": "bool", "deepseek_v4": "float"}
+
+
+@pytest.mark.parametrize("model_type", NEEDED)
+def test_a_matrix_is_made_for_models_that_compute_with_it_alone(model_type: str) -> None:
+    """GPT-2 computes with its mask in a function that never hands it on."""
+    config = CONFIG_MAPPING[model_type]()
+    importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    assert matrix_needed(config) == NEEDED[model_type]

@@ -20,7 +20,7 @@ from fastattention.integrations.transformers.masks import (
     VarlenMask,
     Window,
 )
-from fastattention.integrations.transformers.model_source import computes_with_mask, require_dispatch
+from fastattention.integrations.transformers.model_source import matrix_needed, require_dispatch
 from fastattention.integrations.transformers.patterns import BIDIRECTIONAL, Pattern, recognise
 
 
@@ -48,8 +48,8 @@ def fast_attention_mask(
     key padding (False). Keys behind the end of attention_mask are padding, as in Transformers; queries there are real.
     packs=False leaves prompts with padding on the left where they lie, if that can be said.
     Returns a tensor, bool (batch_size, 1, q_length, kv_length), for patterns that no SequenceMask can say, for models
-    that ask for one to compute with, and for padding that torch.compile traces and must not read. Models whose
-    attention modules compute with their mask get that of eager attention, in `dtype`.
+    that compute with their mask, and for padding that torch.compile traces and must not read. Models without SDPA that
+    compute with it get the mask of eager attention, in `dtype`.
     Raises UnsupportedError when the model would not hand the mask to the attention function, ArgumentError for an
     attention_mask of another shape.
     """
@@ -60,7 +60,8 @@ def fast_attention_mask(
         q_offset = int(q_offset)  # a static cache counts on the device, and goes on counting in this very tensor
     if attention_mask is not None:
         attention_mask = _fitting(attention_mask, batch_size)
-    if computes_with_mask(config):
+    needed = matrix_needed(config)
+    if needed == "float":
         return eager_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,  # type: ignore[arg-type]
             dtype=dtype, use_vmap=use_vmap, device=device,
@@ -76,7 +77,7 @@ def fast_attention_mask(
 
     pattern = recognise(mask_function)
     unreadable = isinstance(q_offset, Tensor) or (attention_mask is not None and is_tracing(attention_mask))
-    if pattern is None or unreadable:
+    if needed or pattern is None or unreadable:
         return as_tensor()
     call = _Call((batch_size, 1, q_length, kv_length), int(q_offset), kv_offset, pattern, device, packs, as_tensor)
     if pattern.sequence_ids is not None:

@@ -24,7 +24,7 @@ MASK = "attention_mask"  # the name of a mask in every attention module of Trans
 _ASKED = ("shape", "ndim", "dtype", "device", "dim", "size")
 
 _dispatching: set[type] = set()
-_computing: dict[type, bool] = {}
+_matrices: dict[type, str | None] = {}
 
 
 def require_dispatch(config: object | None) -> None:
@@ -50,35 +50,41 @@ def _check_dispatch(config_class: type) -> None:
             )
 
 
-def computes_with_mask(config: object | None) -> bool:
-    """Whether attention modules of this model's code change their mask before they hand it to the attention function.
+def matrix_needed(config: object | None) -> str | None:
+    """The matrix that the code of this model needs as a mask: None is none, "bool" that of SDPA, "float" that of eager.
 
-    They do so as fits the mask of eager attention, and then it is the only right one: DeepSeek-V4 appends a bias to it.
+    A matrix is needed where the code changes a mask before it hands it to the attention function, as models with an
+    indexer do. DeepSeek-V4 appends a bias to it, and has no SDPA: its mask must be one to be added to scores.
     """
-    if type(config) not in _computing:
-        _computing[type(config)] = _finds_computation(type(config))
-    return _computing[type(config)]
+    if type(config) not in _matrices:
+        _matrices[type(config)] = _find_matrix(type(config))
+    return _matrices[type(config)]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _finds_computation(config_class: type) -> bool:
+def _find_matrix(config_class: type) -> str | None:
     modeling = _modeling_of(config_class)
     if modeling is None:
-        return False
+        return None
     try:
         tree = ast.parse(inspect.getsource(modeling))
     except (OSError, SyntaxError):  # a module without source
-        return False
-    return any(
+        return None
+    computes = any(
         _is_computation(node)
-        for one in tree.body
-        if isinstance(one, ast.ClassDef) and _asks_interface(one)
-        for node in ast.walk(one)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and _asks_interface(function)
+        for node in ast.walk(function)
     )
+    if not computes:
+        return None
+    members = [member for member in vars(modeling).values() if isinstance(member, type)]
+    sdpa = any(member._supports_sdpa for member in members if issubclass(member, PreTrainedModel))
+    return "bool" if sdpa else "float"
 
 
-def _asks_interface(class_: ast.ClassDef) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS" for node in ast.walk(class_))
+def _asks_interface(function: ast.FunctionDef) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS" for node in ast.walk(function))
 
 
 def _is_computation(node: ast.AST) -> bool:

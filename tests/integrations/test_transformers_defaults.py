@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
+from fastattention.integrations.transformers import FastAttentionCache, MicroBatchedCache, overlapped
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
-from integrations.models import DECODERS, ENCODERS, make_cache, padding_mask, pair, prompts
+from integrations.budgets import LENGTH, NUM_LAYERS, cache_arguments
+from integrations.models import DECODERS, ENCODERS, assert_same, deep, make_cache, padding_mask, pair, prompts
+
+DEVICES = ["meta", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
-@pytest.fixture(params=["meta", torch.bfloat16, torch.float64], ids=str)
+@pytest.fixture(params=[*DEVICES, torch.bfloat16, torch.float64], ids=str)
 def _other_default(request: pytest.FixtureRequest) -> Iterator[None]:
     """A default device or dtype that a user has set."""
     if isinstance(request.param, str):
@@ -65,3 +71,25 @@ def test_defaults_of_torch_change_nothing(name: str, side: str) -> None:
         assert one.device.type == "cpu"
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("_other_default")
+@pytest.mark.parametrize("_other_default", [torch.bfloat16, torch.float64], ids=str, indirect=True)
+@pytest.mark.parametrize("make", [FastAttentionCache, MicroBatchedCache])
+def test_a_cache_within_a_budget_computes_the_same(make: Any) -> None:
+    model, ids, mask = _as_usual(
+        lambda: (deep("llama", NUM_LAYERS), prompts(length=LENGTH), padding_mask("left", 3, LENGTH))
+    )
+    longer = torch.nn.functional.pad(mask, (0, 1), value=1)
+
+    def run(cache: Any) -> list[Tensor]:
+        with torch.no_grad(), overlapped(model, cache) if isinstance(cache, MicroBatchedCache) else nullcontext():
+            given = ((ids, mask), (ids[:, :1], longer))
+            return [model(new, attention_mask=seen, **{CACHE_ARGUMENT: cache}).logits for new, seen in given]
+
+    budget = cache_arguments(140_000, None, {})
+    found = run(make(model.config, **budget))
+    expected = _as_usual(lambda: run(DynamicCache(config=model.config)))
+    for one, other, real in zip(found, expected, (mask, longer[:, -1:]), strict=True):
+        assert one.dtype is other.dtype
+        _as_usual(functools.partial(assert_same, one, other, real))

@@ -16,16 +16,17 @@ from tiers import slow
 from transformers import CONFIG_MAPPING, MambaConfig, PreTrainedModel, ViTConfig
 
 from fastattention import ArgumentError, FastAttentionError, UnsupportedError
-from fastattention.integrations.transformers import FastAttentionCache
+from fastattention.integrations.transformers import FastAttentionCache, MicroBatchedCache, overlapped
 from fastattention.integrations.transformers.attention import UNKNOWN_ARGUMENTS
 from fastattention.integrations.transformers.model_source import matrix_needed
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
-from integrations.budgets import LARGE, cache_arguments
+from integrations.budgets import LARGE, NUM_LAYERS, cache_arguments
 from integrations.models import (
     DECODERS,
     ENCODERS,
     VOCABULARY,
     assert_same,
+    deep,
     make_cache,
     padding_mask,
     pair,
@@ -68,6 +69,23 @@ def test_a_cache_within_a_budget_refuses_a_mask_without_the_new_tokens() -> None
             with pytest.raises(UnsupportedError, match="give an attention_mask that has the new tokens"):
                 fast(ids[:, :1], attention_mask=mask, **{CACHE_ARGUMENT: cache})
     assert cache.length == ids.shape[1]
+
+
+def test_halves_of_a_batch_take_masks_as_the_whole_does() -> None:
+    model, ids, row = deep("llama", NUM_LAYERS), prompts(), padding_mask("left")[1:2]
+    longer, given = torch.nn.functional.pad(row, (0, 1), value=1), cache_arguments(LARGE, None, {})
+    cache = MicroBatchedCache(model.config, **given)
+    with torch.no_grad():
+        plain = {CACHE_ARGUMENT: make_cache("dynamic", model)}
+        expected = [model(ids, attention_mask=row, **plain).logits]
+        expected.append(model(ids[:, :1], attention_mask=longer, **plain).logits)
+        with overlapped(model, cache):
+            logits = [model(ids, attention_mask=row, **{CACHE_ARGUMENT: cache}).logits]
+            with pytest.raises(UnsupportedError, match="give an attention_mask that has the new tokens"):
+                model(ids[:, :1], attention_mask=row, **{CACHE_ARGUMENT: cache})
+            assert cache.length == ids.shape[1]
+            logits.append(model(ids[:, :1], attention_mask=longer, **{CACHE_ARGUMENT: cache}).logits)
+    assert_same(torch.cat(logits, dim=1), torch.cat(expected, dim=1), longer.expand(3, -1))
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])

@@ -272,12 +272,20 @@ def test_a_cache_is_made_or_refused_for_every_configuration_there_is() -> None:
     assert made > 100
 
 
-NEEDED = {"llama": None, "gpt2": None, "bert": None, "gpt_oss": None, "deepseek_v32": "bool", "deepseek_v4": "float"}
+NEEDED = {
+    "llama": None,
+    "gpt2": None,
+    "bert": None,
+    "gpt_oss": None,
+    "doge": "bool",
+    "deepseek_v32": "bool",
+    "deepseek_v4": "float",
+}
 
 
 @pytest.mark.parametrize("model_type", NEEDED)
 def test_a_matrix_is_made_for_models_that_compute_with_it_alone(model_type: str) -> None:
-    """GPT-2 computes with its mask in a function that never hands it on."""
+    """GPT-2 computes with its mask in a function that never hands it on. T5Gemma 2 says that it needs a matrix."""
     config = CONFIG_MAPPING[model_type]()
     importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
     assert matrix_needed(config) == NEEDED[model_type]

@@ -54,7 +54,8 @@ def matrix_needed(config: object | None) -> str | None:
     """The matrix that the code of this model needs as a mask: None is none, "bool" that of SDPA, "float" that of eager.
 
     A matrix is needed where the code changes a mask before it hands it to the attention function, as models with an
-    indexer do. DeepSeek-V4 appends a bias to it, and has no SDPA: its mask must be one to be added to scores.
+    indexer do, or says that it needs one. DeepSeek-V4 appends a bias to it, and has no SDPA: its mask must be one to be
+    added to scores.
     """
     if type(config) not in _matrices:
         _matrices[type(config)] = _find_matrix(type(config))
@@ -76,11 +77,18 @@ def _find_matrix(config_class: type) -> str | None:
         if isinstance(function, ast.FunctionDef) and _asks_interface(function)
         for node in ast.walk(function)
     )
-    if not computes:
+    if not computes and not any(map(_forbids_to_skip, ast.walk(tree))):
         return None
     members = [member for member in vars(modeling).values() if isinstance(member, type)]
     sdpa = any(member._supports_sdpa for member in members if issubclass(member, PreTrainedModel))
     return "bool" if sdpa else "float"
+
+
+def _forbids_to_skip(node: ast.AST) -> bool:
+    """Whether a mask is asked for that must be a matrix: Doge and T5Gemma 2 compute with it elsewhere."""
+    if not isinstance(node, ast.keyword) or node.arg not in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
+        return False
+    return isinstance(node.value, ast.Constant) and node.value.value is False
 
 
 def _asks_interface(function: ast.FunctionDef) -> bool:

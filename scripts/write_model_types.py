@@ -31,7 +31,7 @@ attention, as far as eager attention itself computes them:
 - prompts in chunks, and several sequences in a row
 
 Models with images or sound as main input were compared in a forward pass and in gradients. Models of text and images
-were given text alone.
+were given text alone. Types that are not on this page have not been run.
 """
 
 

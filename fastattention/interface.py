@@ -8,7 +8,7 @@ in one pass, without storing the seqlen_q x seqlen_k matrix. Where torch has no 
 computes it in chunks of rows. With gradients it computes each chunk once more.
 
 q, k and v are float16, bfloat16 or float32, all of one dtype and on one device (caches may be quantised, see
-`fast_attn_with_kvcache`). headdim and headdim_v are 1 to 256 and may differ; nheads_k divides nheads. Any strides are
+`fast_attn_with_kvcache`). headdim is 1 to 576 and headdim_v 1 to 512; they may differ. nheads_k divides nheads. Any strides are
 served in place; a strided last axis is copied first.
 
 Shared arguments, in flash-attn's order:
@@ -48,8 +48,8 @@ With `causal`, query i sees key j if and only if j <= i + seqlen_k - seqlen_q. A
 All functions work under torch.compile, where a call becomes one operator. Only the dropout mask of return_attn_probs
 is not available there. docs/guides/pytorch.md lists other tracers, transforms and kinds of tensors.
 
-They raise `ArgumentError` (a ValueError) for a wrong argument, and `UnsupportedError` (a NotImplementedError) with every
-backend's reason when none can serve the call.
+They raise `ArgumentError` (a ValueError) for a wrong argument, and `UnsupportedError` (a NotImplementedError) with
+every backend's reason when none can serve the call.
 """
 
 from __future__ import annotations

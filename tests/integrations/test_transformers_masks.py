@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,7 +68,9 @@ def requests(draw: st.DrawFn) -> Request:
     padding = draw(st.sampled_from(("none", "left", "right", "anywhere")))
     if padding == "none":
         return Request(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, None)
-    tokens = torch.ones(batch_size, q_offset + q_length, dtype=torch.bool)
+    # A mask may end early: that of a prompt, kept while decoding.
+    length = q_offset + q_length - draw(st.sampled_from((0, 0, 0, 1, q_length, q_length + 2)))
+    tokens = torch.ones(batch_size, max(length, 1), dtype=torch.bool)
     for row in tokens:
         count = draw(st.integers(0, len(row)))
         where = {"left": slice(0, count), "right": slice(len(row) - count, len(row))}.get(padding)
@@ -87,10 +90,12 @@ def _tensors(request: Request, requires_grad: bool = False) -> tuple[Tensor, Ten
 
 
 def _real_queries(request: Request) -> Tensor:
-    """bool (batch_size, q_length), False where the query is a token of padding."""
-    if request.attention_mask is None:
-        return torch.ones(request.batch_size, request.q_length, dtype=torch.bool)
-    return request.attention_mask[:, request.q_offset : request.q_offset + request.q_length]
+    """bool (batch_size, q_length), False where the query is a token of padding. Behind the mask all are real."""
+    real = torch.ones(request.batch_size, request.q_offset + request.q_length, dtype=torch.bool)
+    if request.attention_mask is not None:
+        length = min(request.attention_mask.shape[1], real.shape[1])
+        real[:, :length] = request.attention_mask[:, :length]
+    return real[:, request.q_offset :]
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -150,6 +155,10 @@ CHEAPEST = {
     "encoder, right, window": (Request(2, 6, 6, 0, 0, sliding_bidirectional(2), RIGHT), VarlenMask),
     "some queries, right, window to both sides": (Request(2, 3, 6, 3, 0, sliding_bidirectional(2), RIGHT), Tensor),
     "cross-attention of a token": (Request(2, 1, 6, 0, 0, BIDIRECTIONAL, RIGHT), CachedMask),
+    "decode, the prompt's mask": (Request(2, 1, 8, 7, 0, CAUSAL, LEFT), CachedMask),
+    "chunk, the prompt's mask": (Request(2, 2, 8, 6, 0, CAUSAL, HOLES), VarlenMask),
+    "chunk across the end of the mask": (Request(2, 3, 8, 5, 0, CAUSAL, LEFT), Tensor),
+    "decode, the prompt's mask, window": (Request(2, 1, 8, 7, 0, sliding(5), LEFT), Tensor),
 }
 
 
@@ -157,6 +166,28 @@ CHEAPEST = {
 def test_the_cheapest_mask_is_chosen(request_: Request, kind: type) -> None:
     with torch.no_grad():
         assert type(request_.make()) is kind
+
+
+@pytest.mark.parametrize("function", [CAUSAL, BIDIRECTIONAL, sliding(4)], ids=["causal", "full", "window"])
+@pytest.mark.parametrize("used", [torch.ones(6, dtype=torch.bool), LEFT[1], RIGHT[1]], ids=["all", "left", "right"])
+def test_one_row_of_padding_is_that_of_every_sequence(used: Tensor, function: Callable[..., Any]) -> None:
+    one, each = (Request(3, 6, 6, 0, 0, function, used.expand(rows, -1)) for rows in (1, 3))
+    q, k, v = _tensors(each)
+    outs = []
+    for request in (one, each):
+        mask = request.make()
+        assert isinstance(mask, SequenceMask)
+        assert torch.equal(mask.as_tensor(), each.matrix())
+        outs.append(mask.attend(q, k, v, None, SCORES))
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 6), (0, 6), (3, 6, 6)], ids=str)
+def test_a_padding_mask_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ArgumentError, match=rf"batch_size=3, or have four dimensions, got shape {re.escape(str(shape))}"
+    ):
+        Request(3, 6, 6, 0, 0, CAUSAL, torch.ones(shape, dtype=torch.bool)).make()
 
 
 def test_a_window_as_wide_as_the_keys_is_dropped() -> None:
@@ -250,6 +281,18 @@ def test_a_mask_moves_with_its_layer() -> None:
     assert torch.equal(mask.to("cpu").attend(q, k, v, None, SCORES), mask.attend(q, k, v, None, SCORES))
 
 
+@pytest.mark.parametrize(
+    "request_", [Request(1, 6, 6, 0, 0, CAUSAL, LEFT[1:]), Request(2, 1, 1, 0, 0, CAUSAL, None)], ids=["batch", "keys"]
+)
+def test_a_mask_of_ones_among_its_lengths_broadcasts(request_: Request) -> None:
+    """EncoderDecoderModel decodes under a mask for one key: eager attention lets the query see all keys."""
+    mask = request_.make()
+    assert isinstance(mask, SequenceMask)
+    q, k, v = _tensors(Request(2, request_.q_length, 6, 0, 0, CAUSAL, None))
+    expected = attend_dense(q, k, v, combine(request_.matrix(), None, q.dtype), SCORES)
+    torch.testing.assert_close(mask.attend(q, k, v, None, SCORES), expected, atol=2e-6, rtol=1e-5)
+
+
 MISUSES: dict[str, Callable[[Any], object]] = {
     "index": lambda mask: mask[:, :, :, :3],
     "operator": lambda mask: torch.zeros(2, 1, 6, 6) + mask,
@@ -264,5 +307,7 @@ def test_a_model_that_computes_with_a_mask_is_told(misuse: Callable[[Any], objec
 
 
 def test_a_model_that_asks_a_mask_for_its_dtype_is_told() -> None:
-    with pytest.raises(AttributeError, match="'dtype': this model computes with its attention mask"):
-        _ = Request(2, 6, 6, 0, 0, CAUSAL, LEFT).make().dtype
+    mask = Request(2, 6, 6, 0, 0, CAUSAL, LEFT).make()
+    assert not hasattr(mask, "dtype")
+    with pytest.raises(UnsupportedError, match="'dtype': this model computes with its attention mask"):
+        _ = mask.dtype

@@ -206,7 +206,12 @@ class Layer(nn.Module):
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "paged cache": ({"cache": object()}, UnsupportedError, "continuous batching"),
-    "sparse indices": ({"indices": torch.zeros(1)}, UnsupportedError, "'indices'"),
+    "indices without a mask": ({"indices": torch.zeros(2, 6, 3)}, UnsupportedError, r"indices of shape \(2, 6, 3\)"),
+    "indices of other queries": (
+        {"indices": torch.zeros(2, 5, 3), "attention_mask": torch.zeros(2, 1, 6, 6)},
+        UnsupportedError,
+        r"shape \(2, 6\) followed by",
+    ),
     "blocks": ({"block_indices": torch.zeros(1)}, UnsupportedError, "'block_indices'"),
     "sinks of each token": ({"sinks": torch.zeros(1)}, UnsupportedError, "'sinks'"),
     "padding mask": ({"attention_mask": torch.ones(2, 6)}, ArgumentError, r"got shape \(2, 6\)"),

@@ -7,8 +7,9 @@ Two functions are registered under that name. The mask function (mask_function.p
 kind of layer: it knows offsets, cache sizes and padding, and returns a mask of masks.py, or a bool tensor for patterns
 that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
 cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
-of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. versions.py knows what
-Transformers has renamed, and warns of one that is too old.
+of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. model_source.py looks at the
+code of models for what they do about attention. versions.py knows what Transformers has renamed, and warns of one that
+is too old.
 docs/guides/transformers.md tells users what is covered and what costs what.
 """
 
@@ -25,6 +26,7 @@ from fastattention.integrations.transformers.attention import fast_attention_for
 from fastattention.integrations.transformers.cache import FastAttentionCache
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
+from fastattention.integrations.transformers.model_source import refuse_tables
 from fastattention.integrations.transformers.versions import warn_of_old_version
 
 __all__ = [
@@ -44,6 +46,7 @@ def register() -> None:
     """Registers "fast_attention" with Transformers. Importing this module does it; calling it again changes nothing."""
     AttentionInterface.register(NAME, fast_attention_forward)
     AttentionMaskInterface.register(NAME, fast_attention_mask)
+    refuse_tables(NAME)
 
 
 register()

@@ -22,7 +22,7 @@ from fastattention.integrations.transformers.masks import (
 from fastattention.integrations.transformers.stored import StoredTokens
 
 # Arguments with which sparse and gated models change the softmax in ways that nothing else tells.
-UNKNOWN_ARGUMENTS = ("indices", "block_indices", "sinks")
+UNKNOWN_ARGUMENTS = ("block_indices", "sinks")
 
 
 def fast_attention_forward(
@@ -38,6 +38,7 @@ def fast_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     cache: object | None = None,
     functions: Functions = AT_ONCE,
     **kwargs: Any,
@@ -53,6 +54,8 @@ def fast_attention_forward(
     dropout, scaling, softcap: dropout_p, softmax_scale and softcap of fast_attn_func; softcap None is off
     s_aux: sinks, (nheads,)
     position_bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), added to the scores
+    indices: integers (batch_size, seqlen_q, topk), keys that an indexer (of DeepSeek-V3.2) selected for each query. Of
+        those that attention_mask, a tensor, shows to a query it sees only these.
     functions: who computes it
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
@@ -61,6 +64,8 @@ def fast_attention_forward(
     masks that do not fit.
     """
     _refuse_unsupported(cache, kwargs)
+    if indices is not None:
+        attention_mask = _selected(attention_mask, indices, query, key)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
         return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores), None
@@ -101,6 +106,19 @@ def _refuse_unsupported(cache: object | None, kwargs: dict[str, Any]) -> None:
             "output_attentions=True needs the matrix of weights, which fast_attention never makes; "
             "load the model with attn_implementation='eager'"
         )
+
+
+def _selected(mask: SequenceMask | Tensor | None, indices: Tensor, query: Tensor, key: Tensor | StoredTokens) -> Tensor:
+    """The mask with all other keys hidden, as models with an indexer do it themselves for eager attention."""
+    shape = (query.shape[0], query.shape[2])
+    if isinstance(key, StoredTokens) or not isinstance(mask, Tensor) or tuple(indices.shape[:-1]) != shape:
+        raise UnsupportedError(
+            f"indices of shape {tuple(indices.shape)}, by which a model selects keys, need a tensor as attention_mask, "
+            f"a cache of Transformers, and shape {shape} followed by the number of keys; load the model with "
+            "attn_implementation='eager'"
+        )
+    seen = indices.new_zeros((*shape, key.shape[2]), dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+    return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 def _without_mask(module: nn.Module, is_causal: bool | None, sliding_window: int | None) -> tuple[bool, Window]:

@@ -101,9 +101,9 @@ class FastAttentionCache(Cache):
         self._padding_of = PaddingOf()
         self._half: Half | None = None
         config = config.get_text_config(decoder=True)
+        layers = dynamic_layers(config)
         self._model = model_shape(config)
         self._workspace = prompt_workspace(self._model) if workspace is None else read_bytes("workspace", workspace)
-        layers = dynamic_layers(config)
         full = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if not full:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
@@ -178,7 +178,7 @@ class FastAttentionCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only the given sequences. Waits for the device."""
-        self._select(torch.arange(self._batch_size())[indices.cpu()].tolist())
+        self._select(torch.arange(self._batch_size(), dtype=torch.int64, device="cpu")[indices.cpu()].tolist())
         for layer in self._others():
             layer.batch_select_indices(indices)
 
@@ -252,13 +252,21 @@ class FastAttentionCache(Cache):
 
 
 def dynamic_layers(config: PretrainedConfig) -> list[Any]:
-    """What Transformers itself would keep the tokens of each layer in; empty."""
-    return list(DynamicCache(config=config).layers)
+    """What Transformers itself would keep the tokens of each layer in; empty. Raises ArgumentError when it cannot."""
+    try:
+        return list(DynamicCache(config=config).layers)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"Transformers makes no DynamicCache for the config of this model, {type(config).__name__}: {error!r}"
+        ) from error
 
 
 def model_shape(config: PretrainedConfig) -> ModelShape:
-    """Dimensions of a model, by its configuration; those of its MLP only as far as they are usual."""
-    nheads = config.num_attention_heads
+    """Dimensions of a model, by its configuration; those of its MLP only as far as they are usual.
+
+    Raises ArgumentError for a model without attention, or whose layers differ in dimensions.
+    """
+    nheads, hidden_size = _dimension(config, "num_attention_heads"), _dimension(config, "hidden_size")
     dtype = getattr(config, "dtype", None)
     layers = dynamic_layers(config)
     windows = {
@@ -270,16 +278,32 @@ def model_shape(config: PretrainedConfig) -> ModelShape:
         name=config.model_type,
         num_layers=len(layers),
         nheads=nheads,
-        nheads_k=getattr(config, "num_key_value_heads", None) or nheads,
-        headdim=getattr(config, "head_dim", None) or config.hidden_size // nheads,
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        vocab_size=config.vocab_size,
+        nheads_k=_dimension(config, "num_key_value_heads", nheads),
+        headdim=_dimension(config, "head_dim", hidden_size // nheads),
+        hidden_size=hidden_size,
+        intermediate_size=_dimension(config, "intermediate_size", 4 * hidden_size),
+        vocab_size=_dimension(config, "vocab_size"),
         dtype_bytes=dtype.itemsize if isinstance(dtype, torch.dtype) else 2,
         window=max(windows.values(), default=None),
         window_layers=frozenset(windows),
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
     )
+
+
+def _dimension(config: PretrainedConfig, name: str, default: int | None = None) -> int:
+    """A positive number of a configuration; None and 0 stand for `default`, if there is one."""
+    try:
+        value = getattr(config, name, default) or default
+    except RuntimeError as error:  # of Transformers, for a configuration that has one for each layer
+        raise ArgumentError(
+            f"config, a {type(config).__name__}, has a {name} for each layer; use a DynamicCache"
+        ) from error
+    if type(value) is not int or value < 1:
+        raise ArgumentError(
+            f"config must be that of a model that generates text with attention, with one {name} of at least 1 for all "
+            f"layers; this {type(config).__name__} has {'none' if value is None else repr(value)}"
+        )
+    return value
 
 
 def _check_kinds(config: object, hardware: object, page_size: object, device: object) -> None:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from fastattention.errors import ArgumentError
 from fastattention.integrations.transformers.masks import (
     CachedMask,
     DenseMask,
@@ -19,7 +20,8 @@ from fastattention.integrations.transformers.masks import (
     VarlenMask,
     Window,
 )
-from fastattention.integrations.transformers.patterns import Pattern, recognise, require_dispatch
+from fastattention.integrations.transformers.model_source import matrix_needed, require_dispatch
+from fastattention.integrations.transformers.patterns import BIDIRECTIONAL, Pattern, recognise
 
 
 def fast_attention_mask(
@@ -34,6 +36,7 @@ def fast_attention_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     config: object | None = None,
     packs: bool = True,
     **_: Any,
@@ -41,17 +44,28 @@ def fast_attention_mask(
     """The mask of one kind of layer, as Transformers' AttentionMaskInterface asks for it.
 
     Queries are tokens q_offset to q_offset + q_length - 1, keys are tokens kv_offset to kv_offset + kv_length - 1. A
-    query sees a key when mask_function says so and attention_mask, bool (batch_size, tokens), does not call the key
-    padding (False). packs=False leaves prompts with padding on the left where they lie, if that can be said.
+    query sees a key when mask_function says so and attention_mask, bool (batch_size or 1, tokens), does not call the
+    key padding (False). Keys behind the end of attention_mask are padding, as in Transformers; queries there are real.
+    packs=False leaves prompts with padding on the left where they lie, if that can be said.
     Returns a tensor, bool (batch_size, 1, q_length, kv_length), for patterns that no SequenceMask can say, for models
-    that ask for one to compute with, and for padding that torch.compile traces and must not read.
-    Raises UnsupportedError when the model would not hand the mask to the attention function.
+    that compute with their mask, and for padding that torch.compile traces and must not read. Models without SDPA that
+    compute with it get the mask of eager attention, in `dtype`.
+    Raises UnsupportedError when the model would not hand the mask to the attention function, ArgumentError for an
+    attention_mask of another shape.
     """
     if isinstance(attention_mask, SequenceMask):
         return attention_mask  # `generate` made it for the forward pass that now asks for it
     require_dispatch(config)
     if isinstance(q_offset, Tensor) and not is_tracing(q_offset):
         q_offset = int(q_offset)  # a static cache counts on the device, and goes on counting in this very tensor
+    if attention_mask is not None:
+        attention_mask = _fitting(attention_mask, batch_size)
+    needed = matrix_needed(config)
+    if needed == "float":
+        return eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,  # type: ignore[arg-type]
+            dtype=dtype, use_vmap=use_vmap, device=device,
+        )  # fmt: skip
 
     def as_tensor() -> Tensor:
         mask = sdpa_mask(
@@ -63,7 +77,7 @@ def fast_attention_mask(
 
     pattern = recognise(mask_function)
     unreadable = isinstance(q_offset, Tensor) or (attention_mask is not None and is_tracing(attention_mask))
-    if pattern is None or unreadable:
+    if needed or pattern is None or unreadable:
         return as_tensor()
     call = _Call((batch_size, 1, q_length, kv_length), int(q_offset), kv_offset, pattern, device, packs, as_tensor)
     if pattern.sequence_ids is not None:
@@ -72,6 +86,17 @@ def fast_attention_mask(
     if q_length > 1 and not (allow_is_causal_skip or allow_is_bidirectional_skip):
         return as_tensor()
     return call.mask(attention_mask)
+
+
+def _fitting(attention_mask: Tensor, batch_size: int) -> Tensor:
+    """A padding mask with a row for every sequence. Rows beyond them are nobody's, as in Transformers."""
+    rows = attention_mask.shape[0] if attention_mask.dim() == 2 else 0
+    if rows != 1 and rows < batch_size:
+        raise ArgumentError(
+            f"attention_mask must be (batch_size, tokens) or (1, tokens) with batch_size={batch_size}, or have four "
+            f"dimensions, got shape {tuple(attention_mask.shape)}"
+        )
+    return attention_mask.expand(batch_size, -1) if rows == 1 else attention_mask[:batch_size]
 
 
 class _Call(NamedTuple):
@@ -87,7 +112,7 @@ class _Call(NamedTuple):
 
     def mask(self, attention_mask: Tensor | None) -> SequenceMask | Tensor:
         """attention_mask: bool (batch_size, tokens), False is padding; None is no padding."""
-        batch_size, _, q_length, kv_length = self.shape
+        q_length, kv_length = self.shape[2:]
         num_keys = kv_length
         if self.pattern.is_positional:
             num_keys = self.q_offset + q_length - self.kv_offset
@@ -96,12 +121,18 @@ class _Call(NamedTuple):
                 return self.as_tensor()
         if attention_mask is None:
             return self._without_padding(num_keys)
-        if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size:
-            return self.as_tensor()
         tokens = prepare_padding_mask(attention_mask, kv_length, self.kv_offset)
         assert tokens is not None
         used = tokens[:, self.kv_offset : self.kv_offset + num_keys]
-        return self._without_padding(num_keys) if bool(used.all()) else self._with_padding(used)
+        if bool(used.all()):
+            return self._without_padding(num_keys)
+        behind = self.q_offset + q_length - attention_mask.shape[1]  # queries that the mask says nothing of
+        if not self.pattern.is_positional or behind <= 0:
+            return self._with_padding(used)
+        if behind < q_length or self.pattern.window[0] >= 0:
+            return self.as_tensor()
+        # All queries come after all keys in use: causality has nothing to hide from them.
+        return self._replace(pattern=BIDIRECTIONAL)._with_padding(used)
 
     def sequences(self, sequence_ids: Tensor) -> SequenceMask | Tensor:
         """sequence_ids: int (batch_size, tokens); sequences lie one after another, none goes on in the next row."""
@@ -119,7 +150,7 @@ class _Call(NamedTuple):
         if num_keys < kv_length and q_length == 1 and not torch.is_grad_enabled():
             # Lengths in a tensor, so that one compiled decoding step serves them all.
             lengths = torch.full((batch_size,), num_keys, dtype=torch.int32, device=self.device)
-            return CachedMask(*self._common(num_keys), lengths, None)
+            return CachedMask(*self._common(num_keys), lengths, None, False)
         return DenseMask(*self._common(num_keys), num_keys)
 
     def _with_padding(self, used: Tensor) -> SequenceMask | Tensor:
@@ -131,10 +162,10 @@ class _Call(NamedTuple):
         # Packing keeps the order of tokens, but not distances across padding between them.
         if windowed and not contiguous:
             return self.as_tensor()
-        aligned = not positional or bool((end == num_keys).all())
+        reaches_end = bool((end == num_keys).all())
         in_place = q_length < num_keys or not self.packs
-        if contiguous and aligned and in_place and not torch.is_grad_enabled():
-            return CachedMask(*common, end, first)
+        if contiguous and (reaches_end or not positional) and in_place and not torch.is_grad_enabled():
+            return CachedMask(*common, end, first, reaches_end)
         if windowed and not self.pattern.causal and q_length != num_keys:
             return self.as_tensor()
         tokens_k, cu_seqlens_k, max_seqlen_k = _packing(used)
@@ -155,7 +186,7 @@ def _runs(used: Tensor) -> tuple[Tensor, Tensor, bool]:
     """First and last + 1 token in use, int32 (batch_size,), and whether all tokens between them are in use."""
     count = used.sum(dim=1)
     first = used.int().argmax(dim=1)
-    positions = torch.arange(used.shape[1], device=used.device)
+    positions = torch.arange(used.shape[1], dtype=torch.int64, device=used.device)
     run = (positions >= first[:, None]) & (positions < (first + count)[:, None])
     return first.to(torch.int32), (first + count).to(torch.int32), bool((run == used).all())
 

@@ -34,6 +34,10 @@ _NOT_A_TENSOR = (
 )
 
 
+class NoAttributeError(UnsupportedError, AttributeError):
+    """What a mask has not, and a tensor has. `hasattr` says no."""
+
+
 class Functions(NamedTuple):
     """Who computes a layer: functions with the arguments of these."""
 
@@ -82,7 +86,7 @@ class SequenceMask:
         return dataclasses.replace(self, **{**moved, "as_tensor": lambda: self.as_tensor().to(device)})
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__} of fast_attention has no {name!r}: {_NOT_A_TENSOR}")
+        raise NoAttributeError(f"{type(self).__name__} of fast_attention has no {name!r}: {_NOT_A_TENSOR}")
 
     def __getitem__(self, index: object) -> Tensor:
         raise UnsupportedError(f"{type(self).__name__} of fast_attention cannot be indexed: {_NOT_A_TENSOR}")
@@ -97,10 +101,13 @@ class SequenceMask:
 
         q: (batch_size, seqlen_q, nheads, headdim); k, v: (batch_size, seqlen_k, nheads_k, headdim or headdim_v)
         bias: broadcasts to (batch_size, nheads, seqlen_q, seqlen_k), or None
+        A mask whose matrix broadcasts to another batch_size, seqlen_q or seqlen_k does so, as in eager attention.
         Returns (batch_size, seqlen_q, nheads, headdim_v); rows of padding hold 0 or numbers without meaning.
         """
         given = (q.shape[0], 1, q.shape[1], k.shape[1])
         if given != self.shape:
+            if all(mine in (1, length) for mine, length in zip(self.shape, given, strict=True)):
+                return self._attend_as_tensor(q, k, v, bias, scores)  # its matrix broadcasts
             raise ArgumentError(f"the mask is for (batch_size, 1, seqlen_q, seqlen_k) = {self.shape}, got {given}")
         return self._attend(q, k, v, bias, scores)
 
@@ -130,6 +137,7 @@ class CachedMask(SequenceMask):
 
     cache_seqlens: Tensor  # int32 (batch_size,)
     cache_leftpad: Tensor | None  # int32 (batch_size,)
+    reaches_end: bool  # whether every sequence uses the last key
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scores: Scores) -> Tensor:
         if bias is not None or scores.dropout_p:

@@ -1,4 +1,4 @@
-"""Recognises what Transformers' mask functions compute, and whether a model uses its mask at all.
+"""Recognises what Transformers' mask functions compute.
 
 Transformers describes a mask by a function of indices, composed out of a few of its own. Such a function is recognised
 only when every piece is known, told by its code object. Anything else is a pattern of its own, and None.
@@ -6,15 +6,13 @@ only when every piece is known, told by its code object. Anything else is a patt
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import masking_utils
 
-from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.masks import Window
 
 
@@ -88,30 +86,3 @@ def _captured(function: Callable[..., Any]) -> dict[str, Any]:
     if code is None or cells is None:
         return {}
     return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-
-
-_dispatching: set[type] = set()
-
-
-def require_dispatch(config: object | None) -> None:
-    """Raises UnsupportedError when the model of this configuration computes its attention by itself.
-
-    Such a model would let fast_attention make its mask, and then add a bool tensor to its scores.
-    """
-    if type(config) not in _dispatching:
-        _check_dispatch(type(config))
-        _dispatching.add(type(config))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _check_dispatch(config_class: type) -> None:
-    package, _, module = config_class.__module__.rpartition(".")
-    modeling = sys.modules.get(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
-    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
-        return
-    for name, member in vars(modeling).items():
-        if "Attention" in name and isinstance(member, type) and issubclass(member, nn.Module):
-            raise UnsupportedError(
-                f"{modeling.__name__}.{name} computes attention by itself instead of asking Transformers' "
-                "AttentionInterface, which fast_attention cannot change; load it with attn_implementation='eager'"
-            )

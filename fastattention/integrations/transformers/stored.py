@@ -85,17 +85,21 @@ class StoredTokens:
                     f"the mask is for {num_keys} keys and the cache holds {tokens} with the new ones; an earlier "
                     "forward pass may have ended early: call the model again"
                 )
+            leftpad = mask.cache_leftpad if isinstance(mask, CachedMask) else None
+            to_the_end = not isinstance(mask, CachedMask) or mask.reaches_end
             causal = mask.causal or (q.shape[1] == 1 and mask.window == (-1, -1))
-            if causal and (mask.window[0] < 0 or mask.window[0] >= num_keys - 1):
-                leftpad = mask.cache_leftpad if isinstance(mask, CachedMask) else None
+            if causal and to_the_end and (mask.window[0] < 0 or mask.window[0] >= num_keys - 1):
                 return None if leftpad is None else self._padding_of(leftpad)
         raise UnsupportedError(
             f"a FastAttentionCache serves causal attention to all tokens before, with padding on the left; this mask "
-            f"is {_described(mask)}; pad on the left, or use a DynamicCache"
+            f"is {_described(mask)}; pad on the left and give an attention_mask that has the new tokens, or use a "
+            "DynamicCache"
         )
 
 
 def _described(mask: SequenceMask | Tensor) -> str:
     if isinstance(mask, torch.Tensor):
         return f"a tensor of shape {tuple(mask.shape)}"
+    if isinstance(mask, CachedMask) and not mask.reaches_end:
+        return "one that leaves out the last tokens"
     return f"{type(mask).__name__} with causal={mask.causal} and window={mask.window}"

@@ -22,6 +22,7 @@ from fastattention.errors import UnsupportedError
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.masks import AT_ONCE, Functions, SequenceMask
+from fastattention.integrations.transformers.model_source import refuse_tables
 from fastattention.integrations.transformers.stored import StoredTokens
 from fastattention.interface import fast_attn_func
 
@@ -142,3 +143,4 @@ _DEFERRED = Functions(dense=_dense, kvcache=deferred_attn_with_kvcache)
 
 AttentionInterface.register(NAME, tiled_attention_forward)
 AttentionMaskInterface.register(NAME, functools.partial(fast_attention_mask, packs=False))
+refuse_tables(NAME)

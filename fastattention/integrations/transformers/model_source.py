@@ -1,0 +1,178 @@
+"""What the code of a model does about attention: whom it asks for it, and whether it computes with its mask.
+
+Transformers has a modeling module beside every configuration. Its classes are looked at once per model.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastattention.errors import UnsupportedError
+
+MASK = "attention_mask"  # the name of a mask in every attention module of Transformers
+# What may be asked of a mask without computing with it.
+_ASKED = ("shape", "ndim", "dtype", "device", "dim", "size")
+
+_dispatching: set[type] = set()
+_matrices: dict[type, str | None] = {}
+
+
+def require_dispatch(config: object | None) -> None:
+    """Raises UnsupportedError when the model of this configuration computes its attention by itself.
+
+    Such a model would let fast_attention make its mask, and then add a bool tensor to its scores.
+    """
+    if type(config) not in _dispatching:
+        _check_dispatch(type(config))
+        _dispatching.add(type(config))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _check_dispatch(config_class: type) -> None:
+    modeling = _modeling_of(config_class)
+    if modeling is None or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    for name, member in vars(modeling).items():
+        if "Attention" in name and isinstance(member, type) and issubclass(member, nn.Module):
+            raise UnsupportedError(
+                f"{modeling.__name__}.{name} computes attention by itself instead of asking Transformers' "
+                "AttentionInterface, which fast_attention cannot change; load it with attn_implementation='eager'"
+            )
+
+
+def matrix_needed(config: object | None) -> str | None:
+    """The matrix that the code of this model needs as a mask: None is none, "bool" that of SDPA, "float" that of eager.
+
+    A matrix is needed where the code changes a mask before it hands it to the attention function, as models with an
+    indexer do, or says that it needs one. DeepSeek-V4 appends a bias to it, and has no SDPA: its mask must be one to be
+    added to scores.
+    """
+    if type(config) not in _matrices:
+        _matrices[type(config)] = _find_matrix(type(config))
+    return _matrices[type(config)]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _find_matrix(config_class: type) -> str | None:
+    modeling = _modeling_of(config_class)
+    if modeling is None:
+        return None
+    try:
+        tree = ast.parse(inspect.getsource(modeling))
+    except (OSError, SyntaxError):  # a module without source
+        return None
+    computes = any(
+        _is_computation(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and _asks_interface(function)
+        for node in ast.walk(function)
+    )
+    if not computes and not any(map(_forbids_to_skip, ast.walk(tree))):
+        return None
+    members = [member for member in vars(modeling).values() if isinstance(member, type)]
+    sdpa = any(member._supports_sdpa for member in members if issubclass(member, PreTrainedModel))
+    return "bool" if sdpa else "float"
+
+
+def _forbids_to_skip(node: ast.AST) -> bool:
+    """Whether a mask is asked for that must be a matrix: Doge and T5Gemma 2 compute with it elsewhere."""
+    if not isinstance(node, ast.keyword) or node.arg not in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
+        return False
+    return isinstance(node.value, ast.Constant) and node.value.value is False
+
+
+def _asks_interface(function: ast.FunctionDef) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS" for node in ast.walk(function))
+
+
+def _is_computation(node: ast.AST) -> bool:
+    """Whether `node` is an operator, an index, a method or a function of torch that is given the mask."""
+    if isinstance(node, ast.BinOp):
+        return _is_mask(node.left) or _is_mask(node.right)
+    if isinstance(node, ast.UnaryOp):
+        return not isinstance(node.op, ast.Not) and _is_mask(node.operand)
+    if isinstance(node, ast.Attribute):
+        return _is_mask(node.value) and node.attr not in _ASKED
+    if isinstance(node, ast.Subscript):
+        return _is_mask(node.value)
+    if isinstance(node, ast.Call):
+        of_torch = ast.unparse(node.func).split(".")[0] in ("torch", "nn", "F")
+        listed = [item for given in node.args for item in (given.elts if isinstance(given, ast.List) else [given])]
+        return of_torch and any(map(_is_mask, listed))
+    return False
+
+
+def _is_mask(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == MASK
+
+
+def _modeling_of(config_class: type) -> ModuleType | None:
+    """The module of the model with this configuration, if it has been imported."""
+    package, _, module = config_class.__module__.rpartition(".")
+    return sys.modules.get(f"{package}.{module.replace('configuration_', 'modeling_', 1)}")
+
+
+def refuse_tables(*names: str) -> None:
+    """From now on, models that look an implementation up in a table of their own refuse `names`.
+
+    Such tables (falcon, gpt_neo, sam and others) know "eager", "sdpa" and flash-attn alone, and any other name would be
+    a KeyError. Transformers asks every model for the implementation it may use before its layers are made, and they
+    look into the table. What it asks is wrapped here to put a refusal into the tables of that model.
+    """
+    ask = PreTrainedModel.get_correct_attn_implementation
+    if getattr(ask, "refused", None) is None:
+        ask = _with_refusals(ask, set())
+        PreTrainedModel.get_correct_attn_implementation = ask  # type: ignore[method-assign]
+    ask.refused.update(names)  # type: ignore[attr-defined]
+
+
+def _with_refusals(ask: Callable[..., str], refused: set[str]) -> Any:
+    @functools.wraps(ask)
+    def get_correct_attn_implementation(self: PreTrainedModel, *args: Any, **kwargs: Any) -> str:
+        implementation = ask(self, *args, **kwargs)
+        if implementation in refused:
+            for table in _tables(type(self)):
+                refusal = table.setdefault(implementation, _Refusal(implementation, {}))
+                if isinstance(refusal, _Refusal):  # or else it is a user's own entry
+                    refusal.models[type(getattr(self, "config", None))] = type(self).__name__
+        return implementation
+
+    get_correct_attn_implementation.refused = refused  # type: ignore[attr-defined]
+    return get_correct_attn_implementation
+
+
+def _tables(model_class: type) -> Iterator[dict[str, Any]]:
+    """The tables from implementations to attention modules in the modules of a class and its bases."""
+    for name in {one.__module__ for one in model_class.__mro__}:
+        for member in vars(sys.modules.get(name, object)).values():
+            if (
+                isinstance(member, dict)
+                and isinstance(each := member.get("eager"), type)
+                and issubclass(each, nn.Module)
+            ):
+                yield member
+
+
+class _Refusal(NamedTuple):
+    """In a table, the attention module of an implementation that the model cannot have."""
+
+    implementation: str
+    models: dict[type, str]  # those that asked last, by their configuration
+
+    def __call__(self, config: object, *_: Any, **__: Any) -> NoReturn:
+        model = self.models.get(type(config)) or next(reversed(self.models.values()))
+        raise UnsupportedError(
+            f"{model} chooses its attention from a table of its own instead of asking Transformers' "
+            f"AttentionInterface, so {self.implementation} cannot serve it; load it with attn_implementation='eager', "
+            "or give a dict as attn_implementation that says so for this part of the model"
+        )

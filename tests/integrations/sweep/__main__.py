@@ -1,0 +1,54 @@
+"""Runs types of Transformers one by one: those that are named, or all that have no result yet."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+import transformers
+
+import fastattention.integrations.transformers  # noqa: F401  (registers "fast_attention")
+
+from . import results
+from .checks import run
+from .tiny import CannotBuildError, build, model_types
+
+
+def sweep(model_type: str) -> dict[str, Any]:
+    """The result of one type: {"class", "checks"}, or {"cannot": why}."""
+    try:
+        tiny = build(model_type)
+    except CannotBuildError as error:
+        return {"cannot": str(error)}
+    return {"class": tiny.model_class.__name__, "checks": run(tiny)}
+
+
+def main(names: list[str]) -> int:
+    """Returns 1 when a type that was run failed."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    found = results.read()
+    wanted = names or [name for name in model_types() if name not in found]
+    failed = False
+    for name in wanted:
+        start = time.monotonic()
+        with contextlib.redirect_stdout(io.StringIO()):  # some models print
+            found[name] = sweep(name)
+        results.write(found)
+        failed |= results.is_failure(found[name])
+        print(f"{time.monotonic() - start:5.1f} s  {name}: {found[name]}", flush=True)
+        gc.collect()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

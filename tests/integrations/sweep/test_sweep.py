@@ -1,0 +1,87 @@
+"""Every model type of Transformers gives what it gives with eager attention, or refuses; and the sweep can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiers import deep
+from transformers import AttentionInterface
+
+from . import results
+from .__main__ import sweep
+from .tiny import model_types
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Transformers warns of its own models
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+@deep
+@pytest.mark.parametrize("model_type", model_types())
+def test_a_type_is_served_or_refused(model_type: str) -> None:
+    """New types are in the list as soon as Transformers has them."""
+    result = sweep(model_type)
+    assert not results.is_failure(result), result
+
+
+def test_a_model_that_works_passes_every_check() -> None:
+    result = sweep("llama")
+    assert result["class"] == "LlamaForCausalLM"
+    assert result["checks"].pop("asks") == "yes"
+    assert {"padding left", "static cache", "beams", "chunks", "packing", "gradients"} < result["checks"].keys()
+    assert set(result["checks"].values()) == {"same"}
+
+
+def test_a_model_that_is_refused_is_told_from_one_that_fails() -> None:
+    result = sweep("falcon")
+    assert result["checks"]["loading"].startswith("refused: UnsupportedError: FalconModel")
+    assert not results.is_failure(result)
+
+
+def test_a_model_that_never_asks_is_known() -> None:
+    assert sweep("openai-gpt")["checks"]["asks"] == "no"
+
+
+def test_a_type_that_needs_other_inputs_is_not_tried() -> None:
+    assert "its main input is input_features" in sweep("parakeet_ctc")["cannot"]
+
+
+def _slightly_off(out: torch.Tensor) -> torch.Tensor:
+    return out * (1 + 1e-3)
+
+
+def _of_another_library(out: torch.Tensor) -> torch.Tensor:
+    raise KeyError("key")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(_slightly_off, "differs by"), (_of_another_library, "error: KeyError")],
+    ids=["numbers", "error"],
+)
+def test_what_is_wrong_is_found(change: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = AttentionInterface._global_mapping["fast_attention"]
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return change(attend(*args, **kwargs)[0]), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "fast_attention", wrong)
+    result = sweep("llama")
+    assert results.is_failure(result)
+    checks = {name: value for name, value in result["checks"].items() if name != "asks"}
+    assert all(value.startswith(said) for value in checks.values()), checks
+
+
+def test_recorded_results_have_no_failure() -> None:
+    failed = {name: result for name, result in results.read().items() if results.is_failure(result)}
+    assert not failed

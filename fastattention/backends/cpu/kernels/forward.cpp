@@ -79,7 +79,8 @@ private:
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;
         const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.cache_element_size;
-        const int64_t most = is_quantised(p_) ? kMaxSplitHeads : kMaxSplitHeads / 2;
+        const int64_t room = kMaxSplitFloats / (divide_up(p_.headdim, 64) * 64 + divide_up(p_.headdim_v, 64) * 64);
+        const int64_t most = std::min(is_quantised(p_) ? kMaxSplitHeads : kMaxSplitHeads / 2, room);
         return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(most, p_.nheads_k));
     }
 
@@ -149,7 +150,7 @@ private:
             if (is_decode(s)) continue;
             const KeyRange keys = visible_keys(s.mask);
             const int64_t first = keys.begin / g.panel, end = divide_up(keys.end, g.panel);
-            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_columns / g.keys_per_unit + scales);
+            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_stride / g.keys_per_unit + scales);
             const int64_t tiles = divide_up(call_.rows(s), g.tile_rows);
             for (int64_t head = 0; head < p_.nheads_k; ++head)
                 jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
@@ -178,7 +179,7 @@ private:
             // Kernels address both by key from key 0 on, whether or not the first panels are needed.
             job.head.keys = panel_memory - job.first_panel * g.panel * g.key_units;
             job.head.values =
-                panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
+                panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_stride;
             panel_memory += job.floats;
             if (is_quantised(p_)) {
                 job.head.value_scales = panel_memory - keys - job.first_panel * g.panel;

@@ -102,7 +102,7 @@ struct HeadPanels {
     int64_t sequence;
     int64_t kv_head;
     float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
-    float* values;  // (units of keys, headdim_v padded)
+    float* values;  // (units of keys, PanelGeometry::value_stride)
     float* key_scales;  // of a quantised cache, one a key; zeros past the end
     float* value_scales;
 };
@@ -113,6 +113,7 @@ struct PanelGeometry {
     int64_t key_units;       // units of one key
     int64_t keys_per_unit;   // keys that share a unit of values
     int64_t value_columns;   // headdim_v padded
+    int64_t value_stride;    // floats from one unit of values to the next
     int64_t tile_rows;       // query rows of a tile
     int64_t scratch_floats;  // working memory of a thread
 };
@@ -129,6 +130,8 @@ struct DecodeSplit {
 
 // Heads that one call of decode_splits takes at most.
 constexpr int64_t kMaxSplitHeads = 16;
+// Their queries and their results take at most this many floats a row.
+constexpr int64_t kMaxSplitFloats = 512 * kMaxSplitHeads;
 
 struct Kernels {
     const char* name;

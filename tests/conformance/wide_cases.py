@@ -43,3 +43,54 @@ WIDE: list[Case] = [
         for d, dv, q, h in ((512, 512, 1, 8), (576, 512, 2, 12), (300, 512, 1, 4), (576, 257, 30, 2))
     ),
 ]  # fmt: skip
+
+# As multi-head latent attention decodes: values are the first columns of the keys, in the same memory.
+LATENT: list[Case] = [
+    *(
+        KvCacheCase(name=f"latent-{h}-heads-{q}-{size or 'dense'}", seqlen_q=q, cache_seqlens=(300, 0, 1, 64), nheads=h,
+                    nheads_k=1, headdim=576, headdim_v=512, values_in_keys=True, page_block_size=size, causal=q > 1)
+        for h, q, size in ((1, 1, None), (8, 1, 64), (9, 1, None), (16, 1, None), (16, 2, 64), (16, 1, 16), (40, 1, 7),
+                           (128, 1, None), (128, 2, 64), (128, 3, None))
+    ),
+    *(
+        KvCacheCase(name=f"latent-append-{q}-{h}-heads-{size or 'dense'}", seqlen_q=q, seqlen_new=q,
+                    cache_seqlens=(0, 63, 177), nheads=h, nheads_k=1, headdim=576, headdim_v=512, values_in_keys=True,
+                    page_block_size=size, causal=True)
+        for h, q, size in ((16, 1, None), (16, 2, 64), (128, 1, 16), (4, 1, None), (16, 30, 64))
+    ),
+    # Odd sizes and memory that products cannot take as it lies, and several heads of keys.
+    *(
+        KvCacheCase(name=f"latent-{d}-{dv}-of-{hk}-{memory}", cache_seqlens=(130, 45), nheads=12 * hk, nheads_k=hk,
+                    headdim=d, headdim_v=dv, values_in_keys=True, memory_k=memory)
+        for d, dv, hk, memory in ((1, 1, 1, "contiguous"), (59, 31, 2, "heads_major"), (64, 64, 2, "sliced_heads"),
+                                  (66, 65, 1, "every_second_token"), (96, 33, 2, "sliced_headdim"),
+                                  (576, 511, 1, "sliced_headdim"), (200, 200, 1, "contiguous"))
+    ),
+    KvCacheCase(name="latent-splits", cache_seqlens=(1500, 700), nheads=20, nheads_k=1, headdim=72, headdim_v=64,
+                values_in_keys=True, num_splits=3),
+    KvCacheCase(name="latent-long", cache_seqlens=(5000,), nheads=33, nheads_k=1, headdim=96, headdim_v=64,
+                values_in_keys=True, page_block_size=64),
+    KvCacheCase(name="latent-scores", seqlen_q=2, cache_seqlens=(100, 345), nheads=12, nheads_k=1, headdim=96,
+                headdim_v=64, values_in_keys=True, softcap=3.0, alibi="per_sequence", sinks=True,
+                bias=Bias("bhqk", hides="entries"), causal=True),
+    KvCacheCase(name="latent-window-leftpad", seqlen_q=3, cache_seqlens=(300, 40, 177), leftpad=(30, 7, 76), nheads=10,
+                nheads_k=1, headdim=96, headdim_v=64, values_in_keys=True, window=(70, 1)),
+    KvCacheCase(name="latent-large-scores", cache_seqlens=(300, 45), nheads=16, nheads_k=1, headdim=96, headdim_v=64,
+                values_in_keys=True, magnitude=4.0),
+    KvCacheCase(name="latent-softmax-scale-negative", seqlen_q=2, cache_seqlens=(300, 45), nheads=16, nheads_k=1,
+                headdim=96, headdim_v=64, values_in_keys=True, softmax_scale=-0.3, batch_idx=True),
+    *(
+        KvCacheCase(name=f"latent-{stored}-{h}-heads", seqlen_q=q, cache_seqlens=(100, 45), nheads=h, nheads_k=1,
+                    headdim=d, headdim_v=dv, values_in_keys=True, page_block_size=size, causal=True, stored=stored)
+        for stored in ("int8", "float8")
+        for h, q, d, dv, size in ((5, 1, 576, 512, None), (16, 2, 576, 512, 16), (40, 1, 59, 31, None))
+    ),
+    DenseCase(name="latent-dense", seqlen_q=1, seqlen_k=200, nheads=16, nheads_k=1, headdim=576, headdim_v=512,
+              values_in_keys=True),
+    DenseCase(name="latent-dense-prefill", seqlen_q=40, seqlen_k=200, nheads=16, nheads_k=1, headdim=576, headdim_v=512,
+              values_in_keys=True, causal=True),
+    DenseCase(name="latent-more-queries-than-keys", seqlen_q=40, seqlen_k=20, nheads=4, nheads_k=1, headdim=96,
+              headdim_v=64, values_in_keys=True, causal=True, sinks=True),
+    VarlenCase(name="latent-varlen", seqlens_q=(1, 40, 0, 2, 1), seqlens_k=(99, 50, 5, 64, 0), nheads=16, nheads_k=1,
+               headdim=576, headdim_v=512, values_in_keys=True, causal=True),
+]  # fmt: skip

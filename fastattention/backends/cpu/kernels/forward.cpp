@@ -12,9 +12,15 @@ namespace {
 
 // Up to this many query rows of a key head are served from the keys where they lie; more pay for repacking them.
 constexpr int64_t kDecodeRows = 16;
+// Up to this many are served so when the values are in the keys: nothing is copied for them, and keys are split.
+constexpr int64_t kLatentRows = 256;
+// Fewer rows are served by the kernels for other keys and values, which take eight at a time.
+constexpr int64_t kLeastLatentRows = 9;
 // Keys of a decode split: short enough to balance threads, long enough that merging is a few percent. Chosen from the
 // lengths alone, never from the number of threads, so that results do not depend on it.
 constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128;
+// Rows for which the shortest splits are that short. Of more rows there is more to merge.
+constexpr int64_t kShortSplitRows = 32;
 // What a decode task reads of a token at once.
 constexpr int64_t kTokenBytes = 2048;
 // Heads are packed into panels and processed in waves of about this many bytes: working memory does not grow with the batch.
@@ -46,7 +52,14 @@ public:
     }
 
 private:
-    bool is_decode(const Sequence& s) const { return call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0; }
+    bool is_latent(const Sequence& s) const {
+        const int64_t rows = call_.rows(s);
+        return kLeastLatentRows <= rows && rows <= kLatentRows && values_in_keys(p_);
+    }
+
+    bool is_decode(const Sequence& s) const {
+        return is_latent(s) || call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0;
+    }
 
     void append() {
         const int64_t tokens = p_.seqlen_new;
@@ -84,14 +97,19 @@ private:
         return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(most, p_.nheads_k));
     }
 
+    int64_t split_keys(const Sequence& s, int64_t wanted) const {
+        if (p_.num_splits > 0) return std::max<int64_t>(divide_up(visible_keys(s.mask).size(), p_.num_splits), 1);
+        return is_latent(s) ? std::max(wanted, kMinSplitKeys * divide_up(call_.rows(s), kShortSplitRows)) : wanted;
+    }
+
     // Splits of the same keys lie together, head by head, and a task is as many of them as are read together.
     void plan_splits() {
-        const int64_t wanted = split_keys(), together = heads_per_task();
+        const int64_t wanted = split_keys(), most_together = heads_per_task();
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (!is_decode(s) || s.mask.seqlen_q == 0) continue;
             const KeyRange keys = visible_keys(s.mask);
-            const int64_t step = std::max<int64_t>(p_.num_splits > 0 ? divide_up(keys.size(), p_.num_splits) : wanted, 1);
+            const int64_t step = split_keys(s, wanted), together = is_latent(s) ? 1 : most_together;
             const int64_t count = std::max<int64_t>(divide_up(keys.size(), step), 1);
             const int64_t first = static_cast<int64_t>(splits_.size());
             for (int64_t head = 0; head < p_.nheads_k; ++head) heads_.push_back({first + head, count});
@@ -111,19 +129,31 @@ private:
         if (splits_.empty()) return true;
         const int64_t columns = kernels_.decode_columns(p_);
         int64_t floats = 0;
-        for (const DecodeSplit& split : splits_) floats += call_.rows(sequences_[split.sequence]) * (columns + 2);
-        Arena arena(floats * sizeof(float));
+        auto rows_of = [&](const DecodeSplit& split) {
+            const Sequence& s = sequences_[split.sequence];
+            return is_latent(s) ? divide_up(call_.rows(s), kLatentRowStep) * kLatentRowStep : call_.rows(s);
+        };
+        for (const DecodeSplit& split : splits_) floats += rows_of(split) * (columns + 2);
+        // Whole cache lines for each thread.
+        const int64_t scratch = values_in_keys(p_) ? divide_up(kernels_.latent_scratch(p_), 16) * 16 : 0;
+        Arena arena((scratch * num_threads_ + floats) * sizeof(float));
         if (arena.data() == nullptr) return false;
-        float* at = reinterpret_cast<float*>(arena.data());
+        float* working = reinterpret_cast<float*>(arena.data());
+        float* at = working + scratch * num_threads_;
         for (DecodeSplit& split : splits_) {
-            const int64_t rows = call_.rows(sequences_[split.sequence]);
+            const int64_t rows = rows_of(split);
             split.acc_o = at;
             split.row_max = split.acc_o + rows * columns;
             split.row_sum = split.row_max + rows;
             at = split.row_sum + rows;
         }
-        parallel_for(static_cast<int64_t>(tasks_.size()), num_threads_, [&](int64_t index, int) {
-            kernels_.decode_splits(call_, &splits_[tasks_[index].first], tasks_[index].count);
+        parallel_for(static_cast<int64_t>(tasks_.size()), num_threads_, [&](int64_t index, int slot) {
+            const DecodeSplit& first = splits_[tasks_[index].first];
+            if (is_latent(sequences_[first.sequence])) {
+                kernels_.decode_latent(call_, first, working + slot * scratch);
+            } else {
+                kernels_.decode_splits(call_, &first, tasks_[index].count);
+            }
         });
         // A merge is worth another thread only when there is a lot to merge.
         const int threads = floats < (int64_t{1} << 18) ? 1 : num_threads_;

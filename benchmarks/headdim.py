@@ -98,7 +98,11 @@ def latent(dtype: str, keys: int, nheads: int, place: str) -> Work:
     cache = torch.randn(keys // size, size, 1, HEADDIM).to(DTYPES[dtype])
     table = None if place == "dense" else torch.randperm(keys // size).to(torch.int32).unsqueeze(0)
     q = torch.randn(1, 1, nheads, HEADDIM).to(cache.dtype)
-    where = {"cache_seqlens": torch.tensor([keys], dtype=torch.int32), "block_table": table, "backend": "cpu"}
+    where: dict[str, Any] = {
+        "cache_seqlens": torch.tensor([keys], dtype=torch.int32),
+        "block_table": table,
+        "backend": "cpu",
+    }
     call = partial(fast_attn_with_kvcache, q, cache, cache[..., :HEADDIM_V], **where)
     return Work(call, 2.0 * nheads * (HEADDIM + HEADDIM_V) * keys, float(cache.nbytes))
 
@@ -107,7 +111,8 @@ def measure(name: str, dtype: str, seconds: float, works: dict[str, Work]) -> di
     """Medians of `works` and of the loops at the limits, in turns."""
     limits: tuple[Limit, ...] = ("bf16_dot" if dtype == "bfloat16" else "fma", "dram_read")
     loops = {limit: loop for limit in limits if (loop := limit_loop(limit) or limit_loop("fma")) is not None}
-    calls: dict[str, Callable[[], object]] = {**{label: work.call for label, work in works.items()}, **loops}
+    calls: dict[str, Callable[[], object]] = {label: work.call for label, work in works.items()}
+    calls |= {str(limit): loop for limit, loop in loops.items()}
     amounts = {limit: loop() for limit, loop in loops.items()}
     for work in works.values():
         work.call()

@@ -47,13 +47,42 @@ constexpr bool kHoldsUnits<float, 1> = true;
 template <>
 constexpr bool kHoldsUnits<Bfloat16, 2> = true;
 
-// Called once a step of a product: fetches some lines of the next block.
-template <class Stored>
+// Runs through rows, a cache line at a time.
+class NextRows {
+public:
+    // bytes: of a row.
+    NextRows(char* const* rows, int64_t n, int64_t bytes)
+        : at_(rows[0]), end_(at_ + bytes), next_(rows + 1), bytes_(bytes), left_(n) {}
+
+    __attribute__((always_inline)) void prefetch_line() {
+        if (left_ == 0) return;
+        prefetch(at_);
+        at_ += 64;
+        if (at_ < end_) return;
+        if (--left_ == 0) return;
+        at_ = *next_++;
+        end_ = at_ + bytes_;
+    }
+
+    int64_t lines() const { return (bytes_ + 63) / 64 * left_; }
+
+private:
+    const char *at_, *end_;
+    char* const* next_;
+    const int64_t bytes_;
+    int64_t left_;
+};
+
+// Called once a step of a product: fetches a line, or several, of the next block.
+struct FetchLine {
+    NextRows* rows;
+    __attribute__((always_inline)) void fetch(const void*, int64_t) const { rows->prefetch_line(); }
+};
 struct FetchLines {
-    PrefetchCursor<Stored>* cursor;
-    int64_t lines;  // a step
+    NextRows* rows;
+    int64_t lines;
     __attribute__((always_inline)) void fetch(const void*, int64_t) const {
-        for (int64_t i = 0; i < lines; ++i) cursor->prefetch_line();
+        for (int64_t i = 0; i < lines; ++i) rows->prefetch_line();
     }
 };
 
@@ -90,19 +119,10 @@ struct LatentProducts {
     // Keys or rows that fill the registers beside two vectors of rows or columns; with one vector, twice as many.
     static constexpr int kStep = Vec::kRegisters == 32 ? 8 : 4;
 
-    // Steps of either product that fetch.
-    static int64_t score_steps(int64_t rows, int64_t units) {
-        const int64_t pairs = rows / (2 * Vec::kWidth), rest = rows / Vec::kWidth % 2;
-        return (pairs * (kLatentKeys / kStep) + rest * (kLatentKeys / (2 * kStep))) * units;
-    }
-    static int64_t value_steps(int64_t rows, int64_t columns, int64_t units) {
-        return rows / kStep * ((columns / Vec::kWidth + 1) / 2) * units;
-    }
-
     // scores (kLatentKeys, rows) = keys (kLatentKeys, units) x queries (units, rows)
-    template <class Fetch>
     static void score(const float* keys, int64_t key_stride, const float* queries, int64_t units, float* scores, int64_t rows,
-                      Fetch ahead) {
+                      NextRows& next) {
+        const FetchLine ahead = {&next};
         int64_t row = 0;
         for (; row + 2 * Vec::kWidth <= rows; row += 2 * Vec::kWidth)
             for (int64_t j = 0; j < kLatentKeys; j += kStep)
@@ -115,9 +135,9 @@ struct LatentProducts {
     }
 
     // acc_o (rows, columns) += weights (units, rows)^T x values (units, columns)
-    template <class Fetch>
     static void accumulate(const float* weights, const float* values, int64_t value_stride, int64_t units, float* acc_o,
-                           int64_t acc_stride, int64_t rows, int64_t columns, Fetch ahead) {
+                           int64_t acc_stride, int64_t rows, int64_t columns, NextRows& next) {
+        const FetchLine ahead = {&next};
         for (int64_t c = 0; c < columns; c += 2 * Vec::kWidth)
             for (int64_t row = 0; row < rows; row += kStep) {
                 float* to = acc_o + row * acc_stride + c;
@@ -146,25 +166,16 @@ template <>
 struct LatentProducts<AmxPair> {
     static constexpr int64_t kWeightStride = kLatentKeys / 2 + kRowPadding;
 
-    static int64_t score_steps(int64_t rows, int64_t units) {
-        return (rows + 2 * kAmxTile - 1) / (2 * kAmxTile) * (kLatentKeys / (2 * kAmxTile)) * (units / kAmxTile);
-    }
-    static int64_t value_steps(int64_t rows, int64_t columns, int64_t units) {
-        return (rows + 2 * kAmxTile - 1) / (2 * kAmxTile) * ((columns + 2 * kAmxTile - 1) / (2 * kAmxTile)) *
-               (units / kAmxTile);
-    }
-
-    template <class Fetch>
     static void score(const float* keys, int64_t key_stride, const float* queries, int64_t units, float* scores, int64_t rows,
-                      Fetch ahead) {
-        multiply_panel<false>(AmxPair{}, keys, key_stride, queries, rows, units, scores, rows, kLatentKeys, rows, ahead);
+                      NextRows& next) {
+        multiply_panel<false>(AmxPair{}, keys, key_stride, queries, rows, units, scores, rows, kLatentKeys, rows,
+                              fetch_with(next, kLatentKeys, rows, units));
     }
 
-    template <class Fetch>
     static void accumulate(const float* weights, const float* values, int64_t value_stride, int64_t units, float* acc_o,
-                           int64_t acc_stride, int64_t rows, int64_t columns, Fetch ahead) {
+                           int64_t acc_stride, int64_t rows, int64_t columns, NextRows& next) {
         multiply_panel<true>(AmxPair{}, weights, kWeightStride, values, value_stride, units, acc_o, acc_stride, rows, columns,
-                             ahead);
+                             fetch_with(next, rows, columns, units));
     }
 
     FA_INLINE void store_weights(float* weights, int64_t pair, int64_t row, int64_t, Vec pairs) {
@@ -175,6 +186,14 @@ struct LatentProducts<AmxPair> {
         for (int64_t row = 0; row < rows; row += kAmxTile)
             for (int64_t pair = 0; pair < kLatentKeys / 2; pair += kAmxTile)
                 transpose_square(weights + row * kWeightStride + pair, kWeightStride);
+    }
+
+private:
+    // As many lines a step of a product as there are.
+    static FetchLines fetch_with(NextRows& next, int64_t rows, int64_t columns, int64_t units) {
+        constexpr int64_t kBoth = 2 * kAmxTile;
+        const int64_t steps = (rows + kBoth - 1) / kBoth * ((columns + kBoth - 1) / kBoth) * (units / kAmxTile);
+        return {&next, (next.lines() + steps - 1) / steps};
     }
 };
 #endif
@@ -213,21 +232,18 @@ public:
         const int64_t begin = larger(split_.key_begin, mask.row_begin(first_token));
         const int64_t end = smaller(split_.key_end, mask.row_end(last_token));
         const Rows k = call_.keys(sequence_, split_.kv_head);
-        block_.heads = 1;
-        block_.size = kLatentKeys / 2;  // for which a cursor runs
-        block_.keys.head_stride = 0;
-        block_.keys.headdim = p_.headdim;
         for (int64_t key = begin; key < end; key += kLatentKeys) {
-            block_.first = key;
-            block_.n = smaller(kLatentKeys, end - key);
-            block_.keys.locate(k, key, end, 2 * kLatentKeys);
-            attend(mask.classify(first_token, last_token, key, key + block_.n - 1));
+            first_ = key;
+            n_ = smaller(kLatentKeys, end - key);
+            block_.locate(k, key, end, 2 * kLatentKeys);
+            attend(mask.classify(first_token, last_token, key, key + n_ - 1));
         }
         Unit::end();
     }
 
 private:
     static constexpr bool kPairs = Unit::kElements == 2;
+    static constexpr int64_t kHalf = kLatentKeys / 2;  // of a block is fetched beside each product
 
     QueryRow row(int64_t r) const { return query_row(call_, split_.kv_head, first_row_ + r); }
 
@@ -252,17 +268,12 @@ private:
         int64_t stride;
         const float* keys = units_of_keys(stride);
         using Products = LatentProducts<Unit>;
-        // Half of the next block is fetched beside each product.
-        const int64_t lines = (p_.headdim * static_cast<int64_t>(sizeof(Stored)) + 63) / 64 * block_.size;
-        auto fetch_with = [&](PrefetchCursor<Stored>& cursor, int64_t steps) {
-            return FetchLines<Stored>{&cursor, (lines + steps - 1) / steps};
-        };
-        PrefetchCursor<Stored> first_half(block_.keys, block_, 0, kLatentKeys);
-        Products::score(keys, stride, queries_, geometry_.key_units, scores_, rows_,
-                        fetch_with(first_half, Products::score_steps(rows_, geometry_.key_units)));
+        const int64_t bytes = p_.headdim * static_cast<int64_t>(sizeof(Stored));
+        NextRows first_half(block_.addresses + kLatentKeys, kHalf, bytes);
+        Products::score(keys, stride, queries_, geometry_.key_units, scores_, rows_, first_half);
         if constexpr (kQuantised<Stored>) scale_scores();
         if (modifies_) score_mod();
-        for (int64_t j = block_.n; j < kLatentKeys; ++j) hide(j, 0, rows_);
+        for (int64_t j = n_; j < kLatentKeys; ++j) hide(j, 0, rows_);
         if (kind == TileKind::kPartial) apply_mask();
         for (int64_t r = 0; r < rows_; r += Vec::kWidth) softmax(r);
         const int64_t units = kLatentKeys / Unit::kElements;
@@ -273,9 +284,8 @@ private:
             values = values_;
             stride = geometry_.value_stride;
         }
-        PrefetchCursor<Stored> second_half(block_.keys, block_, 0, kLatentKeys + block_.size);
-        Products::accumulate(weights_, values, stride, units, acc_o_, columns_, rows_, geometry_.value_columns,
-                             fetch_with(second_half, Products::value_steps(rows_, geometry_.value_columns, units)));
+        NextRows second_half(block_.addresses + kLatentKeys + kHalf, kHalf, bytes);
+        Products::accumulate(weights_, values, stride, units, acc_o_, columns_, rows_, geometry_.value_columns, second_half);
     }
 
     // The keys of the block where they lie if the products can take them so, else their copy; zeros past the last one.
@@ -283,26 +293,26 @@ private:
         if constexpr (kHoldsUnits<Stored, Unit::kElements>) {
             const bool fills_units =
                 p_.headdim % (Unit::kElements * Unit::kDepthStep) == 0 && (kPairs || geometry_.value_columns <= p_.headdim);
-            const auto address = reinterpret_cast<uintptr_t>(block_.keys[0]);
-            const int64_t bytes = block_.keys.addresses[1] - block_.keys.addresses[0];
-            if (fills_units && block_.n == kLatentKeys && address % 4 == 0 && bytes % 4 == 0 && equally_spaced(bytes)) {
+            const auto address = reinterpret_cast<uintptr_t>(block_[0]);
+            const int64_t bytes = block_.addresses[1] - block_.addresses[0];
+            if (fills_units && n_ == kLatentKeys && address % 4 == 0 && bytes % 4 == 0 && equally_spaced(bytes)) {
                 stride = bytes / 4;
-                return reinterpret_cast<const float*>(block_.keys[0]);
+                return reinterpret_cast<const float*>(block_[0]);
             }
         }
         stride = geometry_.key_stride;
         for (int64_t j = 0; j < kLatentKeys; ++j) {
             float* to = keys_ + j * stride;
-            if (j >= block_.n) {
+            if (j >= n_) {
                 memset(to, 0, stride * sizeof(float));
             } else if constexpr (kPairs) {
 #ifdef FA_HAS_BF16_DOT
                 auto* pairs = reinterpret_cast<Bfloat16*>(to);
-                copy_row(block_.keys[j], pairs, p_.headdim);
+                copy_row(block_[j], pairs, p_.headdim);
                 memset(pairs + p_.headdim, 0, (2 * geometry_.key_units - p_.headdim) * sizeof(Bfloat16));
 #endif
             } else {
-                widen_row(block_.keys[j], to, p_.headdim, geometry_.key_units);
+                widen_row(block_[j], to, p_.headdim, geometry_.key_units);
             }
         }
         return keys_;
@@ -310,8 +320,7 @@ private:
 
     bool equally_spaced(int64_t bytes) const {
         int64_t differences = 0;
-        for (int64_t j = 1; j + 1 < kLatentKeys; ++j)
-            differences |= (block_.keys.addresses[j + 1] - block_.keys.addresses[j]) ^ bytes;
+        for (int64_t j = 1; j + 1 < kLatentKeys; ++j) differences |= (block_.addresses[j + 1] - block_.addresses[j]) ^ bytes;
         return differences == 0;
     }
 
@@ -321,9 +330,9 @@ private:
 
     // Of a quantised cache.
     void scale_scores() {
-        load_scales(call_.key_scales(sequence_, split_.kv_head), block_.first, block_.n, key_scales_);
-        load_scales(call_.value_scales(sequence_, split_.kv_head), block_.first, block_.n, value_scales_);
-        for (int64_t j = 0; j < block_.n; ++j)
+        load_scales(call_.key_scales(sequence_, split_.kv_head), first_, n_, key_scales_);
+        load_scales(call_.value_scales(sequence_, split_.kv_head), first_, n_, value_scales_);
+        for (int64_t j = 0; j < n_; ++j)
             for (int64_t r = 0; r < rows_; r += Vec::kWidth) {
                 float* at = scores_ + j * rows_ + r;
                 store(at, load(at) * broadcast(key_scales_[j]));
@@ -334,18 +343,18 @@ private:
     void score_mod() {
         float scores[kLatentKeys + Vec::kWidth];
         for (int64_t r = 0; r < num_rows_; ++r) {
-            for (int64_t j = 0; j < block_.n; ++j) scores[j] = scores_[j * rows_ + r];
-            modify_scores(score_row(call_, sequence_, row(r).token, row(r).head), scores, block_.first, block_.n);
-            for (int64_t j = 0; j < block_.n; ++j) scores_[j * rows_ + r] = scores[j];
+            for (int64_t j = 0; j < n_; ++j) scores[j] = scores_[j * rows_ + r];
+            modify_scores(score_row(call_, sequence_, row(r).token, row(r).head), scores, first_, n_);
+            for (int64_t j = 0; j < n_; ++j) scores_[j * rows_ + r] = scores[j];
         }
     }
 
     void apply_mask() {
         for (int64_t r = 0; r < num_rows_; ++r) {
-            const int64_t begin = sequence_.mask.row_begin(row(r).token) - block_.first;
-            const int64_t end = sequence_.mask.row_end(row(r).token) - block_.first;
-            for (int64_t j = 0; j < smaller(begin, block_.n); ++j) hide(j, r, r + 1);
-            for (int64_t j = larger(end, 0); j < block_.n; ++j) hide(j, r, r + 1);
+            const int64_t begin = sequence_.mask.row_begin(row(r).token) - first_;
+            const int64_t end = sequence_.mask.row_end(row(r).token) - first_;
+            for (int64_t j = 0; j < smaller(begin, n_); ++j) hide(j, r, r + 1);
+            for (int64_t j = larger(end, 0); j < n_; ++j) hide(j, r, r + 1);
         }
     }
 
@@ -364,7 +373,7 @@ private:
         auto weight = [&](int64_t j) __attribute__((always_inline)) {
             const Vec p = exp2<!kPairs>(fma(load(scores + j * rows_), broadcast(scale_), shift));
             sum = sum + p;
-            if constexpr (kQuantised<Stored>) return p * broadcast(j < block_.n ? value_scales_[j] : 0.0f);
+            if constexpr (kQuantised<Stored>) return p * broadcast(j < n_ ? value_scales_[j] : 0.0f);
             return p;
         };
         for (int64_t j = 0; j < kLatentKeys; j += Unit::kElements) {
@@ -425,7 +434,8 @@ private:
     const int64_t first_row_, num_rows_, rows_, columns_;
     float *queries_, *keys_, *scores_, *weights_, *values_;
     float *acc_o_, *row_max_, *row_sum_;  // of the split, which has room for whole vectors of rows
-    KeyBlock<Stored> block_;
+    KeyBlockRows<Stored> block_;  // and the one after it
+    int64_t first_, n_;           // keys of the block
     float key_scales_[kLatentKeys], value_scales_[kLatentKeys];
 };
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattention.dispatch import runs_eagerly
 from fastattention.errors import ArgumentError
-from fastattention.validation.common import DTYPES, MAX_HEADDIM, read_int, require_tensor
+from fastattention.validation.common import DTYPES, MAX_HEADDIM, MAX_HEADDIM_V, read_int, require_tensor
 from fastattention.validation.kinds import check_kinds
 
 
@@ -21,7 +21,7 @@ class KVStore(abc.ABC):
     - `batch_size`: sequences
     - `capacity`: tokens that each sequence has room for
     - `nheads_k`: key and value heads
-    - `headdim`, `headdim_v`: of keys and of values, 1 to 256; headdim_v=None means headdim
+    - `headdim`, `headdim_v`: of keys, 1 to 576, and of values, 1 to 512; headdim_v=None means headdim
     - `dtype`: float16, bfloat16 or float32, of keys, values and queries
     - `device`: where the store lives
 
@@ -46,7 +46,7 @@ class KVStore(abc.ABC):
         self.capacity = _size("capacity", capacity, 0, _LARGEST)
         self.nheads_k = _size("nheads_k", nheads_k, 1, _LARGEST)
         self.headdim = _size("headdim", headdim, 1, MAX_HEADDIM)
-        self.headdim_v = self.headdim if headdim_v is None else _size("headdim_v", headdim_v, 1, MAX_HEADDIM)
+        self.headdim_v = _size("headdim_v", self.headdim if headdim_v is None else headdim_v, 1, MAX_HEADDIM_V)
         if dtype not in DTYPES:
             allowed = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
             raise ArgumentError(f"dtype={dtype} is not supported; allowed are {allowed}")

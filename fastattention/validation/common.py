@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from fastattention.errors import ArgumentError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEADDIM = 256
+MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # of keys; of values
 _FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
 
 
@@ -210,9 +210,9 @@ def check_qkv(q: Signature, k: Signature, v: Signature, k_name: str = "k", v_nam
     (nheads, headdim), (nheads_k, headdim_k), (nheads_v, headdim_v) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
     if headdim_k != headdim:
         raise ArgumentError(f"{k_name} has headdim {headdim_k} and q has {headdim}; they must be the same")
-    for name, value in (("headdim", headdim), ("headdim_v", headdim_v)):
-        if not 1 <= value <= MAX_HEADDIM:
-            raise ArgumentError(f"{name}={value} is not supported; allowed are 1 to {MAX_HEADDIM}")
+    for name, value, most in (("headdim", headdim, MAX_HEADDIM), ("headdim_v", headdim_v, MAX_HEADDIM_V)):
+        if not 1 <= value <= most:
+            raise ArgumentError(f"{name}={value} is not supported; allowed are 1 to {most}")
     if nheads_v != nheads_k:
         raise ArgumentError(f"{v_name} has {nheads_v} heads and {k_name} has {nheads_k}; they must be the same")
     if nheads_k < 1 or nheads < 1 or nheads % nheads_k:

@@ -150,12 +150,29 @@ def _check_memory(a: KvCacheArguments) -> None:
     if not appends:
         return
     if a.k_cache.data_ptr() == a.v_cache.data_ptr() and a.k_cache.numel() and not a.k_cache.is_meta:
-        raise _same_memory("k_cache", "v_cache")
+        _check_values_in_keys(a)
     if a.k_scale is not None and a.v_scale is not None:
         for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
             check_not_expanded(name, scale.shape, scale.stride())
         if a.k_scale.data_ptr() == a.v_scale.data_ptr() and a.k_scale.numel() and not a.k_scale.is_meta:
             raise _same_memory("k_scale", "v_scale")
+
+
+def _check_values_in_keys(a: KvCacheArguments) -> None:
+    """Checks an append to a v_cache that shares memory with k_cache: k is written, and v must say the same."""
+    headdim_v = a.v_cache.shape[-1]
+    if a.k_scale is not None:
+        raise _same_memory("k_cache", "v_cache")
+    if headdim_v > a.k_cache.shape[-1] or a.v_cache.stride() != a.k_cache.stride():
+        raise ArgumentError(
+            f"v_cache begins where k_cache does, got shape {tuple(a.v_cache.shape)} and strides {a.v_cache.stride()}; "
+            "for an append of k and v give it memory of its own, or k_cache[..., :headdim_v]"
+        )
+    if a.rotary_cos is not None:
+        raise ArgumentError(
+            "rotary_cos and rotary_sin cannot be given when v_cache shares the memory of k_cache: they would turn the "
+            "values; rotate q and k before the call"
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -319,6 +336,7 @@ def _check_rotary(s: _Signatures, headdim: int) -> int:
 def _check_numbers(problem: Problem, a: KvCacheArguments, before: list[int]) -> None:
     """Everything that depends on the numbers in index tensors; `before` are those of cache_seqlens."""
     _check_room(problem, before)
+    _check_new_values(a)
     if a.cache_leftpad is not None:
         for index, (pad, length) in enumerate(zip(a.cache_leftpad.tolist(), before, strict=True)):
             if not 0 <= pad <= length:
@@ -338,6 +356,16 @@ def _check_numbers(problem: Problem, a: KvCacheArguments, before: list[int]) -> 
         needed = max(before) + steps
         if needed > a.rotary_cos.shape[0]:
             raise ArgumentError(f"rotary_cos has {a.rotary_cos.shape[0]} positions; this call needs {needed}")
+
+
+def _check_new_values(a: KvCacheArguments) -> None:
+    """Raises when v is not what an append of k writes to a v_cache in the memory of k_cache."""
+    if a.k is None or a.v is None or a.k_cache.data_ptr() != a.v_cache.data_ptr() or not a.k_cache.numel():
+        return
+    if a.v.data_ptr() == a.k.data_ptr() and a.v.stride() == a.k.stride():
+        return
+    if not torch.allclose(a.v, a.k[..., : a.v.shape[-1]], rtol=0.0, atol=0.0, equal_nan=True):
+        raise ArgumentError("v must be k[..., :headdim_v] when v_cache shares the memory of k_cache, got other numbers")
 
 
 def _inputs(problem: Problem, a: KvCacheArguments, cache_seqlens: Tensor) -> Inputs:

@@ -70,6 +70,14 @@ def test_isa_script_measures_the_instruction_set_it_is_told(tmp_path: Path) -> N
 
 
 @deep
+def test_headdim_script_compares_with_the_limits(tmp_path: Path) -> None:
+    load_script("headdim").main(seqlen=40, keys=128, seconds=0.0, output=tmp_path)
+    rows = read(tmp_path / "headdim.json")["rows"]
+    assert {tuple(row["works"]) for row in rows} == {("256", "512"), ("dense", "pages")}
+    assert all(len(row["limits"]) == 2 and min(row["limits"].values()) > 0 for row in rows)
+
+
+@deep
 def test_quantised_cache_script_finds_what_rounding_costs(tmp_path: Path) -> None:
     load_script("quantised_cache").main(tokens=300, keys=64, seconds=0.0, output=tmp_path)
     report = read(tmp_path / "quantised_cache.json")

@@ -81,11 +81,11 @@ class _Builder:
         sizes = {"b": b, "h": case.nheads, "q": sq, "k": sk}
         arguments = {
             "q": self._placed("q", self._queries(stored_q, sq), case.memory_q).expand(b, -1, -1, -1),
-            "k": self._placed("k", self._keys(stored_k, sk), case.memory_k).expand(b, -1, -1, -1),
-            "v": self._placed("v", self._values(stored_k, sk), case.memory_k).expand(b, -1, -1, -1),
+            **self._keys_and_values("", self._keys(stored_k, sk), self._values(stored_k, sk), case.memory_k),
             "attn_bias": self._bias(sizes, torch.ones(b, case.nheads, sq, sk, dtype=torch.bool)),
             **self._shared_arguments(b),
         }
+        arguments |= {name: arguments[name].expand(b, -1, -1, -1) for name in ("k", "v")}
         return Call(fast_attn_func, arguments, self.buffers)
 
     def varlen(self, case: VarlenCase) -> Call:
@@ -101,8 +101,7 @@ class _Builder:
             k, v, table = self._filled(pages, [(0, length) for length in case.seqlens_k])
         arguments = {
             "q": self._placed("q", self._queries(total_q), case.memory_q),
-            "k": self._placed("k", k, case.memory_k),
-            "v": self._placed("v", v, case.memory_k),
+            **self._keys_and_values("", k, v, case.memory_k),
             "cu_seqlens_q": self._kept("cu_seqlens_q", _offsets(case.seqlens_q)),
             "cu_seqlens_k": self._kept("cu_seqlens_k", _offsets(case.seqlens_k)),
             "max_seqlen_q": None if case.slack is None else max_seqlen_q,
@@ -139,16 +138,17 @@ class _Builder:
 
     def _caches(self, case: KvCacheCase, k_cache: Tensor, v_cache: Tensor) -> dict[str, Tensor]:
         """The caches as they are, or quantised with their scales. Unused tokens, which are NaN, have a scale of NaN."""
-        arguments: dict[str, Tensor] = {}
+        if case.cache_dtype is None:
+            return self._keys_and_values("_cache", k_cache, v_cache, case.memory_k)
+        scales: dict[str, Tensor] = {}
+        caches: dict[str, Tensor] = {}
         for name, cache in (("k", k_cache), ("v", v_cache)):
-            if case.cache_dtype is not None:
-                unused = cache.isnan()
-                stored, scale = quantise(cache, case.cache_dtype)
-                cache = torch.where(unused, nothing(stored.dtype), stored.float()).to(stored.dtype)
-                placed = self._placed(f"{name}_scale", scale.unsqueeze(-1), case.memory_k)
-                arguments[f"{name}_scale"] = placed.squeeze(-1)
-            arguments[f"{name}_cache"] = self._placed(f"{name}_cache", cache, case.memory_k)
-        return arguments
+            unused = cache.isnan()
+            stored, scale = quantise(cache, case.cache_dtype)
+            caches[name] = torch.where(unused, nothing(stored.dtype), stored.float()).to(stored.dtype)
+            placed = self._placed(f"{name}_scale", scale.unsqueeze(-1), case.memory_k)
+            scales[f"{name}_scale"] = placed.squeeze(-1)
+        return scales | self._keys_and_values("_cache", caches["k"], caches["v"], case.memory_k)
 
     def _cache(self, case: KvCacheCase, after: Sequence[int]) -> Cache:
         needed = max(after, default=0) + case.spare
@@ -169,10 +169,8 @@ class _Builder:
     def _new_tokens(self, case: KvCacheCase) -> dict[str, Tensor | None]:
         if case.seqlen_new == 0:
             return {}
-        arguments: dict[str, Tensor | None] = {
-            "k": self._placed("k", self._keys(case.batch_size, case.seqlen_new), case.memory_q),
-            "v": self._placed("v", self._values(case.batch_size, case.seqlen_new), case.memory_q),
-        }
+        k, v = self._keys(case.batch_size, case.seqlen_new), self._values(case.batch_size, case.seqlen_new)
+        arguments: dict[str, Tensor | None] = {**self._keys_and_values("", k, v, case.memory_q)}
         if case.rotary_dim:
             # NaN at every position that no token of this call has.
             tokens = max(case.seqlen_new, case.seqlen_q)
@@ -241,6 +239,13 @@ class _Builder:
 
     def _normal(self, magnitude: float, *shape: int) -> Tensor:
         return (magnitude * torch.randn(shape, generator=self.generator)).to(self.dtype)
+
+    def _keys_and_values(self, suffix: str, k: Tensor, v: Tensor, how: Memory) -> dict[str, Tensor]:
+        """k and v in memory of their own, or v as the first columns of k."""
+        keys = self._placed(f"k{suffix}", k, how)
+        first = keys[..., : self.case.headdim_of_v]
+        values = first if self.case.values_in_keys else self._placed(f"v{suffix}", v, how)
+        return {f"k{suffix}": keys, f"v{suffix}": values}
 
     def _placed(self, name: str, values: Tensor, how: Memory) -> Tensor:
         view, self.buffers[name] = place(values, how)

@@ -46,6 +46,7 @@ class Case:
     nheads_k: int = 2
     headdim: int = 32
     headdim_v: int | None = None  # None: headdim
+    values_in_keys: bool = False  # v is the first columns of k, in the same memory
     memory_q: Memory = "contiguous"
     memory_k: Memory = "contiguous"  # of k and v, or of the caches
     magnitude: float = 1.0  # standard deviation of q and k

@@ -5,6 +5,7 @@ from __future__ import annotations
 from conformance.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
 from conformance.quantised_cases import QUANTISED
 from conformance.ragged_cases import RAGGED
+from conformance.wide_cases import LATENT, WIDE
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
@@ -385,7 +386,8 @@ SPLITS = [
 
 CASES: list[Case] = [
     *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *FEW_QUERIES, *TILES, *MANY_QUERIES, *HEADS,
-    *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *VARLEN, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED,
+    *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *VARLEN, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED, *WIDE,
+    *LATENT,
 ]  # fmt: skip
 # Chosen for the tiles of kernels for GPUs: kernels of CPUs have one tile for all of them.
 FOR_GPUS: list[Case] = [*TILES, *MANY_QUERIES]

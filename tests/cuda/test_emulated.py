@@ -25,7 +25,7 @@ from fastattention import fast_attn_with_kvcache
 from fastattention.backends import registry
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import MAX_HEADDIM, AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
@@ -72,6 +72,7 @@ CONVERTED += [case for case in CASES if case.name in ("append-one", "cache-not-c
 RUNS = [
     run
     for case in CASES
+    if max(case.headdim, case.headdim_of_v) <= MAX_HEADDIM
     for dtype in (torch.float16, torch.bfloat16)
     for run in (Run(case, dtype, backend) for backend in emulator.EMULATED)
     if run.is_served_natively or case in CONVERTED

@@ -17,6 +17,9 @@ namespace {
 
 struct Shape {
     int64_t seqlen_q, seqlen_k, nheads, nheads_k, headdim, headdim_v, window_right;
+    bool values_in_keys = false;  // the first columns of the keys, in the same memory
+
+    int64_t value_stride() const { return values_in_keys ? headdim : headdim_v; }
 };
 
 float from_bfloat16(uint16_t bits) {
@@ -77,7 +80,7 @@ FaAttentionParams make_params(const Shape& s, int64_t dtype, Tensor& q, Tensor& 
     FaAttentionParams p{};
     p.q = q.bytes.data();
     p.k = k.bytes.data();
-    p.v = v.bytes.data();
+    p.v = s.values_in_keys ? p.k : v.bytes.data();
     p.out = out.data();
     p.lse = lse.data();
     p.dtype = dtype;
@@ -93,8 +96,8 @@ FaAttentionParams make_params(const Shape& s, int64_t dtype, Tensor& q, Tensor& 
     p.q_stride_head = s.headdim;
     p.k_stride_row = s.nheads_k * s.headdim;
     p.k_stride_head = s.headdim;
-    p.v_stride_row = s.nheads_k * s.headdim_v;
-    p.v_stride_head = s.headdim_v;
+    p.v_stride_row = s.nheads_k * s.value_stride();
+    p.v_stride_head = s.value_stride();
     p.out_stride_row = s.nheads * s.headdim_v;
     p.out_stride_head = s.headdim_v;
     p.lse_stride_head = s.seqlen_q;
@@ -123,7 +126,7 @@ double row_error(const Shape& s, int64_t dtype, const Tensor& q, const Tensor& k
     for (int64_t c = 0; c < s.headdim_v; ++c) {
         double expected = 0.0;
         for (size_t j = 0; j < weights.size(); ++j)
-            expected += weights[j] / sum * v.values[(j * s.nheads_k + kv_head) * s.headdim_v + c];
+            expected += weights[j] / sum * v.values[(j * s.nheads_k + kv_head) * s.value_stride() + c];
         error = std::fmax(error, std::abs(read(&out[((i * s.nheads + head) * s.headdim_v + c) * size], dtype) - expected));
     }
     return error;
@@ -133,7 +136,7 @@ double worst_error(int64_t isa, const Shape& s, int64_t dtype) {
     std::mt19937 generator(7);
     Tensor q = random_tensor(s.seqlen_q * s.nheads * s.headdim, dtype, generator);
     Tensor k = random_tensor(s.seqlen_k * s.nheads_k * s.headdim, dtype, generator);
-    Tensor v = random_tensor(s.seqlen_k * s.nheads_k * s.headdim_v, dtype, generator);
+    Tensor v = s.values_in_keys ? k : random_tensor(s.seqlen_k * s.nheads_k * s.headdim_v, dtype, generator);
     std::vector<char> out(s.seqlen_q * s.nheads * s.headdim_v * 4, '\xff');  // NaN until written
     std::vector<float> lse(s.nheads * s.seqlen_q, NAN);
     const FaAttentionParams params = make_params(s, dtype, q, k, v, out, lse);
@@ -150,11 +153,9 @@ double worst_error(int64_t isa, const Shape& s, int64_t dtype) {
 }  // namespace
 
 int main() {
-    const Shape shapes[] = {{1, 700, 8, 2, 64, 64, -1},
-                            {70, 70, 2, 2, 59, 59, 0},
-                            {100, 130, 3, 1, 128, 40, 0},
-                            {5, 3, 1, 1, 16, 16, 0},
-                            {33, 300, 4, 4, 80, 80, -1}};
+    const Shape shapes[] = {{1, 700, 8, 2, 64, 64, -1},  {70, 70, 2, 2, 59, 59, 0},         {100, 130, 3, 1, 128, 40, 0},
+                            {5, 3, 1, 1, 16, 16, 0},     {33, 300, 4, 4, 80, 80, -1},       {1, 90, 3, 1, 300, 512, -1},
+                            {20, 90, 2, 1, 576, 512, 0}, {1, 90, 16, 1, 576, 512, -1, true}};
     const double tolerances[] = {2e-5, 3e-2, 4e-3};  // float32, bfloat16, float16
     int checks = 0, failures = 0;
     for (int64_t isa = 0; isa < fastattention_num_isas(); ++isa)

@@ -89,10 +89,13 @@ def test_no_code_of_an_isa_can_replace_common_code() -> None:
     # The linker merges weak symbols of one name. One that a TU built for AVX-512 shares with common code would crash on
     # an older processor, so every weak symbol of the kernels must be in its own instruction set's namespace.
     listing = subprocess.run(["nm", "-C", str(find_library())], capture_output=True, text=True, check=True).stdout
+    if not listing:
+        pytest.skip("the library is stripped, as an installed one is; FASTATTENTION_CPU_LIBRARY may name another")
     weak = [line.split(maxsplit=2)[2] for line in listing.splitlines() if re.match(r"[0-9a-f]+ [VWu] ", line)]
     owners = {"generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"}
     shared = [name for name in weak if not any(f"{owner}::" in name for owner in owners)]
-    assert all("std::vector<" in name for name in shared), shared  # of forward.cpp and isa.cpp, built for any processor
+    common = ("std::vector<", "std::thread::")  # of what is built for any processor
+    assert all(any(one in name for one in common) for name in shared), shared
 
 
 def _answer(seed: int) -> torch.Tensor:

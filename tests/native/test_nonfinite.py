@@ -35,7 +35,17 @@ def _from_a_panel_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opt
     return store.attend(q, **options)
 
 
-ATTENTION = pytest.mark.parametrize("attend", [fast_attn_func, _from_a_panel_cache], ids=["tensors", "panel-cache"])
+def _with_values_in_the_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """fast_attn_func on keys that begin with the values, by which queries multiply 0."""
+    keys = torch.cat((v, k), dim=-1)
+    return fast_attn_func(torch.cat((torch.zeros_like(q), q), dim=-1), keys, keys[..., : v.shape[-1]], **options)
+
+
+ATTENTION = pytest.mark.parametrize(
+    "attend",
+    [fast_attn_func, _from_a_panel_cache, _with_values_in_the_keys],
+    ids=["tensors", "panel-cache", "values-in-keys"],
+)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 SHAPES = pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(1, 900), (70, 70), (60, 700)], ids=["1x900", "70x70", "60x700"]

@@ -63,3 +63,21 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_other(
     out = attend(engine, q, k, v, **scales)
     assert torch.equal(out.isnan().all(dim=-1), spoiled)
     assert torch.equal(out.isnan().any(dim=-1), spoiled)
+
+
+@every_isa
+@pytest.mark.parametrize("code", [127, -128])
+@pytest.mark.parametrize("nheads", [1, 8])
+@pytest.mark.parametrize("headdim", [511, 512, 513, 576])
+def test_the_largest_products_of_int8_fit_their_sums(engine: Engine, headdim: int, nheads: int, code: int) -> None:
+    """Every element of a query and of a key is the largest there is."""
+    q = torch.full((1, 1, nheads, headdim), 1.0 if code > 0 else -1.0, dtype=torch.bfloat16)
+    k, v = torch.zeros(1, 2, 1, headdim, dtype=torch.int8), torch.tensor([100, 0]).to(torch.int8).view(1, 2, 1, 1)
+    k[:, 0] = code
+    scales = {which: torch.ones(1, 2, 1) for which in ("k_scale", "v_scale")}
+    scale = 2.0 / (headdim * abs(code))
+    with engine.active():
+        out, lse = fast_attn_with_kvcache(q, k, v, **scales, softmax_scale=scale, return_lse=True, backend="cpu")
+    scores = torch.tensor([2.0, 0.0])
+    torch.testing.assert_close(lse, scores.logsumexp(0).expand(1, nheads, 1), rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(out.float(), (100 * scores.softmax(0)[0]).expand(1, 1, nheads, 1), rtol=1e-2, atol=0.0)

@@ -218,8 +218,9 @@ SIZES = (
     Refusal("device", {"device": "rubbish"}, ("device='rubbish' cannot be used", "rubbish")),
     Refusal("capacity_float", {"capacity": 1.5}, ("capacity must be an integer", "1.5")),
     Refusal("nheads_k", {"nheads_k": 0}, ("nheads_k=0", "1 to 2147483647")),
-    Refusal("headdim", {"headdim": 257}, ("headdim=257", "1 to 256")),
-    Refusal("headdim_v", {"headdim_v": 0}, ("headdim_v=0", "1 to 256")),
+    Refusal("headdim", {"headdim": 577}, ("headdim=577", "1 to 576")),
+    Refusal("headdim_v", {"headdim_v": 0}, ("headdim_v=0", "1 to 512")),
+    Refusal("headdim_v_like_headdim", {"headdim": 513}, ("headdim_v=513", "1 to 512")),
     Refusal("dtype", {"dtype": torch.float64}, ("dtype=torch.float64", "float16, bfloat16, float32")),
 )
 

@@ -82,17 +82,17 @@ SHAPES = (
         ("nheads=4", "multiple of nheads_k=0"),
     ),
     Refusal(
-        "headdim_257",
-        {"q": torch.zeros(2, 5, 4, 257), "k": torch.zeros(2, 7, 2, 257)},
-        ("headdim=257", "allowed are 1 to 256"),
+        "headdim_577",
+        {"q": torch.zeros(2, 5, 4, 577), "k": torch.zeros(2, 7, 2, 577)},
+        ("headdim=577", "allowed are 1 to 576"),
     ),
     Refusal(
         "headdim_0",
         {"q": torch.zeros(2, 5, 4, 0), "k": torch.zeros(2, 7, 2, 0)},
-        ("headdim=0", "allowed are 1 to 256"),
+        ("headdim=0", "allowed are 1 to 576"),
     ),
-    Refusal("headdim_v_257", {"v": torch.zeros(2, 7, 2, 257)}, ("headdim_v=257", "allowed are 1 to 256")),
-    Refusal("headdim_v_0", {"v": torch.zeros(2, 7, 2, 0)}, ("headdim_v=0", "allowed are 1 to 256")),
+    Refusal("headdim_v_513", {"v": torch.zeros(2, 7, 2, 513)}, ("headdim_v=513", "allowed are 1 to 512")),
+    Refusal("headdim_v_0", {"v": torch.zeros(2, 7, 2, 0)}, ("headdim_v=0", "allowed are 1 to 512")),
 )
 
 PER_HEAD = (

@@ -380,6 +380,45 @@ def test_keys_and_values_in_one_memory_are_refused_where_tokens_are_appended() -
     fast_attn_with_kvcache(**reading | {"v_cache": given["k_cache"], "v_scale": given["k_scale"]})
 
 
+def latent_arguments() -> dict[str, Any]:
+    """The same call without rotary tables; values are the first 12 columns of the keys, in the same memory."""
+    given = {name: value for name, value in arguments().items() if not name.startswith("rotary")}
+    k = torch.arange(2 * 2 * 2 * 16.0).view(2, 2, 2, 16)
+    return given | {"k": k, "v": k[..., :12], "v_cache": given["k_cache"][..., :12]}
+
+
+def test_values_in_the_keys_are_appended_with_them() -> None:
+    given = latent_arguments()
+    fast_attn_with_kvcache(**given)
+    assert torch.equal(given["k_cache"][0, 3:5], given["k"][0])
+    assert torch.equal(given["v_cache"][1, 5:7], given["k"][1, ..., :12])
+    fast_attn_with_kvcache(**latent_arguments() | {"v": latent_arguments()["v"].clone()})
+
+
+def test_other_new_values_than_in_the_keys_are_refused() -> None:
+    given = latent_arguments()
+    given["v"] = given["v"].clone()
+    given["v"][1, 1, 1, 11] += 1.0
+    assert_refused_and_unwritten(given, Refusal("v", {}, ("v must be k[..., :headdim_v]", "other numbers")))
+
+
+def test_rotary_tables_that_would_turn_values_are_refused() -> None:
+    tables = {name: arguments()[name] for name in ("rotary_cos", "rotary_sin")}
+    refusal = Refusal("rotary", tables, ("rotary_cos and rotary_sin cannot be given", "v_cache shares the memory"))
+    assert_refused_and_unwritten(latent_arguments(), refusal)
+
+
+@pytest.mark.parametrize("headdim_v", [12, 20])
+def test_values_elsewhere_in_the_keys_are_refused_where_tokens_are_appended(headdim_v: int) -> None:
+    """Of other strides, or wider than the keys."""
+    memory, given = torch.full((2 * 8 * 40,), 7.0), latent_arguments()
+    given["k_cache"] = memory.as_strided((2, 8, 2, 16), (320, 40, 20, 1))
+    strides = (256, 32, 16, 1) if headdim_v == 12 else (320, 40, 20, 1)
+    given |= {"v_cache": memory.as_strided((2, 8, 2, headdim_v), strides), "v": torch.ones(2, 2, 2, headdim_v)}
+    refusal = Refusal("v_cache", {}, ("v_cache begins where k_cache does", "k_cache[..., :headdim_v]"))
+    assert_refused_and_unwritten(given, refusal)
+
+
 def test_caches_without_room_may_be_one_memory_to_which_nothing_is_appended() -> None:
     cache, new = torch.empty(2, 0, 2, 16), torch.empty(2, 0, 2, 16)
     out = fast_attn_with_kvcache(torch.ones(2, 2, 4, 16), cache, cache, new, new.clone(), cache_seqlens=0)

@@ -19,7 +19,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 6  # of api.cpp
+_ABI_VERSION = 7  # of api.cpp
 
 
 class Peaks(NamedTuple):

@@ -14,8 +14,8 @@
 
 using namespace fastattention;
 
-// Changes with every change of params.h or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 6; }
+// Changes with every change of params.h, of what its fields may be or of a function below, so that a stale library is found out when it is loaded.
+FA_EXPORT int64_t fastattention_abi_version() { return 7; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }

@@ -61,7 +61,8 @@ static void append_token(const Call& call, const Sequence& s, int64_t token) {
             store_token(wide, p.headdim_v, v_to + head * p.v_stride_head, call.value_scales(s, head)(row));
         } else {
             append_key<Element>(p, s, token, head, k_to + head * p.k_stride_head);
-            memcpy(v_to + head * p.v_stride_head, value, p.headdim_v * sizeof(Element));
+            // Values in the keys are those of the new ones.
+            if (!values_in_keys(p)) memcpy(v_to + head * p.v_stride_head, value, p.headdim_v * sizeof(Element));
         }
     }
 }

@@ -138,14 +138,20 @@ static void accumulate_block(Dot, const KeyBlock<Element>& block, int64_t head, 
 template <class Element, class Dot, int kGroup>
 class DecodeGroup {
 public:
-    void start(const Call& call, const DecodeSplit& split, int64_t first_row) {
+    // Floats of queries and results that a group needs: at most kMaxSplitFloats a row for all heads of a task.
+    static int64_t memory_floats(const FaAttentionParams& p) { return kGroup * (query_stride(p) + acc_stride(p)); }
+
+    // memory: of memory_floats, aligned to 64 bytes.
+    void start(const Call& call, const DecodeSplit& split, int64_t first_row, float* memory) {
         call_ = &call;
         split_ = &split;
         sequence_ = &call.sequences[split.sequence];
         modifies_ = modifies_scores(*call.params) || call.params->softmax_scale <= 0.0;
         scale_ = modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E;
-        query_stride_ = round_up(call.params->headdim, Dot::kChunk) / Dot::kKeysPerStep;
-        acc_stride_ = round_up(call.params->headdim_v, Dot::kColumnStep);
+        query_stride_ = query_stride(*call.params);
+        acc_stride_ = acc_stride(*call.params);
+        queries_ = memory;
+        acc_o_ = memory + kGroup * query_stride_;
         const int64_t last_row = call.rows(*sequence_) - 1;
         for (int g = 0; g < kGroup; ++g) {
             rows_[g] = query_row(call, split.kv_head, smaller(first_row + g, last_row));
@@ -206,6 +212,9 @@ public:
     }
 
 private:
+    static int64_t query_stride(const FaAttentionParams& p) { return round_up(p.headdim, Dot::kChunk) / Dot::kKeysPerStep; }
+    static int64_t acc_stride(const FaAttentionParams& p) { return round_up(p.headdim_v, Dot::kColumnStep); }
+
     void load_row(int g) {
         float wide[kMaxHeaddim + 2 * Vec::kWidth];
         const int64_t padded = query_stride_ * Dot::kKeysPerStep;
@@ -300,8 +309,7 @@ private:
     // number -inf becomes 0 and a NaN is not lost), and sums of weights.
     float lane_max_[Vec::kWidth], shifts_[Vec::kWidth], lane_sums_[Vec::kWidth];
     float query_units_[Vec::kWidth], units_[kGroup];  // by which products with queries and with probabilities count
-    alignas(64) float queries_[kGroup * kMaxHeaddim];
-    alignas(64) float acc_o_[kGroup * kMaxHeaddim];
+    float *queries_, *acc_o_;  // (kGroup, query_stride_), as the Dot stores them, and (kGroup, acc_stride_)
     // One step may read the probability of the key after the last: it is 0.
     alignas(64) float scores_[Dot::kBlock * kGroup + Vec::kWidth];
     alignas(64) float probabilities_[Dot::kBlock * kGroup + Vec::kWidth];
@@ -315,17 +323,22 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     const DecodeSplit& split = splits[0];
     const Sequence& s = call.sequences[split.sequence];
     const Rows k = call.keys(s, split.kv_head), v = call.values(s, split.kv_head);
-    DecodeGroup<Element, Dot, kGroup> groups[kMaxSplitHeads];
+    using Group = DecodeGroup<Element, Dot, kGroup>;
+    Group groups[kMaxSplitHeads];
+    alignas(64) float memory[kGroup * kMaxSplitFloats];
     Dot::template begin<kGroup>();
-    for (int64_t head = 0; head < num_heads; ++head) groups[head].start(call, splits[head], first_row);
+    for (int64_t head = 0; head < num_heads; ++head)
+        groups[head].start(call, splits[head], first_row, memory + head * Group::memory_floats(*call.params));
     const int64_t first_token = query_row(call, split.kv_head, first_row).token;
     const int64_t last_token = query_row(call, split.kv_head, first_row + n - 1).token;
     const int64_t begin = larger(split.key_begin, s.mask.row_begin(first_token));
     const int64_t end = smaller(split.key_end, s.mask.row_end(last_token));
     KeyBlock<Element> block;
     block.heads = num_heads;
-    block.size = num_heads > 1 ? Dot::kTurn : Dot::kBlock;
-    block.ahead = num_heads > 1 ? Dot::kTurn : Dot::kAhead;
+    const int64_t longest = larger(call.params->headdim, call.params->headdim_v) * static_cast<int64_t>(sizeof(Element));
+    const int64_t divisor = longest > kLongRow && Dot::kBlock == kBlockKeys ? 2 : 1;
+    block.size = num_heads > 1 ? Dot::kTurn : Dot::kBlock / divisor;
+    block.ahead = num_heads > 1 ? Dot::kTurn : Dot::kAhead / divisor;
     block.keys.head_stride = call.params->k_stride_head;
     block.values.head_stride = call.params->v_stride_head;
     block.keys.headdim = call.params->headdim;

@@ -23,7 +23,7 @@ struct FixedPointTiles : FixedPoint {
     template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t) {
         float unit;
-        const Vec factor = fixed_point(query, n, kLargestWord, unit);
+        const Vec factor = fixed_point(query, n, largest_of_query(kLargestWord, n), unit);
         auto* planes = reinterpret_cast<int8_t*>(queries) + 4 * g;
         int32_t words[Vec::kWidth];
         for (int64_t i = 0; i < n; i += Vec::kWidth) {

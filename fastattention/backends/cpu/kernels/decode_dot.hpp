@@ -92,7 +92,7 @@ struct FixedPointTiles;
 
 // int8 as pairs of 16-bit integers, with queries and probabilities in 16-bit fixed point: 15 bits relative to the largest of
 // a query, and to the largest of a row's probabilities (times the scales of the values) in a block. Products and sums are
-// exact: 32 bits hold those of 256 elements, and of the 128 keys of a block.
+// exact: 32 bits hold those of 512 elements, and of the 128 keys of a block; queries of more elements have fewer steps.
 struct FixedPoint : Wide<Int8> {
 #ifdef FA_HAS_AMX
     using Grouped = FixedPointTiles;
@@ -113,7 +113,7 @@ struct FixedPoint : Wide<Int8> {
     template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
         float unit;
-        const Vec factor = fixed_point(query, n, kLargestWord, unit);
+        const Vec factor = fixed_point(query, n, largest_of_query(kLargestWord, n), unit);
         auto* to = reinterpret_cast<uint16_t*>(queries + g * stride);
         for (int64_t i = 0; i < n; i += Vec::kWidth) store_words(to + i, round_words(load(query + i) * factor));
         return unit;
@@ -146,6 +146,12 @@ struct FixedPoint : Wide<Int8> {
     }
 
 protected:
+    // Of a query of n elements: its product with a key of any integers from -128 on fits 32 bits.
+    FA_INLINE float largest_of_query(float largest_word, int64_t n) {
+        const float fitting = static_cast<float>(int64_t{INT32_MAX} / (128 * n));
+        return fitting < largest_word ? fitting : largest_word;
+    }
+
     // What makes words of x[0..n), the largest `largest_word`; unit: of what they are multiples, NaN when an element is not
     // finite.
     FA_INLINE Vec fixed_point(const float* x, int64_t n, float largest_word, float& unit) {

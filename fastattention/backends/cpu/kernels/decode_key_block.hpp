@@ -8,6 +8,9 @@ static constexpr int64_t kBlockKeys = 128;
 // Keys by which prefetching runs ahead: 64 rows of 256 bytes are 16 KB, well under a L1 cache and enough to cover
 // the latency of memory.
 static constexpr int64_t kAheadKeys = 64;
+// Rows of more bytes come in blocks of half as many keys, prefetched half as far ahead, so that the L2 cache holds as much of
+// them as of shorter ones: with keys and values in the same memory, a block's keys are still there when they are its values.
+static constexpr int64_t kLongRow = 1024;
 // Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantised cache are fewer,
 // and each of its blocks ends by adding integer sums to floats
 // (docs/decisions/0005-read-neighbouring-heads-together.md).

@@ -7,7 +7,7 @@ namespace FA_NAMESPACE {
 template <class Element>
 static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride, int64_t columns) {
     const Sequence& s = call.sequences[splits[0].sequence];
-    float acc_o[kMaxHeaddim + 2 * Vec::kWidth];
+    float acc_o[kMaxHeaddimV];
     for (int64_t row = 0; row < call.rows(s); ++row) {
         float row_max = -kInfinity, row_sum = 0.0f;
         for (int64_t i = 0; i < num_splits; ++i)

@@ -156,9 +156,9 @@ private:
     float row_sum_[kMostRows * Vec::kWidth];
     alignas(64) float queries_[kMostRows * (kMaxHeaddim + 1)];
     alignas(64) float scores_[kMostRows * kCachePanel];
-    alignas(64) float acc_o_[kMostRows * kMaxHeaddim];
+    alignas(64) float acc_o_[kMostRows * kMaxHeaddimV];
     // Vectors are read whole.
-    alignas(64) Stored last_values_[kCachePanel * kMaxHeaddim / kElements + Vec::kWidth];
+    alignas(64) Stored last_values_[kCachePanel * kMaxHeaddimV / kElements + Vec::kWidth];
 };
 
 template <class Element, class Unit>

@@ -13,9 +13,15 @@ namespace {
 
 // Up to this many query rows of a key head are served from the keys where they lie; more pay for repacking them.
 constexpr int64_t kDecodeRows = 16;
+// Up to this many are served so when the values are in the keys: nothing is copied for them, and keys are split.
+constexpr int64_t kLatentRows = 256;
+// Fewer rows are served by the kernels for other keys and values, which take eight at a time.
+constexpr int64_t kLeastLatentRows = 9;
 // Keys of a decode split: short enough to balance threads, long enough that merging is a few percent. Chosen from the
 // lengths alone, never from the number of threads, so that results do not depend on it.
 constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128;
+// Rows for which the shortest splits are that short. Of more rows there is more to merge.
+constexpr int64_t kShortSplitRows = 32;
 // What a decode task reads of a token at once.
 constexpr int64_t kTokenBytes = 2048;
 // Heads are packed into panels and processed in waves of about this many bytes: working memory does not grow with the batch.
@@ -47,7 +53,14 @@ public:
     }
 
 private:
-    bool is_decode(const Sequence& s) const { return call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0; }
+    bool is_latent(const Sequence& s) const {
+        const int64_t rows = call_.rows(s);
+        return kLeastLatentRows <= rows && rows <= kLatentRows && values_in_keys(p_);
+    }
+
+    bool is_decode(const Sequence& s) const {
+        return is_latent(s) || call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0;
+    }
 
     void append() {
         const int64_t tokens = p_.seqlen_new;
@@ -80,18 +93,24 @@ private:
         const bool tokens_first = p_.k_stride_head < p_.k_stride_row && p_.v_stride_head < p_.v_stride_row;
         if (!tokens_first) return 1;
         const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.cache_element_size;
-        const int64_t most = is_quantised(p_) ? kMaxSplitHeads : kMaxSplitHeads / 2;
+        const int64_t room = kMaxSplitFloats / (divide_up(p_.headdim, 64) * 64 + divide_up(p_.headdim_v, 64) * 64);
+        const int64_t most = std::min(is_quantised(p_) ? kMaxSplitHeads : kMaxSplitHeads / 2, room);
         return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(most, p_.nheads_k));
+    }
+
+    int64_t split_keys(const Sequence& s, int64_t wanted) const {
+        if (p_.num_splits > 0) return std::max<int64_t>(divide_up(visible_keys(s.mask).size(), p_.num_splits), 1);
+        return is_latent(s) ? std::max(wanted, kMinSplitKeys * divide_up(call_.rows(s), kShortSplitRows)) : wanted;
     }
 
     // Splits of the same keys lie together, head by head, and a task is as many of them as are read together.
     void plan_splits() {
-        const int64_t wanted = split_keys(), together = heads_per_task();
+        const int64_t wanted = split_keys(), most_together = heads_per_task();
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (!is_decode(s) || s.mask.seqlen_q == 0) continue;
             const KeyRange keys = visible_keys(s.mask);
-            const int64_t step = std::max<int64_t>(p_.num_splits > 0 ? divide_up(keys.size(), p_.num_splits) : wanted, 1);
+            const int64_t step = split_keys(s, wanted), together = is_latent(s) ? 1 : most_together;
             const int64_t count = std::max<int64_t>(divide_up(keys.size(), step), 1);
             const int64_t first = static_cast<int64_t>(splits_.size());
             for (int64_t head = 0; head < p_.nheads_k; ++head) heads_.push_back({first + head, count});
@@ -111,19 +130,31 @@ private:
         if (splits_.empty()) return true;
         const int64_t columns = kernels_.decode_columns(p_);
         int64_t floats = 0;
-        for (const DecodeSplit& split : splits_) floats += call_.rows(sequences_[split.sequence]) * (columns + 2);
-        Arena arena(floats * sizeof(float));
+        auto rows_of = [&](const DecodeSplit& split) {
+            const Sequence& s = sequences_[split.sequence];
+            return is_latent(s) ? divide_up(call_.rows(s), kLatentRowStep) * kLatentRowStep : call_.rows(s);
+        };
+        for (const DecodeSplit& split : splits_) floats += rows_of(split) * (columns + 2);
+        // Whole cache lines for each thread.
+        const int64_t scratch = values_in_keys(p_) ? divide_up(kernels_.latent_scratch(p_), 16) * 16 : 0;
+        Arena arena((scratch * num_threads_ + floats) * sizeof(float));
         if (arena.data() == nullptr) return false;
-        float* at = reinterpret_cast<float*>(arena.data());
+        float* working = reinterpret_cast<float*>(arena.data());
+        float* at = working + scratch * num_threads_;
         for (DecodeSplit& split : splits_) {
-            const int64_t rows = call_.rows(sequences_[split.sequence]);
+            const int64_t rows = rows_of(split);
             split.acc_o = at;
             split.row_max = split.acc_o + rows * columns;
             split.row_sum = split.row_max + rows;
             at = split.row_sum + rows;
         }
-        parallel_for(static_cast<int64_t>(tasks_.size()), num_threads_, [&](int64_t index, int) {
-            kernels_.decode_splits(call_, &splits_[tasks_[index].first], tasks_[index].count);
+        parallel_for(static_cast<int64_t>(tasks_.size()), num_threads_, [&](int64_t index, int slot) {
+            const DecodeSplit& first = splits_[tasks_[index].first];
+            if (is_latent(sequences_[first.sequence])) {
+                kernels_.decode_latent(call_, first, working + slot * scratch);
+            } else {
+                kernels_.decode_splits(call_, &first, tasks_[index].count);
+            }
         });
         // A merge is worth another thread only when there is a lot to merge.
         const int threads = floats < (int64_t{1} << 18) ? 1 : num_threads_;
@@ -150,7 +181,7 @@ private:
             if (is_decode(s)) continue;
             const KeyRange keys = visible_keys(s.mask);
             const int64_t first = keys.begin / g.panel, end = divide_up(keys.end, g.panel);
-            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_columns / g.keys_per_unit + scales);
+            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_stride / g.keys_per_unit + scales);
             const int64_t tiles = divide_up(call_.rows(s), g.tile_rows);
             for (int64_t head = 0; head < p_.nheads_k; ++head)
                 jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
@@ -179,7 +210,7 @@ private:
             // Kernels address both by key from key 0 on, whether or not the first panels are needed.
             job.head.keys = panel_memory - job.first_panel * g.panel * g.key_units;
             job.head.values =
-                panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_columns;
+                panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_stride;
             panel_memory += job.floats;
             if (is_quantised(p_)) {
                 job.head.value_scales = panel_memory - keys - job.first_panel * g.panel;

@@ -73,7 +73,7 @@ template <class Unit, int kRowCount, int kUsed, bool kAccumulate, class Fetch = 
 FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Unit::Stored* b, int64_t b_stride,
                              int64_t depth, float* c, int64_t c_stride, Fetch ahead = {}) {
     Vec acc[kRowCount][kUsed];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) acc[i][j] = kAccumulate ? load(c + i * c_stride + j * Vec::kWidth) : zero();
@@ -83,7 +83,7 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
         Vec columns[kUsed][Unit::kOperands];
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) Unit::load_units(units + j * Vec::kWidth, columns[j]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 2
             for (int o = 0; o < Unit::kOperands; ++o) {
@@ -92,7 +92,7 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
                 for (int j = 0; j < kUsed; ++j) acc[i][j] = Unit::multiply_add(acc[i][j], row, columns[j][o]);
             }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < kUsed; ++j) store(c + i * c_stride + j * Vec::kWidth, acc[i][j]);

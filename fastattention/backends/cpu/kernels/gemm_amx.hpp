@@ -26,9 +26,9 @@ struct AmxPair {
 };
 
 // C of two by two tiles, or fewer at the edges, in registers 0 to 3; A in 4 and 5, B in 6 and 7.
-template <bool kTwoRows, bool kTwoColumns, bool kAccumulate>
+template <bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
 FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-                            int64_t c_stride) {
+                            int64_t c_stride, Fetch ahead) {
     const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, c_bytes = c_stride * 4;
     float* const c_below = c + kAmxTile * c_stride;
     if constexpr (kAccumulate) {
@@ -43,6 +43,7 @@ FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, in
         _tile_zero(3);
     }
     for (int64_t k = 0; k < depth; k += kAmxTile) {
+        ahead.fetch(b + k * b_stride, b_bytes);
         _tile_loadd(4, a + k, a_bytes);
         _tile_loadd(6, b + k * b_stride, b_bytes);
         _tile_dpbf16ps(0, 4, 6);
@@ -62,25 +63,25 @@ FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, in
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, c_below + kAmxTile, c_bytes);
 }
 
-template <bool kTwoColumns, bool kAccumulate>
+template <bool kTwoColumns, bool kAccumulate, class Fetch>
 FA_INLINE void multiply_amx_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
-                                 int64_t c_stride, int64_t rows) {
+                                 int64_t c_stride, int64_t rows, Fetch ahead) {
     int64_t i = 0;
     for (; i + 2 * kAmxTile <= rows; i += 2 * kAmxTile)
         multiply_amx<true, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
-                                                     c_stride);
+                                                     c_stride, ahead);
     if (i < rows)
         multiply_amx<false, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
-                                                      c_stride);
+                                                      c_stride, ahead);
 }
 
-template <bool kAccumulate>
+template <bool kAccumulate, class Fetch = FetchNothing>
 static void multiply_panel(AmxPair, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
-                           float* c, int64_t c_stride, int64_t rows, int64_t columns) {
+                           float* c, int64_t c_stride, int64_t rows, int64_t columns, Fetch ahead = {}) {
     int64_t j = 0;
     for (; j + 2 * kAmxTile <= columns; j += 2 * kAmxTile)
-        multiply_amx_rows<true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows);
-    if (j < columns) multiply_amx_rows<false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows);
+        multiply_amx_rows<true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows, ahead);
+    if (j < columns) multiply_amx_rows<false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows, ahead);
 }
 
 }  // namespace FA_NAMESPACE

@@ -32,6 +32,7 @@ using namespace fastattention;
 #include "decode_rows_amx.hpp"
 #endif
 #include "decode.hpp"
+#include "decode_latent.hpp"
 #include "decode_merge.hpp"
 #include "decode_panels.hpp"
 #ifdef FA_HAS_AMX
@@ -127,6 +128,20 @@ static void decode_splits_of(const Call& call, const DecodeSplit* splits, int64_
     });
 }
 
+static void decode_latent_of(const Call& call, const DecodeSplit& split, float* scratch) {
+    const int64_t columns = decode_columns_of(*call.params);
+    with_path(*call.params, [&](auto path) {
+        using Path = decltype(path);
+        with_stored<typename Path::Element>(*call.params, [&](auto stored) {
+            decode_latent_split<decltype(stored), typename Path::Unit>(call, split, columns, scratch);
+        });
+    });
+}
+
+static int64_t latent_scratch_of(const FaAttentionParams& params) {
+    return with_path(params, [&](auto path) { return LatentGeometry<typename decltype(path)::Unit>(params).total; });
+}
+
 static void decode_merge_of(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride) {
     with_path(*call.params, [&](auto path) {
         decode_merge<typename decltype(path)::Element>(call, splits, num_splits, stride, decode_columns_of(*call.params));
@@ -153,6 +168,8 @@ const Kernels kernels = {
     prefill_tile_of,
     decode_columns_of,
     decode_splits_of,
+    decode_latent_of,
+    latent_scratch_of,
     decode_merge_of,
     append_token_of,
     fma_loop,

@@ -96,7 +96,7 @@ static void pack_cached_panel(const Call& call, const HeadPanels& head, int64_t 
                 store(keys + (u * kOperands + o) * kPanel + j, units[o]);
         }
     // Values of tokens that are not there must be 0: their weights are, and 0 times anything else might be NaN.
-    typename PanelCache<Element>::Stored tail[kCachePanel * kMaxHeaddim / PanelCache<Element>::kElements + Vec::kWidth];
+    typename PanelCache<Element>::Stored tail[kCachePanel * kMaxHeaddimV / PanelCache<Element>::kElements + Vec::kWidth];
     constexpr int64_t kCopyTokens = kPanel < kCachePanel ? kPanel : kCachePanel;
     for (int64_t j = 0; j < kPanel; j += kCopyTokens) {
         const auto* from = cache.value(first + j);
@@ -104,12 +104,12 @@ static void pack_cached_panel(const Call& call, const HeadPanels& head, int64_t 
             cache.copy_values(first + j, larger(n - j, 0), tail);
             from = tail;
         }
-        float* to = head.values + (first + j) / g.keys_per_unit * g.value_columns;
+        float* to = head.values + (first + j) / g.keys_per_unit * g.value_stride;
         for (int64_t unit = 0; unit < kCopyTokens / PanelCache<Element>::kElements; ++unit)
             for (int64_t c = 0; c < g.value_columns; c += Vec::kWidth) {
                 Vec units[kOperands];
                 CachedUnit::load_units(from + unit * cache.headdim_v + c, units);
-                for (int o = 0; o < kOperands; ++o) store(to + (unit * kOperands + o) * g.value_columns + c, units[o]);
+                for (int o = 0; o < kOperands; ++o) store(to + (unit * kOperands + o) * g.value_stride + c, units[o]);
             }
     }
 }

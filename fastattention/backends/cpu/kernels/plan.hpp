@@ -54,6 +54,12 @@ struct Rows {
     }
 };
 
+// Whether values are the first columns of the keys, in the same memory.
+FA_HOST_DEVICE inline bool values_in_keys(const FaAttentionParams& p) {
+    return p.k == p.v && p.headdim_v <= p.headdim && p.panel_size == 0 && p.k_stride_batch == p.v_stride_batch &&
+           p.k_stride_row == p.v_stride_row && (p.nheads_k == 1 || p.k_stride_head == p.v_stride_head);
+}
+
 FA_HOST_DEVICE inline bool is_quantised(const FaAttentionParams& p) { return p.k_scale != nullptr; }
 
 // One sequence of the batch. Pointers are to its first query token and its head 0; the strides are in Call's params.
@@ -102,7 +108,7 @@ struct HeadPanels {
     int64_t sequence;
     int64_t kv_head;
     float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
-    float* values;  // (units of keys, headdim_v padded)
+    float* values;  // (units of keys, PanelGeometry::value_stride)
     float* key_scales;  // of a quantised cache, one a key; zeros past the end
     float* value_scales;
 };
@@ -113,6 +119,7 @@ struct PanelGeometry {
     int64_t key_units;       // units of one key
     int64_t keys_per_unit;   // keys that share a unit of values
     int64_t value_columns;   // headdim_v padded
+    int64_t value_stride;    // floats from one unit of values to the next
     int64_t tile_rows;       // query rows of a tile
     int64_t scratch_floats;  // working memory of a thread
 };
@@ -122,13 +129,17 @@ struct DecodeSplit {
     int64_t sequence;
     int64_t kv_head;
     int64_t key_begin, key_end;
-    float* row_max;  // (rows)
+    float* row_max;  // (rows), of a latent decode up to a multiple of kLatentRowStep
     float* row_sum;  // (rows)
     float* acc_o;    // (rows, headdim_v padded to the vector width)
 };
 
+// Rows of a latent decode are processed in whole vectors: room for a multiple of the widest.
+constexpr int64_t kLatentRowStep = 16;
 // Heads that one call of decode_splits takes at most.
 constexpr int64_t kMaxSplitHeads = 16;
+// Their queries and their results take at most this many floats a row.
+constexpr int64_t kMaxSplitFloats = 512 * kMaxSplitHeads;
 
 struct Kernels {
     const char* name;
@@ -140,6 +151,9 @@ struct Kernels {
     int64_t (*decode_columns)(const FaAttentionParams& params);  // row length of DecodeSplit::acc_o
     // splits: the same keys of num_heads neighbouring heads.
     void (*decode_splits)(const Call& call, const DecodeSplit* splits, int64_t num_heads);
+    // The same of one head whose values are in its keys, for many rows; with working memory of latent_scratch floats.
+    void (*decode_latent)(const Call& call, const DecodeSplit& split, float* scratch);
+    int64_t (*latent_scratch)(const FaAttentionParams& params);
     // splits: of one head, `stride` apart.
     void (*decode_merge)(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride);
 

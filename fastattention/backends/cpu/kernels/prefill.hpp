@@ -4,12 +4,18 @@
 namespace FA_NAMESPACE {
 
 static constexpr int64_t kTileRows = 48;  // a multiple of every Unit::kRowStep
-// Keys of a tile. K and V of 128 floats are 512 KB with AVX-512, whose processors have L2 caches of 1 MB and more,
-// and 256 KB elsewhere; every block of rows reads them once.
+// Keys of a tile. At a time the L2 cache holds a panel of keys, or as many columns of the tile's values, and queries, scores
+// and results of the tile's rows: with heads of 512 floats about 450 KB with AVX-512, whose processors have 1 MB and more, and
+// 280 KB elsewhere.
 static constexpr int64_t kTileKeys = Vec::kWidth == 16 ? 512 : 256;
 // Rows of the score and query tiles are padded so that they do not all fall into the same cache sets.
 static constexpr int64_t kRowPadding = 16;
 static constexpr int64_t kScoreStride = kTileKeys + kRowPadding;
+// Elements of a key that are multiplied before the next ones, for all keys of a panel. Of pairs of bfloat16, 32 keys and the
+// queries of a tile then fit an L1 cache of 48 KB, which AMX reads without end.
+static constexpr int64_t kDepthElements = 256;
+// Values and results of more columns have padded rows, too.
+static constexpr int64_t kUnpaddedColumns = 256;
 
 template <class Unit>
 FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
@@ -18,10 +24,11 @@ FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     g.key_units = round_up(p.headdim, Unit::kElements * Unit::kDepthStep) / Unit::kElements;
     g.keys_per_unit = Unit::kElements;
     g.value_columns = round_up(p.headdim_v, Vec::kWidth);
+    g.value_stride = g.value_columns > kUnpaddedColumns ? g.value_columns + kRowPadding : g.value_columns;
     g.tile_rows = kTileRows;
     const int64_t query_stride = g.key_units + kRowPadding;
     // A query is widened before it is narrowed to pairs: the last row needs room for that.
-    g.scratch_floats = kTileRows * (query_stride + kScoreStride + g.value_columns + Vec::kWidth) + kMaxHeaddim;
+    g.scratch_floats = kTileRows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;
     return g;
 }
 
@@ -63,18 +70,17 @@ static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, 
     const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
     const PanelRows rows(call, head, first, n);
     float* keys = head.keys + first * g.key_units;
-    float* values = head.values + first * g.value_columns;
+    float* values = head.values + first * g.value_stride;
     float wide[kMaxHeaddim + Vec::kWidth];
     for (int64_t j = 0; j < kPanel; ++j) {
         if (j >= n) {
             for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = 0.0f;
-            for (int64_t c = 0; c < g.value_columns; ++c) values[j * g.value_columns + c] = 0.0f;
+            for (int64_t c = 0; c < g.value_columns; ++c) values[j * g.value_stride + c] = 0.0f;
             continue;
         }
         widen_row(reinterpret_cast<const Stored*>(rows.keys[j]), wide, p.headdim, p.headdim);
         for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = wide[u];
-        widen_row(reinterpret_cast<const Stored*>(rows.values[j]), values + j * g.value_columns, p.headdim_v,
-                  g.value_columns);
+        widen_row(reinterpret_cast<const Stored*>(rows.values[j]), values + j * g.value_stride, p.headdim_v, g.value_columns);
     }
     pack_scales<Stored>(call, head, first, n);
 }
@@ -97,18 +103,25 @@ static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, 
     const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
     const PanelRows rows(call, head, first, n);
     float* keys = head.keys + first * g.key_units;
-    float* values = head.values + first / 2 * g.value_columns;
-    Bfloat16 key[kMaxHeaddim + 2], pair[2][kMaxHeaddim + 2 * Vec::kWidth];
+    float* values = head.values + first / 2 * g.value_stride;
+    Bfloat16 key[kMaxHeaddim + 2] = {}, pair[2][kMaxHeaddimV + 2 * Vec::kWidth] = {};
     for (int64_t j = 0; j < kPanel; ++j) {
-        memset(key, 0, sizeof(key));
-        if (j < n) copy_row(reinterpret_cast<const Stored*>(rows.keys[j]), key, p.headdim);
+        if (j < n) {
+            copy_row(reinterpret_cast<const Stored*>(rows.keys[j]), key, p.headdim);
+        } else {
+            memset(key, 0, p.headdim * sizeof(Bfloat16));
+        }
         for (int64_t u = 0; u < g.key_units; ++u) memcpy(&keys[u * kPanel + j], &key[2 * u], 4);
     }
     for (int64_t j = 0; j < kPanel; j += 2) {
-        memset(pair, 0, sizeof(pair));
-        for (int64_t i = 0; i < 2 && j + i < n; ++i)
-            copy_row(reinterpret_cast<const Stored*>(rows.values[j + i]), pair[i], p.headdim_v);
-        auto* to = reinterpret_cast<uint32_t*>(values + j / 2 * g.value_columns);
+        for (int64_t i = 0; i < 2; ++i) {
+            if (j + i < n) {
+                copy_row(reinterpret_cast<const Stored*>(rows.values[j + i]), pair[i], p.headdim_v);
+            } else {
+                memset(pair[i], 0, p.headdim_v * sizeof(Bfloat16));
+            }
+        }
+        auto* to = reinterpret_cast<uint32_t*>(values + j / 2 * g.value_stride);
         for (int64_t c = 0; c < g.value_columns; ++c) to[c] = pair[0][c].bits | static_cast<uint32_t>(pair[1][c].bits) << 16;
     }
     pack_scales<Stored>(call, head, first, n);
@@ -131,7 +144,7 @@ public:
         queries_ = scratch;
         scores_ = queries_ + kTileRows * query_stride_ + kMaxHeaddim;
         acc_o_ = scores_ + kTileRows * kScoreStride;
-        row_sum_ = acc_o_ + kTileRows * geometry_.value_columns;
+        row_sum_ = acc_o_ + kTileRows * geometry_.value_stride;
     }
 
     void run() {
@@ -175,14 +188,21 @@ private:
                 memset(scores_ + row * kScoreStride, 0, kScoreStride * sizeof(float));
             }
         }
-        memset(acc_o_, 0, padded_rows_ * geometry_.value_columns * sizeof(float));
+        memset(acc_o_, 0, padded_rows_ * geometry_.value_stride * sizeof(float));
     }
 
     void multiply_queries(int64_t key, int64_t n) {
-        for (int64_t j = 0; j < n; j += kPanel)
-            multiply_panel<false>(Unit{}, queries_, query_stride_, head_.keys + (key + j) * geometry_.key_units, kPanel,
-                                  geometry_.key_units, scores_ + j, kScoreStride, padded_rows_,
-                                  smaller(kPanel, round_up(n - j, Vec::kWidth)));
+        constexpr int64_t kDepth = kDepthElements / Unit::kElements;
+        const int64_t units = geometry_.key_units;
+        for (int64_t j = 0; j < n; j += kPanel) {
+            const float* panel = head_.keys + (key + j) * units;
+            const int64_t columns = smaller(kPanel, round_up(n - j, Vec::kWidth));
+            multiply_panel<false>(Unit{}, queries_, query_stride_, panel, kPanel, smaller(kDepth, units), scores_ + j,
+                                  kScoreStride, padded_rows_, columns);
+            for (int64_t u = kDepth; u < units; u += kDepth)
+                multiply_panel<true>(Unit{}, queries_ + u, query_stride_, panel + u * kPanel, kPanel,
+                                     smaller(kDepth, units - u), scores_ + j, kScoreStride, padded_rows_, columns);
+        }
     }
 
     void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {
@@ -192,26 +212,27 @@ private:
             begin = larger(sequence_.mask.row_begin(at.token) - key, 0);
             end = smaller(sequence_.mask.row_end(at.token) - key, n);
         }
-        const int64_t columns = geometry_.value_columns;
         TileScales scales;
         if (head_.key_scales) scales = {head_.key_scales + key, head_.value_scales + key};
-        softmax_.update(at, scores_ + row * kScoreStride, key, begin, end, padded_keys(n),
-                        {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * columns, columns}, scales);
+        softmax_.update(
+            at, scores_ + row * kScoreStride, key, begin, end, padded_keys(n),
+            {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},
+            scales);
     }
 
     void accumulate_values(int64_t key, int64_t n) {
-        const int64_t columns = geometry_.value_columns;
-        const float* values = head_.values + key / Unit::kElements * columns;
+        const int64_t columns = geometry_.value_columns, stride = geometry_.value_stride;
+        const float* values = head_.values + key / Unit::kElements * stride;
         const int64_t depth = padded_keys(n) / Unit::kElements;
         for (int64_t c = 0; c < columns; c += kPanel)
-            multiply_panel<true>(Unit{}, scores_, kScoreStride, values + c, columns, depth, acc_o_ + c, columns, padded_rows_,
+            multiply_panel<true>(Unit{}, scores_, kScoreStride, values + c, stride, depth, acc_o_ + c, stride, padded_rows_,
                                  smaller(kPanel, columns - c));
     }
 
     void finish() {
         for (int64_t row = 0; row < num_rows_; ++row) {
             const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
-            store_result<Element>(call_, sequence_, at, acc_o_ + row * geometry_.value_columns, row_max_[row],
+            store_result<Element>(call_, sequence_, at, acc_o_ + row * geometry_.value_stride, row_max_[row],
                                   reduce_add(load(row_sum_ + row * Vec::kWidth)));
         }
     }

@@ -3,7 +3,8 @@
 
 namespace FA_NAMESPACE {
 
-static constexpr int64_t kMaxHeaddim = 256;
+// As MAX_HEADDIM and MAX_HEADDIM_V of fastattention/validation/common.py.
+static constexpr int64_t kMaxHeaddim = 576, kMaxHeaddimV = 512;
 
 // to[0..n) = from[0..n); `to` is padded with zeros up to `padded`.
 template <class Element>

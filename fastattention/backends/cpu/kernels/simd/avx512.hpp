@@ -199,6 +199,59 @@ FA_INLINE void restore_columns(Vec low, Vec high, Vec& first, Vec& second) {
     second.v = _mm512_permutex2var_ps(low.v, index_second, high.v);
 }
 
+#ifdef FA_HAS_BF16_DOT
+// Both rounded to bfloat16, as pairs of their lanes.
+FA_INLINE Vec to_pairs(Vec first, Vec second) {
+    const __m512i low = _mm512_cvtepu16_epi32(to_bits16(first, Bfloat16{}));
+    const __m512i high = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bits16(second, Bfloat16{})), 16);
+    return {_mm512_castsi512_ps(_mm512_or_si512(low, high))};
+}
+
+// Pairs (a[i], b[i]) of two rows of 32 elements, in order.
+FA_INLINE void interleave_pairs(Vec a, Vec b, Vec& first, Vec& second) {
+    alignas(64) static constexpr struct Order {
+        uint16_t lane[2][32] = {};
+        constexpr Order() {
+            for (int i = 0; i < 64; ++i) lane[i / 32][i % 32] = i / 2 + i % 2 * 32;
+        }
+    } order;
+    const __m512i x = _mm512_castps_si512(a.v), y = _mm512_castps_si512(b.v);
+    first = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_load_si512(order.lane[0]), y))};
+    second = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_load_si512(order.lane[1]), y))};
+}
+
+// Transposes sixteen vectors, `stride` floats apart, in place: in squares of 1, 2, 4 and 8 off the diagonal.
+FA_INLINE void transpose_square(float* square, int64_t stride) {
+    alignas(64) static constexpr struct Order {
+        int32_t low[4][16] = {}, high[4][16] = {};
+        constexpr Order() {
+            for (int step = 0; step < 4; ++step)
+                for (int i = 0; i < 16; ++i) {
+                    const bool second = i >> step & 1;
+                    low[step][i] = second ? 16 + i - (1 << step) : i;
+                    high[step][i] = second ? 16 + i : i + (1 << step);
+                }
+        }
+    } order;
+    __m512 rows[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_ps(square + i * stride);
+#pragma GCC unroll 4
+    for (int step = 0; step < 4; ++step) {
+        const __m512i low = _mm512_load_si512(order.low[step]), high = _mm512_load_si512(order.high[step]);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) {
+            if (i >> step & 1) continue;
+            const __m512 a = rows[i], b = rows[i + (1 << step)];
+            rows[i] = _mm512_permutex2var_ps(a, low, b);
+            rows[i + (1 << step)] = _mm512_permutex2var_ps(a, high, b);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) _mm512_storeu_ps(square + i * stride, rows[i]);
+}
+#endif
+
 // Lane i is from[i / kTimes].
 template <int kTimes>
 FA_INLINE Vec repeat_each(const float* from) {

@@ -8,8 +8,8 @@ in one pass, without storing the seqlen_q x seqlen_k matrix. Where torch has no 
 computes it in chunks of rows. With gradients it computes each chunk once more.
 
 q, k and v are float16, bfloat16 or float32, all of one dtype and on one device (caches may be quantised, see
-`fast_attn_with_kvcache`). headdim is 1 to 576 and headdim_v 1 to 512; they may differ. nheads_k divides nheads. Any strides are
-served in place; a strided last axis is copied first.
+`fast_attn_with_kvcache`). headdim is 1 to 576, headdim_v 1 to 512, and they may differ; nheads_k divides nheads. Any
+strides are served in place; a strided last axis is copied first.
 
 Shared arguments, in flash-attn's order:
 
@@ -329,7 +329,8 @@ def fast_attn_with_kvcache(
     - `q`: (batch_size, seqlen_q, nheads, headdim)
     - `k_cache`: (batch_size_cache, seqlen_cache, nheads_k, headdim), or with block_table pages
         (num_blocks, page_block_size, nheads_k, headdim); written in place when k is given
-    - `v_cache`: as k_cache, with headdim_v
+    - `v_cache`: as k_cache, with headdim_v; or `k_cache[..., :headdim_v]`, as in latent attention, and then `v` must be
+        `k[..., :headdim_v]`, and no rotary tables are allowed
     - `k`, `v`: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append at cache_seqlens[b], or None
     - `rotary_cos`, `rotary_sin`: (seqlen_rotary, rotary_dim / 2), dtype of q; needs k. k[:, i] is rotated by position
         cache_seqlens[b] + i, and so is q[:, i] when causal or windowed; otherwise all of q by cache_seqlens[b].

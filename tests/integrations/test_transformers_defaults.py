@@ -74,7 +74,6 @@ def test_defaults_of_torch_change_nothing(name: str, side: str) -> None:
 
 
 @pytest.mark.usefixtures("_other_default")
-@pytest.mark.parametrize("_other_default", [torch.bfloat16, torch.float64], ids=str, indirect=True)
 @pytest.mark.parametrize("make", [FastAttentionCache, MicroBatchedCache])
 def test_a_cache_within_a_budget_computes_the_same(make: Any) -> None:
     model, ids, mask = _as_usual(

@@ -229,7 +229,7 @@ class FakeDevice(Device):
 
     @alone
     def empty_shared(self, shape: Sequence[int], dtype: torch.dtype) -> Shared:
-        memory = torch.empty(tuple(shape), dtype=dtype)
+        memory = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         self._shared.append(memory)
         return Shared(memory, memory)
 

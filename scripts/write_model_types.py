@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from generated_page import write_or_check
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "model-types.md"
 RESULTS = ROOT / "tests" / "integrations" / "sweep" / "results.json"
@@ -149,16 +151,9 @@ def render(results: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Writes the page, or with --check compares it. Returns 1 if it is stale."""
-    page = render(json.loads(RESULTS.read_text(encoding="utf-8")))
-    if arguments == ["--check"]:
-        stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page
-        if stale:
-            print(f"{PAGE.relative_to(ROOT)} is stale; run python scripts/write_model_types.py")
-        return int(stale)
-    if arguments:
-        raise SystemExit(f"unknown arguments {' '.join(arguments)}; allowed is --check")
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
+    return write_or_check(
+        PAGE, render(json.loads(RESULTS.read_text(encoding="utf-8"))), arguments, "python scripts/write_model_types.py"
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from generated_page import write_or_check
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "internals" / "tree.md"
 FOLDERS = ("fastattention", "benchmarks", "scripts")
@@ -80,16 +82,7 @@ def first_sentence(path: Path) -> str:
 
 def main(arguments: list[str]) -> int:
     """Writes the page, or with --check compares it. Returns 1 if it is stale."""
-    page = render(ROOT)
-    if arguments == ["--check"]:
-        stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page
-        if stale:
-            print(f"{PAGE.relative_to(ROOT)} is stale; run python scripts/write_tree.py")
-        return int(stale)
-    if arguments:
-        raise SystemExit(f"unknown arguments {' '.join(arguments)}; allowed is --check")
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, render(ROOT), arguments, "python scripts/write_tree.py")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import kernel_resources
 import pytest
 import torch
 from tiers import Tier, deep, slow, thin, tier_of
@@ -37,14 +35,6 @@ from fastattention.backends.cuda.kernel_config import (
 )
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.errors import CompileError
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_resources.py"
-specification = importlib.util.spec_from_file_location("kernel_resources", SCRIPT)
-assert specification is not None
-assert specification.loader is not None
-kernel_resources = importlib.util.module_from_spec(specification)
-sys.modules[specification.name] = kernel_resources
-specification.loader.exec_module(kernel_resources)
 
 REASON = compiler.why_unavailable()
 pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

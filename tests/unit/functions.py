@@ -38,9 +38,9 @@ class Call:
         drawn |= {name: (40.0 * drawn[name]).to(torch.int8) for name in self.int8}
         return drawn | {name: torch.tensor(values, dtype=torch.int32) for name, values in self.indices.items()}
 
-    def run(self, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def run(self, tensors: dict[str, Tensor], backend: str = "sdpa") -> tuple[Tensor, ...]:
         """All results of the call."""
-        result = self.function(**tensors, **self.scalars, backend="sdpa")
+        result = self.function(**tensors, **self.scalars, backend=backend)
         return result if isinstance(result, tuple) else (result,)
 
     @property

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
+import check_docs
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_docs.py"
-_spec = importlib.util.spec_from_file_location("check_docs", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-check_docs = importlib.util.module_from_spec(_spec)
-sys.modules["check_docs"] = check_docs
-_spec.loader.exec_module(check_docs)
 
 LONG = " ".join(["word"] * 36)  # one word more than is allowed
 ALLOWED = " ".join(["word"] * 35)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
+import check_factories
 import pytest
-
-ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("check_factories", ROOT / "scripts" / "check_factories.py")
-assert _spec is not None
-assert _spec.loader is not None
-check_factories = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(check_factories)
 
 
 @pytest.mark.parametrize(

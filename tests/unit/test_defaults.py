@@ -34,11 +34,6 @@ def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         assert torch.equal(one, other)
 
 
-def run(call: Call, tensors: dict[str, Tensor], backend: str) -> tuple[Tensor, ...]:
-    result = call.function(**tensors, **call.scalars, backend=backend)
-    return result if isinstance(result, tuple) else (result,)
-
-
 @every_default
 @every_device
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
@@ -46,9 +41,9 @@ def run(call: Call, tensors: dict[str, Tensor], backend: str) -> tuple[Tensor, .
 @torch.no_grad()
 def test_every_function_gives_the_same_bits(call: Call, backend: str, device: str, dtype: torch.dtype) -> None:
     tensors, expected_tensors = call.tensors(), call.tensors()
-    expected = run(call, expected_tensors, backend)
+    expected = call.run(expected_tensors, backend)
     with defaults(device, dtype):
-        got = run(call, tensors, backend)
+        got = call.run(tensors, backend)
     assert_same(got, expected)
     assert_same(tuple(tensors.values()), tuple(expected_tensors.values()))
 
@@ -61,7 +56,7 @@ def test_gradients_are_the_same_bits(call: Call, device: str, dtype: torch.dtype
     for context in (defaults("cpu", torch.float32), defaults(device, dtype)):
         leaves = {name: x.requires_grad_(x.is_floating_point()) for name, x in call.tensors().items()}
         with context:
-            run(call, leaves, "auto")[0].square().sum().backward()
+            call.run(leaves, "auto")[0].square().sum().backward()
         found.append(tuple(x.grad for x in leaves.values() if x.grad is not None))
     assert len(found[0]) >= len(call.shapes)
     assert_same(found[1], found[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +89,11 @@ REFUSED: dict[str, Kind] = {
 }
 
 
+def negated(tensor: Tensor) -> Tensor:
+    """The same numbers, by a view that negates what lies in memory."""
+    return torch._neg_view(tensor.neg())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A group of one rank, for collectives and DTensors."""
@@ -107,21 +111,16 @@ def values(results: tuple[Tensor, ...]) -> list[Tensor]:
     return [x.as_subclass(Tensor) if isinstance(x, Plain) else x for x in results]
 
 
-def run(call: Call, backend: str, tensors: dict[str, Any]) -> tuple[Tensor, ...]:
-    result = call.function(**tensors, **call.scalars, backend=backend)
-    return result if isinstance(result, tuple) else (result,)
-
-
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("kind", SERVED)
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
 def test_a_kind_that_is_served_gives_the_same_bits(call: Call, kind: str, backend: str) -> None:
     expected_tensors = call.tensors()
-    expected = run(call, backend, expected_tensors)
+    expected = call.run(expected_tensors, backend)
     for names in (*([name] for name in expected_tensors), list(expected_tensors)):
         given = made_of(call, SERVED[kind], names)
-        for got, right in zip(values(run(call, backend, given)), expected, strict=True):
+        for got, right in zip(values(call.run(given, backend)), expected, strict=True):
             assert torch.equal(got, right), names
         if kind != "async-collective":  # what a collective gave is no cache of anyone
             for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
@@ -143,7 +142,7 @@ def test_a_kind_that_is_not_served_is_refused(call: Call, kind: str) -> None:
             assert tensor.dim() < 2 or kind in ("nested", "jagged")  # of which torch makes no such tensor
             continue
         with pytest.raises(FastAttentionError) as refused:
-            run(call, "auto", given)
+            call.run(given, "auto")
         assert isinstance(refused.value, (ArgumentError, UnsupportedError))
         shown = {"qkv": ("q", "qkv"), "kv": ("k", "kv"), "cu_seqlens": ("cu_seqlens",)}.get(name, (name,))
         assert any(str(refused.value).find(one) >= 0 for one in shown), (name, str(refused.value))
@@ -152,18 +151,18 @@ def test_a_kind_that_is_not_served_is_refused(call: Call, kind: str) -> None:
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @torch.no_grad()
 def test_a_view_that_negates_is_read_negated_and_never_written(call: Call) -> None:
-    expected = run(call, "auto", call.tensors())
+    expected = call.run(call.tensors(), "auto")
     for name, tensor in call.tensors().items():
         if not tensor.dtype.is_floating_point:
             continue
-        given = made_of(call, lambda x: torch._neg_view(x.neg()), [name])
+        given = made_of(call, negated, [name])
         if name in ("k_cache", "v_cache", "k_scale", "v_scale"):
             before = given[name].clone()
             with pytest.raises(ArgumentError, match=f"{name} is a view that negates"):
-                run(call, "auto", given)
+                call.run(given, "auto")
             assert torch.equal(given[name], before)
         else:
-            for got, right in zip(run(call, "auto", given), expected, strict=True):
+            for got, right in zip(call.run(given, "auto"), expected, strict=True):
                 assert torch.equal(got, right), name
 
 
@@ -178,10 +177,10 @@ def merge(tensors: dict[str, Tensor]) -> Tensor:
     return merge_attn_states([first, second], [first_lse, second_lse])[0]
 
 
-@pytest.mark.parametrize("kind", SERVED | REFUSED | {"negated": lambda x: torch._neg_view(x.neg())})
+@pytest.mark.parametrize("kind", [*SERVED, *REFUSED, "negated"])
 def test_merges_serve_or_refuse(kind: str) -> None:
     expected = merge(merged())
-    make = (SERVED | REFUSED | {"negated": lambda x: torch._neg_view(x.neg())})[kind]
+    make = (SERVED | REFUSED | {"negated": negated})[kind]
     for name in merged():
         given = merged()
         given[name] = make(given[name])
@@ -215,7 +214,7 @@ def test_stores_serve_or_refuse_and_stay_as_they_were(kind: str, store: type[Den
             assert torch.equal(values((fresh,))[0], expected)
 
 
-def test_a_sum_over_ranks_refuses_by_name(tmp_path: Path) -> None:
+def test_a_sum_over_ranks_refuses_by_name() -> None:
     from fastattention.distributed import attention_linear_allreduce
 
     tensors = {name: torch.randn(1, 4, 2, 8) for name in ("q", "k", "v")} | {"w_o": torch.randn(16, 16)}
@@ -225,4 +224,3 @@ def test_a_sum_over_ranks_refuses_by_name(tmp_path: Path) -> None:
         for name, tensor in tensors.items():
             with torch.no_grad(), pytest.raises(FastAttentionError, match=f"{name} (is|has|and)|(is|and) {name}"):
                 attention_linear_allreduce(**(tensors | {name: make(tensor)}))
-            assert kind

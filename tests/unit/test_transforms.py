@@ -95,11 +95,6 @@ def test_a_backend_without_derivatives_says_so_within_a_transform() -> None:
 @torch.no_grad()
 def test_vmap_of_every_function_is_a_loop(call: Call) -> None:
     """Every tensor by itself is mapped, then all of them."""
-
-    def run(tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        result = call.function(**tensors, **call.scalars)
-        return result if isinstance(result, tuple) else (result,)
-
     indices = set(call.indices)
     appends = "k" in call.shapes and "k_cache" in call.shapes
     caches = {"k_cache", "v_cache", "k_scale", "v_scale"} & set(call.shapes)
@@ -111,9 +106,11 @@ def test_vmap_of_every_function_is_a_loop(call: Call) -> None:
             if name in names
         }
         looped = [{**call.tensors(), **{name: x[i].clone() for name, x in stacked.items()}} for i in range(2)]
-        expected = [torch.stack(parts) for parts in zip(*(run(tensors) for tensors in looped), strict=True)]
+        expected = [
+            torch.stack(parts) for parts in zip(*(call.run(tensors, "auto") for tensors in looped), strict=True)
+        ]
         rest = {name: x for name, x in call.tensors().items() if name not in names}
-        found = func.vmap(lambda mapped, rest=rest: run({**mapped, **rest}))(stacked)
+        found = func.vmap(lambda mapped, rest=rest: call.run({**mapped, **rest}, "auto"))(stacked)
         assert_close(found, tuple(expected))
         for name in caches & names:
             assert torch.equal(stacked[name], torch.stack([tensors[name] for tensors in looped]))

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "write_tree.py"
-
-
-@pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("write_tree", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import write_tree
 
 
 @pytest.fixture
-def root(tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tree of a few files, and the script at work on it."""
     files = {
         "fastattention/__init__.py": '"""The package. More."""\n',
@@ -34,29 +21,29 @@ def root(tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch) ->
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    monkeypatch.setattr(script, "PAGE", tmp_path / "tree.md")
+    monkeypatch.setattr(write_tree, "ROOT", tmp_path)
+    monkeypatch.setattr(write_tree, "PAGE", tmp_path / "tree.md")
     return tmp_path
 
 
-def test_page_shows_first_sentences(script: ModuleType, root: Path) -> None:
-    page = script.render(root)
+def test_page_shows_first_sentences(root: Path) -> None:
+    page = write_tree.render(root)
     assert "## fastattention/kernels\n" in page
     assert "| `a.hpp`, `a.cpp` | Adds q . k of two rows. |\n" in page
     assert "| `speed.py` | How fast? |\n" in page
     assert "| `check` | Lint, e.g. types. |\n" in page
 
 
-def test_check_fails_when_the_page_is_stale(script: ModuleType, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--check"]) == 1
-    assert script.main([]) == 0
-    assert script.main(["--check"]) == 0
+def test_check_fails_when_the_page_is_stale(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write_tree.main(["--check"]) == 1
+    assert write_tree.main([]) == 0
+    assert write_tree.main(["--check"]) == 0
     (root / "benchmarks" / "speed.py").write_text('"""How slow?"""\n')
-    assert script.main(["--check"]) == 1
+    assert write_tree.main(["--check"]) == 1
     assert "tree.md is stale" in capsys.readouterr().out
 
 
-def test_file_without_a_description_is_an_error(script: ModuleType, root: Path) -> None:
+def test_file_without_a_description_is_an_error(root: Path) -> None:
     (root / "benchmarks" / "bare.py").write_text("x = 1\n")
     with pytest.raises(SystemExit, match=r"bare\.py has no docstring"):
-        script.render(root)
+        write_tree.render(root)

@@ -52,6 +52,7 @@ _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_profiling = torch._C._autograd._profiler_enabled
 _active_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform_level = torch._C._functorch.maybe_current_level  # of torch.func; None outside
 
 
 def explain_call(call: Callable[[], object]) -> Explanation:
@@ -98,7 +99,7 @@ def is_observed() -> bool:
     return (
         torch.is_grad_enabled()
         or is_traced()
-        or torch._C._functorch.maybe_current_level() is not None
+        or _transform_level() is not None
         or _explaining.get()
         or forward_ad._current_level >= 0
     )
@@ -125,7 +126,7 @@ def runs_eagerly(*tensors: object) -> bool:
     """
     if is_traced():
         return False
-    if torch._C._functorch.maybe_current_level() is not None:
+    if _transform_level() is not None:
         return is_differentiating()
     for tensor in tensors:
         if tensor is None:
@@ -150,7 +151,7 @@ def require_eager(tensors: Mapping[str, object], remedy: str = "") -> None:
         check_readable(tensors)
         return
     check_kinds(tensors)
-    if not (is_traced() or torch._C._functorch.maybe_current_level() is not None):
+    if not (is_traced() or _transform_level() is not None):
         for name, tensor in tensors.items():
             if isinstance(tensor, Tensor) and (type(tensor) not in _PLAIN_TYPES or tensor.is_meta or tensor.is_neg()):
                 negated = ", a view that negates what lies in memory" if tensor.is_neg() else ""

@@ -173,6 +173,14 @@ def _check_values_in_keys(a: KvCacheArguments) -> None:
             "rotary_cos and rotary_sin cannot be given when v_cache shares the memory of k_cache: they would turn the "
             "values; rotate q and k before the call"
         )
+    assert a.k is not None
+    assert a.v is not None
+    if lengths.are_checked(a.q) and not (a.v.data_ptr() == a.k.data_ptr() and a.v.stride() == a.k.stride()):
+        expected = a.k[..., :headdim_v]
+        if not torch.allclose(a.v, expected, rtol=0.0, atol=0.0, equal_nan=True):
+            raise ArgumentError(
+                "v must be k[..., :headdim_v] when v_cache shares the memory of k_cache, got other numbers"
+            )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -336,7 +344,6 @@ def _check_rotary(s: _Signatures, headdim: int) -> int:
 def _check_numbers(problem: Problem, a: KvCacheArguments, before: list[int]) -> None:
     """Everything that depends on the numbers in index tensors; `before` are those of cache_seqlens."""
     _check_room(problem, before)
-    _check_new_values(a)
     if a.cache_leftpad is not None:
         for index, (pad, length) in enumerate(zip(a.cache_leftpad.tolist(), before, strict=True)):
             if not 0 <= pad <= length:
@@ -356,16 +363,6 @@ def _check_numbers(problem: Problem, a: KvCacheArguments, before: list[int]) -> 
         needed = max(before) + steps
         if needed > a.rotary_cos.shape[0]:
             raise ArgumentError(f"rotary_cos has {a.rotary_cos.shape[0]} positions; this call needs {needed}")
-
-
-def _check_new_values(a: KvCacheArguments) -> None:
-    """Raises when v is not what an append of k writes to a v_cache in the memory of k_cache."""
-    if a.k is None or a.v is None or a.k_cache.data_ptr() != a.v_cache.data_ptr() or not a.k_cache.numel():
-        return
-    if a.v.data_ptr() == a.k.data_ptr() and a.v.stride() == a.k.stride():
-        return
-    if not torch.allclose(a.v, a.k[..., : a.v.shape[-1]], rtol=0.0, atol=0.0, equal_nan=True):
-        raise ArgumentError("v must be k[..., :headdim_v] when v_cache shares the memory of k_cache, got other numbers")
 
 
 def _inputs(problem: Problem, a: KvCacheArguments, cache_seqlens: Tensor) -> Inputs:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.backends.common.results import keyless
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.quantised import dequantise
 
@@ -64,12 +65,11 @@ def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -
     lses = [result.lse for result in results if result.lse is not None]
     lse = _concatenate(lses, 2 if varlen else 0) if lses else None
     if varlen:
-        behind = problem.total_q - out.shape[1]
-        out = F.pad(out[0], (0, 0, 0, 0, 0, behind))
-        if lse is not None:
-            lse = F.pad(lse[0], (0, behind), value=-torch.inf)
-            if inputs.sinks is not None and behind:
-                lse = torch.cat([lse[:, :-behind], inputs.sinks.unsqueeze(1).expand(-1, behind)], dim=1)
+        out, lse = out[0], None if lse is None else lse[0]
+        if (written := out.shape[0]) < problem.total_q:
+            behind = keyless(problem, inputs)
+            out = torch.cat([out, behind.out[written:]])
+            lse = None if lse is None or behind.lse is None else torch.cat([lse, behind.lse[:, written:]], dim=1)
     masks = [_pad_to(result.dropout_mask, problem) for result in results if result.dropout_mask is not None]
     return AttentionOutput(
         out.contiguous(), None if lse is None else lse.contiguous(), _concatenate(masks, 0) if masks else None
@@ -79,8 +79,7 @@ def join(problem: Problem, inputs: Inputs, results: Sequence[AttentionOutput]) -
 def _nothing(problem: Problem, inputs: Inputs) -> AttentionOutput:
     """The result of a batch of no sequences: no row sees a key, but it is part of the graph of q like any other."""
     out = inputs.q[..., :0].sum(-1, keepdim=True).expand(problem.out_shape).contiguous()
-    lse = inputs.q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32) if problem.return_lse else None
-    return AttentionOutput(out, lse)
+    return AttentionOutput(out, keyless(problem, inputs).lse)
 
 
 def _dense(problem: Problem, inputs: Inputs, whole_batch: bool) -> Iterator[Part]:

@@ -13,9 +13,10 @@ from rich.table import Table
 from fastattention.backends.cuda.chips import ARCHS, Limits, limits_of, targets_of
 from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant
-from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, MAX_HEADDIM, Entry, KernelConfig
+from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, Entry, KernelConfig
 from fastattention.cli.console import OUTPUT, check_output_file, status
 from fastattention.errors import ArgumentError
+from fastattention.validation.common import MAX_HEADDIM, MAX_HEADDIM_V
 
 
 def compile_variant(
@@ -71,8 +72,9 @@ def _check_forward(arch: int, dtype: str, cache: str | None) -> None:
 def check_headdims(**headdims: int) -> None:
     """Raises ArgumentError, naming the argument, for a head dimension that no kernel serves."""
     for name, value in headdims.items():
-        if not 1 <= value <= MAX_HEADDIM:
-            raise ArgumentError(f"{name}={value} is not served by the cuda backend; use 1 to {MAX_HEADDIM}")
+        most = MAX_HEADDIM_V if name == "headdim_v" else MAX_HEADDIM
+        if not 1 <= value <= most:
+            raise ArgumentError(f"{name}={value} is not served by the cuda backend; use 1 to {most}")
 
 
 def _checked_limits(arch: int, target: int) -> Limits:

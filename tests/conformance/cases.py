@@ -70,8 +70,8 @@ FEW_QUERIES = [
 # pages: every combination that some GPU meets, with lengths that end inside a tile.
 TILES = [
     case
-    for d in (32, 64, 96, 128, 192, 256)
-    for q in (35, 101, 270)
+    for d in (32, 64, 96, 128, 192, 256, 512)
+    for q in ((35, 101, 270) if d < 512 else (35,))
     for case in (
         DenseCase(name=f"tiles-{d}-{q}", seqlen_q=q, seqlen_k=83, headdim=d, nheads=1, nheads_k=1, batch_size=1,
                   causal=q == 35, window=(-1, 60) if q == 270 else (-1, -1)),
@@ -80,6 +80,10 @@ TILES = [
         VarlenCase(name=f"tiles-{d}-{q}-pages", seqlens_q=(q, 3), seqlens_k=(83, 70), headdim=d, nheads=1, nheads_k=1,
                    page_block_size=16, causal=q == 270),
     )
+] + [
+    # The last tile of rows that share a key head is not full, and results of several CTAs are merged.
+    KvCacheCase(name=f"tiles-{d}-heads-{h}-of-1", cache_seqlens=(1500, 700), nheads=h, nheads_k=1, headdim=d)
+    for d, h in ((64, 137), (256, 20))
 ]  # fmt: skip
 
 # So many queries that kernels take tiles for long sequences. Few keys keep the list quick.

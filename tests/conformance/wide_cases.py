@@ -70,6 +70,9 @@ LATENT: list[Case] = [
                 values_in_keys=True, num_splits=3),
     KvCacheCase(name="latent-long", cache_seqlens=(5000,), nheads=33, nheads_k=1, headdim=96, headdim_v=64,
                 values_in_keys=True, page_block_size=64),
+    # The last tile of rows is not full, and splits are merged.
+    KvCacheCase(name="latent-80-heads", cache_seqlens=(1500, 700), nheads=80, nheads_k=1, headdim=576, headdim_v=512,
+                values_in_keys=True),
     KvCacheCase(name="latent-scores", seqlen_q=2, cache_seqlens=(100, 345), nheads=12, nheads_k=1, headdim=96,
                 headdim_v=64, values_in_keys=True, softcap=3.0, alibi="per_sequence", sinks=True,
                 bias=Bias("bhqk", hides="entries"), causal=True),

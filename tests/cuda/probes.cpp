@@ -215,6 +215,15 @@ void return_before_others_shuffle(const Arguments&) {
     if (lane_index() == 0) return;
     shuffle_xor(1.0f, 1);
 }
+// out: a word for each thread: of what it sees of three votes, in turn, bit by bit. Thread `first` votes first, then all
+// threads, then none.
+void vote(const Arguments& p) {
+    const int votes = (thread_index() == p.first) | 2;
+    uint32_t seen = 0;
+    for (int i = 0; i < 3; ++i) seen |= static_cast<uint32_t>(any_thread(votes >> i & 1)) << i;
+    static_cast<uint32_t*>(p.out)[thread_index()] = seen;
+}
+
 // out: a counter, then what it was when each warp of each CTA began.
 void take_turns(const Arguments& p) {
     auto* out = static_cast<std::int32_t*>(p.out);
@@ -280,6 +289,7 @@ PROBE(probe_half_a_warp_waits_for_the_cta, half_a_warp_waits_for_the_cta)
 PROBE(probe_shuffle_without_a_lane, shuffle_without_a_lane)
 PROBE(probe_return_before_others_shuffle, return_before_others_shuffle)
 PROBE(probe_fail_in_the_second_cta, fail_in_the_second_cta)
+PROBE(probe_vote, vote)
 PROBE(probe_take_turns, take_turns)
 PROBE(probe_one_warp_returns_first, one_warp_returns_first)
 PROBE(probe_load_global, load_global)

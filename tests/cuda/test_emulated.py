@@ -25,7 +25,7 @@ from fastattention import fast_attn_with_kvcache
 from fastattention.backends import registry
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import MAX_HEADDIM, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
 from fastattention.backends.cuda.plan import make_plan
 from fastattention.errors import ArgumentError
 from fastattention.problem import Problem
@@ -72,7 +72,6 @@ CONVERTED += [case for case in CASES if case.name in ("append-one", "cache-not-c
 RUNS = [
     run
     for case in CASES
-    if max(case.headdim, case.headdim_of_v) <= MAX_HEADDIM
     for dtype in (torch.float16, torch.bfloat16)
     for run in (Run(case, dtype, backend) for backend in emulator.EMULATED)
     if run.is_served_natively or case in CONVERTED
@@ -113,7 +112,8 @@ def decodes(kernel: Variant) -> bool:
 def tile_of(kernel: Variant) -> tuple[object, ...]:
     assert isinstance(kernel, KernelConfig)
     sizes = (kernel.tile_m, kernel.tile_n, kernel.num_warps, kernel.num_stages)
-    return (*sizes, kernel.split_keys_across_warps, kernel.queries_in_registers, kernel.num_value_parts)
+    sharing = kernel.split_keys_across_warps, kernel.column_warps, kernel.num_value_parts
+    return (*sizes, *sharing, kernel.queries_in_registers)
 
 
 def headdim_of(kernel: Variant) -> int:
@@ -151,15 +151,14 @@ def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_only_float32_and_wide_heads_are_refused(dtype: torch.dtype) -> None:
+def test_only_float32_is_refused(dtype: torch.dtype) -> None:
     """The other tests skip what is refused."""
     for case in CASES:
         problem = problem_of(case, dtype)
-        wide = max(problem.headdim, problem.headdim_v) > MAX_HEADDIM
         for backend in emulator.EMULATED:
             reason = backend().why_not(problem)
-            assert (reason is not None) == (wide or dtype is torch.float32), f"{case.name} on {backend.name}: {reason}"
-            assert reason is None or ("float32" if dtype is torch.float32 else f"at most {MAX_HEADDIM} is") in reason
+            assert (reason is not None) == (dtype is torch.float32), f"{case.name} on {backend.name}: {reason}"
+            assert reason is None or "float32" in reason
 
 
 @pytest.mark.parametrize(
@@ -167,10 +166,8 @@ def test_only_float32_and_wide_heads_are_refused(dtype: torch.dtype) -> None:
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
         ({"needs_grad": True}, "gradient"),
-        ({"headdim": 264}, "headdim=264"),
-        ({"headdim_v": 264}, "headdim_v=264"),
     ],
-    ids=["dropout", "gradients", "headdim", "headdim-v"],
+    ids=["dropout", "gradients"],
 )
 def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) -> None:
     problem = problem_of(CASES[0], torch.float16)

@@ -130,6 +130,13 @@ CONVERTED = [0.0, -0.0, 1.0, 1.0004883, 1.00048828125, 1.0014648, 65504.0, 65519
 CONVERTED += [6.1e-5, 6.0975e-5, 2.0**-24, 2.0**-25, 2.9e-8, 3.1e-8, -1.5 * 2.0**-24, 3e-39, 1.0039062, 1.01171875]
 
 
+@pytest.mark.parametrize(("first", "seen"), [(0, 3), (63, 3), (64, 2)])
+def test_all_threads_see_a_vote_and_the_next_one_afresh(first: int, seen: int) -> None:
+    out = aligned(np.zeros(64, np.uint32))
+    probe("vote", target=out, first=first)
+    assert out.tolist() == [seen] * 64
+
+
 def test_conversions_round_as_torch_does() -> None:
     rng = np.random.default_rng(0)
     values = [*CONVERTED, *(rng.standard_normal(32 - len(CONVERTED)) * 10.0 ** rng.integers(-8, 8))]

@@ -10,7 +10,8 @@ import torch
 
 from fastattention.backends.cuda import decode_heuristics
 from fastattention.backends.cuda.chips import ARCHS, CHIPS
-from fastattention.backends.cuda.decode_heuristics import is_decode
+from fastattention.backends.cuda.decode_heuristics import choose_decode, choose_split, is_decode
+from fastattention.backends.cuda.heuristics import WIDEST_OF_A_WARP, padded_headdims
 from fastattention.backends.cuda.jit.variants import (
     DTYPES,
     HEADDIMS,
@@ -62,7 +63,7 @@ def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> 
         )
         assert why_not_fitting(config, limits) is None
         assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
-        assert (config.headdim, config.headdim_v * config.num_value_parts) == (headdim, headdim_v)
+        assert (config.headdim, config.headdim_v * config.num_value_parts) == padded_headdims(headdim, headdim_v)
         assert (config.decodes, config.cache_format) == (True, cache_format)
         assert config.dtype == str(dtype).removeprefix("torch.")  # of the cache, which is read where it lies
 
@@ -91,7 +92,9 @@ def test_one_row_gets_the_smallest_tile_there_is(chip: str, headdim: int) -> Non
     """Whatever the GPU's memory: a larger one would compute for rows that nobody has."""
     for keys in (0, MANY_KEYS):
         config = plain(chip, headdim, 1, keys)
-        assert config.tile_m == ARCH_FACTS[config.arch].step_rows
+        # Copies of wide heads through registers take two warps, and both have rows.
+        two = headdim > WIDEST_OF_A_WARP and config.arch == 75
+        assert config.tile_m == ARCH_FACTS[config.arch].step_rows * (1 + two)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -100,7 +103,8 @@ def test_every_kernel_is_one_that_decode_cuh_accepts(chip: str) -> None:
         facts = ARCH_FACTS[config.arch]
         assert config.tile_m % (config.row_warps * facts.step_rows) == 0
         assert config.tile_n % (16 if config.arch >= 75 else 8) == 0
-        assert config.num_stages == (2 if config.arch >= 80 else 1)
+        assert config.num_stages == (2 if config.arch >= 80 else 1) or config.column_warps > 1
+        assert config.tile_n % (8 * config.column_warps) == 0
         assert not (config.split_keys_across_warps and config.tile_m > facts.step_rows * 2)
         assert config.headdim_v % 16 == 0
 
@@ -158,6 +162,37 @@ def test_shared_memory_is_queries_stages_and_statistics(
     assert shared_keys.shared_bytes == queries + 2 * 32 * token + 16 * 2 * 4
 
 
+def latent(chip: str, headdim: int, rows: int) -> KernelConfig:
+    limits = CHIPS[chip]
+    problem = replace(DECODE, nheads=rows, nheads_k=1, headdim=headdim, headdim_v=min(headdim, 512))
+    return choose_decode(problem, limits.arch, limits, values_in_keys=True)
+
+
+@pytest.mark.parametrize("rows", [16, 128])
+def test_values_in_keys_take_no_memory_of_their_own(rows: int) -> None:
+    """Probabilities and a number of each row do, where warps exchange them."""
+    config = latent("H100", 576, rows)
+    assert config.values_in_keys
+    assert config.column_warps > 1
+    keys = config.num_stages * config.tile_n * 576 * 2
+    exchanged = config.tile_m * (2 * config.tile_n + 4 * config.column_warps)
+    assert config.shared_bytes == config.tile_m * (576 * 2 + 8) + keys + exchanged
+
+
+@pytest.mark.parametrize(("chip", "headdim"), [("T4", 576), ("V100", 576), ("P100", 512), ("H100", 256), ("A100", 64)])
+def test_values_in_keys_are_read_apart_elsewhere(chip: str, headdim: int) -> None:
+    """By older code paths, and where a warp holds all columns."""
+    assert not latent(chip, headdim, 16).values_in_keys
+
+
+@pytest.mark.parametrize("chip", ["A100", "RTX 3090", "H100"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 128])
+def test_values_in_keys_have_a_kernel_that_fits(chip: str, rows: int) -> None:
+    config = latent(chip, 576, rows)
+    assert config.values_in_keys
+    assert why_not_fitting(config, CHIPS[chip]) is None
+
+
 def test_warps_share_out_keys_or_rows() -> None:
     keys, rows = plain("A100", 128, 16), plain("A100", 128, 128)
     assert (keys.key_warps, keys.row_warps, keys.stream_tile) == (4, 1, 4 * keys.tile_n)
@@ -195,6 +230,14 @@ GOLDEN = {
     ("RTX 3090", 128, 1, 24_577): (16, 16, 4, 2, 1, 1),
     ("RTX 3090", 256, 1, 0): (16, 16, 2, 2, 1, 1),
     ("H100", 64, 1, 24_577): (16, 16, 4, 2, 2, 1),
+    ("P100", 512, 1, 0): (16, 8, 1, 1, 1, 4),
+    ("V100", 512, 33, 0): (64, 8, 2, 1, 1, 4),
+    ("T4", 512, 1, 0): (32, 16, 2, 1, 1, 4),
+    ("A100", 512, 1, 0): (16, 32, 4, 2, 1, 1),
+    ("A100", 512, 17, 0): (64, 32, 8, 1, 1, 1),
+    ("RTX 3090", 512, 1, 0): (16, 32, 4, 1, 1, 1),
+    ("RTX 3090", 512, 17, 0): (64, 16, 4, 2, 1, 2),
+    ("H100", 512, 17, 0): (64, 64, 8, 1, 1, 1),
 }
 
 
@@ -210,6 +253,19 @@ def test_choices_are_the_known_ones(chip: str, headdim: int, rows: int, keys: in
         config.num_value_parts,
     )
     assert found == GOLDEN[chip, headdim, rows, keys]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "num_splits", "teams"),
+    [(1, 0, 16), (4, 0, 16), (8, 0, 4), (54, 0, 1), (500, 0, 1), (1, 4, 1), (1, 5, 4), (1, 32, 4), (1, 33, 16)],
+)
+def test_as_many_teams_merge_a_row_as_it_has_fours_of_parts(batch_size: int, num_splits: int, teams: int) -> None:
+    """An A100 runs 108 CTAs of this kernel at once, each for one of two key heads."""
+    call = replace(DECODE, batch_size=batch_size, nheads=80, seqlen_k=1 << 17, num_splits=num_splits)
+    limits = CHIPS["A100"]
+    config = choose_decode(call, 80, limits)
+    assert (config.tile_m, config.min_ctas) == (64, 2)
+    assert choose_split(call, config, limits).teams_of_row == teams
 
 
 # --- which calls are decodes ---

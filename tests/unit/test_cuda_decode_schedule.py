@@ -112,7 +112,7 @@ def lines(draw: st.DrawFn) -> tuple[Problem, KernelConfig, TileStream]:
 
 def example_stream(num_cta_groups: int, num_splits: int, *tiles: int) -> tuple[Problem, KernelConfig, TileStream]:
     slots = num_cta_groups * (1 if num_splits else 2)
-    split = Split(1, 1, num_cta_groups, num_splits, slots, 1, True)
+    split = Split(1, 1, num_cta_groups, num_splits, slots, 1, 1, True)
     config, _ = chosen(DECODE, CHIPS["A100"])
     return replace(DECODE, batch_size=len(tiles)), config, TileStream(list(tiles), split)
 

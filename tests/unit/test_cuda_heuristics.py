@@ -24,12 +24,12 @@ from fastattention.backends.cuda.jit.variants import (
 )
 from fastattention.backends.cuda.kernel_config import (
     ARCH_FACTS,
-    MAX_HEADDIM,
     KernelConfig,
     why_not_fitting,
 )
 from fastattention.errors import CompileError
 from fastattention.problem import Layout, Problem
+from fastattention.validation.common import MAX_HEADDIM, MAX_HEADDIM_V
 
 FLAGS = list(itertools.product((False, True), repeat=2))
 
@@ -84,7 +84,8 @@ def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> 
         config = choose_variant(limits.arch, limits, dtype, headdim, headdim_v, modifies_scores=scores, paged=paged)
         assert why_not_fitting(config, limits) is None
         assert (config.arch, config.modifies_scores, config.paged) == (limits.arch, scores, paged)
-        assert (config.headdim, config.headdim_v * config.num_value_parts) == (headdim, headdim_v)
+        columns = heuristics.padded_headdims(headdim, headdim_v)
+        assert (config.headdim, config.headdim_v * config.num_value_parts) == columns
         assert config.dtype == ("bfloat16" if dtype is torch.bfloat16 and limits.arch >= 80 else "float16")
 
 
@@ -93,7 +94,7 @@ def test_every_kernel_is_one_that_forward_cuh_accepts(chip: str) -> None:
     for config in kernels_of(chip):
         if config.decodes:
             continue
-        assert config.tile_m % (config.num_warps * ARCH_FACTS[config.arch].step_rows) == 0
+        assert config.tile_m % (config.row_warps * ARCH_FACTS[config.arch].step_rows) == 0
         assert config.tile_n % 8 == 0
         assert config.num_threads <= 1024
         assert config.num_stages in (1, 2)
@@ -149,20 +150,26 @@ def test_every_code_path_has_a_chip() -> None:
         (136, 192),
         (192, 192),
         (256, 256),
+        (257, 512),
+        (512, 512),
     ],
 )
 def test_head_dimensions_are_rounded_up(headdim: int, columns: int) -> None:
-    assert heuristics.padded_headdim(headdim) == columns
+    assert heuristics.padded_headdims(headdim, headdim) == (columns, columns)
     limits = CHIPS["A100"]
     assert choose_feature(80, limits, torch.float16, headdim, Feature.PLAIN).headdim == columns
 
 
-@given(st.integers(1, MAX_HEADDIM))
-def test_tiles_are_never_narrower_than_the_call(headdim: int) -> None:
-    columns = heuristics.padded_headdim(headdim)
+@given(st.integers(1, MAX_HEADDIM), st.integers(1, MAX_HEADDIM_V))
+def test_tiles_are_never_narrower_than_the_call(headdim: int, headdim_v: int) -> None:
+    columns, columns_v = heuristics.padded_headdims(headdim, headdim_v)
     assert headdim <= columns
-    assert columns in HEADDIMS
-    assert columns == HEADDIMS[0] or headdim > HEADDIMS[HEADDIMS.index(columns) - 1]
+    assert headdim_v <= columns_v
+    if max(headdim, headdim_v) > heuristics.WIDEST_OF_A_WARP:
+        assert (columns, columns_v) == (576 if headdim > 512 else 512, 512)
+        return
+    for size, asked in ((columns, headdim), (columns_v, headdim_v)):
+        assert size == HEADDIMS[0] or asked > HEADDIMS[HEADDIMS.index(size) - 1]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from fastattention.backends.common.params import Params
 from fastattention.backends.common.results import keyless
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of
+from fastattention.backends.cuda.heuristics import WIDEST_OF_A_WARP
 from fastattention.backends.cuda.jit import module
-from fastattention.backends.cuda.kernel_config import MAX_HEADDIM
-from fastattention.backends.cuda.memory import is_readable, prepared
+from fastattention.backends.cuda.memory import is_aligned, is_readable, prepared
 from fastattention.backends.cuda.merging import (
     DTYPE_NAMES,
     MOST_WARPS,
@@ -44,7 +44,7 @@ class CudaBackend(Backend):
 
     def __init__(self, arch: int | None = None) -> None:
         self._forced_arch = arch
-        self._plans: dict[Problem, Plan] = {}
+        self._plans: dict[tuple[Problem, bool], Plan] = {}  # and whether values are in the keys
         self._merge_plans: dict[tuple[object, ...], MergePlan] = {}
 
     def why_unavailable(self) -> str | None:
@@ -74,9 +74,6 @@ class CudaBackend(Backend):
             return "a gradient is needed and this backend has no backward; use backend='sdpa' or torch.no_grad()"
         if problem.dropout_p > 0.0:
             return f"dropout_p={problem.dropout_p} is not served; use dropout_p=0.0 or backend='sdpa'"
-        if max(problem.headdim, problem.headdim_v) > MAX_HEADDIM:
-            widths = f"headdim={problem.headdim}, headdim_v={problem.headdim_v}"
-            return f"{widths}; at most {MAX_HEADDIM} is served"
         return None
 
     def how(self, problem: Problem) -> str:
@@ -87,7 +84,7 @@ class CudaBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, then attention: one kernel, or a decode and the merge of its parts."""
-        plan = self._plan(problem)
+        plan = self._plan(problem, _values_in_keys(problem, inputs))
         if plan.append is not None:
             inputs = self._append(plan.append, problem, inputs)
         strides = strides_of(inputs)
@@ -174,14 +171,14 @@ class CudaBackend(Backend):
         self._launch(launch, append_params(problem, inputs, q_rotated), problem)
         return inputs if q_rotated is None else inputs._replace(q=q_rotated)
 
-    def _plan(self, problem: Problem) -> Plan:
-        plan = self._plans.get(problem)
+    def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
+        plan = self._plans.get((problem, values_in_keys))
         if plan is None:
             limits = self._limits(problem)
-            plan = make_plan(problem, self._arch(limits), limits)
+            plan = make_plan(problem, self._arch(limits), limits, values_in_keys)
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            self._plans[problem] = plan
+            self._plans[problem, values_in_keys] = plan
         return plan
 
     # What the emulator of the tests does its own way.
@@ -218,6 +215,14 @@ class CudaBackend(Backend):
         else:
             with torch.cuda.device(index):
                 function.launch(params, launch.num_ctas, stream)
+
+
+def _values_in_keys(problem: Problem, inputs: Inputs) -> bool:
+    """Whether v is the first columns of k, as in latent attention, and kernels can read both there."""
+    if problem.headdim <= WIDEST_OF_A_WARP or problem.headdim_v > problem.headdim or problem.cache_dtype is not None:
+        return False
+    k, v = inputs.k, inputs.v
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and is_aligned(k) and is_aligned(v)
 
 
 def _device_index(problem: Problem | MergeProblem) -> int:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from fastattention.backends.cuda.chips import Limits
-from fastattention.backends.cuda.heuristics import first_that_fits, modifies_scores, padded_headdim
-from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, KernelConfig
+from fastattention.backends.cuda.heuristics import WIDEST_OF_A_WARP, first_that_fits, modifies_scores, padded_headdims
+from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, COMBINE_TEAMS, KernelConfig
 from fastattention.problem import Layout, Problem
+from fastattention.validation.common import MAX_HEADDIM
 
 # Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
 _MAX_ROWS = 128
@@ -23,6 +24,7 @@ _LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS = 256, 1024
 _FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
 _MAX_WAVES = 4
 _MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes to launch another kernel
+_MAX_NUMBERS_IN_PLACE = 16 * 256  # likewise, of all these rows
 _ENOUGH_USED = 0.9  # of the best share of the GPU that is used
 
 
@@ -45,6 +47,7 @@ class _Tiles(NamedTuple):
     num_value_parts: int = 1
     few: _Few | None = None
     quantised: bool = False  # for such caches, whose bytes need more warps than they take memory
+    column_warps: int = 1
 
 
 # For head dimensions up to the key, the candidates, best first: of those with the fewest rows that hold the call's, or
@@ -73,6 +76,15 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles(64, 32, 4, 2, 1, False, False),
             _Tiles(64, 16, 4, 2, 1, False, False),
         ),
+        MAX_HEADDIM: (
+            _Tiles(16, 64, 4, 2, 1, False, False, quantised=True, column_warps=4),
+            _Tiles(16, 32, 2, 2, 1, False, False, quantised=True, column_warps=2),
+            _Tiles(16, 32, 4, 2, 1, False, False, column_warps=4),
+            _Tiles(16, 32, 4, 1, 1, False, False, column_warps=4),
+            _Tiles(64, 64, 8, 2, 1, False, False, quantised=True, column_warps=4),
+            _Tiles(64, 64, 8, 1, 1, False, False, column_warps=4),
+            _Tiles(64, 32, 8, 1, 1, False, False, column_warps=2),
+        ),
     },
     75: {
         128: (
@@ -83,6 +95,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles(128, 32, 8, 1, 1, True, False),
         ),
         256: (_Tiles(16, 16, 2, 1, 1, False, True), _Tiles(64, 16, 4, 1, 1, False, False)),
+        MAX_HEADDIM: (_Tiles(32, 16, 2, 1, 1, False, False, 4),),
     },
     70: {
         128: (_Tiles(32, 16, 4, 1, 2, False, True), _Tiles(128, 16, 4, 1, 1, False, False)),
@@ -91,12 +104,24 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles(32, 16, 2, 1, 1, False, True, 2),
             _Tiles(128, 16, 4, 1, 1, False, False, 2),
         ),
+        MAX_HEADDIM: (_Tiles(32, 8, 1, 1, 1, False, False, 4), _Tiles(64, 8, 2, 1, 1, False, False, 4)),
     },
     60: {
         64: (_Tiles(16, 16, 2, 1, 1, False, True), _Tiles(64, 32, 4, 1, 1, False, False)),
         128: (_Tiles(16, 8, 2, 1, 1, False, True), _Tiles(32, 16, 2, 1, 1, False, False)),
         256: (_Tiles(16, 8, 1, 1, 1, False, True),),
+        MAX_HEADDIM: (_Tiles(16, 8, 1, 1, 1, False, True, 4),),
     },
+}
+# Likewise where v is the first columns of k and the head dimension is above 256.
+_LATENT_TILES: dict[int, tuple[_Tiles, ...]] = {
+    80: (
+        _Tiles(16, 64, 8, 2, 1, False, False, column_warps=8),
+        _Tiles(16, 32, 4, 3, 1, False, False, column_warps=4),
+        _Tiles(16, 32, 4, 2, 1, False, False, column_warps=4),
+        _Tiles(64, 64, 8, 2, 1, False, False, column_warps=4),
+        _Tiles(64, 32, 8, 2, 1, False, False, column_warps=4),
+    ),
 }
 
 
@@ -138,10 +163,14 @@ def configs_for(
     modifies: bool,
     paged: bool,
     cache_format: str = "",
+    values_in_keys: bool = False,
 ) -> list[KernelConfig]:
     """The candidates for a call, best first. keys: of all heads, for each multiprocessor."""
-    columns = padded_headdim(headdim), padded_headdim(headdim_v)
+    columns = padded_headdims(headdim, headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
+    values_in_keys = values_in_keys and arch in _LATENT_TILES and max(columns) > WIDEST_OF_A_WARP
+    if values_in_keys:
+        tiles = _LATENT_TILES[arch]
     # The smallest tile that holds all rows; where there is none, the largest.
 
     def preference(sizes: _Tiles) -> tuple[bool, int, bool, bool]:
@@ -169,12 +198,14 @@ def configs_for(
             decodes=True,
             cache_format=cache_format,
             split_keys_across_warps=sizes.split_keys_across_warps,
+            column_warps=sizes.column_warps,
+            values_in_keys=values_in_keys,
         )
         for sizes in by_preference
     ]
 
 
-def choose_decode(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
+def choose_decode(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> KernelConfig:
     """The configuration for a decode on a GPU. Raises CompileError when none fits."""
     dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
     candidates = configs_for(
@@ -188,6 +219,7 @@ def choose_decode(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         modifies_scores(problem),
         problem.is_paged,
         CACHE_FORMATS[problem.cache_dtype],
+        values_in_keys,
     )
     return first_that_fits(candidates, limits)
 
@@ -201,6 +233,7 @@ class Split(NamedTuple):
     num_splits: int  # of each sequence, where the call asked for them; otherwise 0
     num_slots: int  # for partial results; 0 when there are none
     partial_rows: int  # of a slot
+    teams_of_row: int  # half warps of the other kernel that share the partial results of a row
     merges_in_place: bool  # the last CTA of a unit merges its partial results; otherwise another kernel does
 
     @property
@@ -221,15 +254,23 @@ def choose_split(problem: Problem, config: KernelConfig, limits: Limits) -> Spli
     units, partial_rows = problem.nheads_k * num_m_tiles, min(rows, config.tile_m)
     most_tiles = max(1, -(-problem.seqlen_k // config.stream_tile))  # of a sequence
     # A CTA with part of the columns of v has no maxima and sums of its own.
-    in_place = partial_rows <= _MAX_ROWS_IN_PLACE and config.num_value_parts == 1
+    few = partial_rows <= _MAX_ROWS_IN_PLACE and partial_rows * problem.headdim_v <= _MAX_NUMBERS_IN_PLACE
+    in_place = few and config.num_value_parts == 1
     if problem.num_splits > 0:
         num_splits = min(problem.num_splits, most_tiles)
         cta_groups = problem.batch_size * num_splits
         slots = cta_groups * units * (num_splits > 1)
-        return Split(num_m_tiles, units, cta_groups, num_splits, slots, partial_rows, slots > 0 and in_place)
+        teams = _teams_of_row(num_splits)
+        return Split(num_m_tiles, units, cta_groups, num_splits, slots, partial_rows, teams, slots > 0 and in_place)
     cta_groups = min(_num_cta_groups(units, config.min_ctas * limits.num_sms), problem.batch_size * most_tiles)
     slots = 2 * cta_groups * units * (most_tiles > 1)
-    return Split(num_m_tiles, units, cta_groups, 0, slots, partial_rows, slots > 0 and in_place)
+    teams = _teams_of_row(-(-cta_groups // problem.batch_size) + 1)
+    return Split(num_m_tiles, units, cta_groups, 0, slots, partial_rows, teams, slots > 0 and in_place)
+
+
+def _teams_of_row(num_parts: int) -> int:
+    """Half warps of combine.cuh that merge so many partial results of a row. Each reads four at once."""
+    return 1 if num_parts <= 4 else 4 if num_parts <= 32 else COMBINE_TEAMS
 
 
 def _num_cta_groups(units: int, resident: int) -> int:

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 
 from fastattention.backends.cuda.chips import Limits
-from fastattention.backends.cuda.kernel_config import MAX_HEADDIM, KernelConfig, why_not_fitting
+from fastattention.backends.cuda.kernel_config import KernelConfig, why_not_fitting
 from fastattention.errors import CompileError
 from fastattention.problem import Problem
+from fastattention.validation.common import MAX_HEADDIM, MAX_HEADDIM_V
 
 
 class _Tiles(NamedTuple):
@@ -27,6 +28,7 @@ class _Tiles(NamedTuple):
     num_value_parts: int = 1
     max_seqlen_q: int | None = None  # calls with more queries prefer another
     serves_scores: bool = True  # has registers to spare for modified scores
+    column_warps: int = 1
 
 
 # For head dimensions up to the key, the candidates, best first: the first that suits the call and fits the GPU is
@@ -50,12 +52,18 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         ),
         192: (_Tiles(128, 64, 8, 2, 1, True), _Tiles(64, 32, 4, 1, 1, True)),
         256: (_Tiles(128, 32, 8, 2, 1, True), _Tiles(64, 32, 4, 1, 1, False)),
+        MAX_HEADDIM: (
+            _Tiles(64, 64, 8, 1, 1, False, column_warps=2),
+            _Tiles(64, 32, 8, 1, 1, False, column_warps=2),
+            _Tiles(32, 16, 2, 1, 1, False, 2),
+        ),
     },
     75: {
         64: (_Tiles(128, 64, 4, 1, 2, False), _Tiles(128, 32, 4, 1, 2, True)),
         128: (_Tiles(128, 32, 4, 1, 2, False), _Tiles(128, 32, 8, 1, 1, True)),
         192: (_Tiles(64, 32, 4, 1, 1, False),),
         256: (_Tiles(64, 16, 4, 1, 1, False),),
+        MAX_HEADDIM: (_Tiles(32, 16, 2, 1, 1, False, 4),),
     },
     70: {
         64: (
@@ -70,13 +78,19 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         ),
         192: (_Tiles(64, 16, 2, 1, 1, False, 2, max_seqlen_q=64), _Tiles(128, 32, 4, 1, 1, False, 2)),
         256: (_Tiles(64, 8, 2, 1, 1, False, 2, max_seqlen_q=64), _Tiles(128, 16, 4, 1, 1, False, 2)),
+        MAX_HEADDIM: (_Tiles(64, 8, 2, 1, 1, False, 4), _Tiles(32, 8, 1, 1, 1, False, 4)),
     },
     60: {
         64: (_Tiles(64, 32, 4, 1, 1, False),),
         128: (_Tiles(32, 16, 2, 1, 1, False),),
         256: (_Tiles(16, 8, 1, 1, 1, False),),
+        MAX_HEADDIM: (_Tiles(16, 8, 1, 1, 1, False, 4),),
     },
 }
+
+
+WIDEST_OF_A_WARP = 256  # head dimension; beyond, warps or CTAs share out the columns of v
+_HEADDIMS = (32, 64, 96, 128, 192, WIDEST_OF_A_WARP)  # of tiles
 
 
 def representative_seqlens() -> list[int]:
@@ -86,16 +100,19 @@ def representative_seqlens() -> list[int]:
     return [*sorted(limits), max(limits) + 1]
 
 
-def padded_headdim(headdim: int) -> int:
-    """Columns of a tile for a head dimension: 32, 64, 96, 128, 192 or 256, so that variants stay few."""
-    return next(size for size in (32, 64, 96, 128, 192, MAX_HEADDIM) if headdim <= size)
+def padded_headdims(headdim: int, headdim_v: int) -> tuple[int, int]:
+    """Columns of tiles for head dimensions: of few sizes, so that variants stay few."""
+    if max(headdim, headdim_v) > WIDEST_OF_A_WARP:
+        return 512 if headdim <= 512 else MAX_HEADDIM, MAX_HEADDIM_V
+    of_keys, of_values = (next(size for size in _HEADDIMS if columns <= size) for columns in (headdim, headdim_v))
+    return of_keys, of_values
 
 
 def configs_for(
     arch: int, dtype: str, headdim: int, headdim_v: int, seqlen_q: int, modifies_scores: bool, paged: bool
 ) -> list[KernelConfig]:
     """The candidates for a call, best first: those for fewer queries serve it too, if nothing else fits the GPU."""
-    columns = padded_headdim(headdim), padded_headdim(headdim_v)
+    columns = padded_headdims(headdim, headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
     by_preference = sorted(tiles, key=lambda sizes: sizes.max_seqlen_q is not None and seqlen_q > sizes.max_seqlen_q)
     return [
@@ -111,6 +128,7 @@ def configs_for(
             min_ctas=sizes.min_ctas,
             queries_in_registers=sizes.queries_in_registers,
             num_value_parts=sizes.num_value_parts,
+            column_warps=sizes.column_warps,
             modifies_scores=modifies_scores,
             paged=paged,
         )

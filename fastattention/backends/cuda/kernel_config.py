@@ -9,7 +9,6 @@ import torch
 
 from fastattention.backends.cuda.chips import Limits
 
-MAX_HEADDIM = 256
 MAX_REGISTERS = 255  # of a thread, on every GPU
 
 
@@ -62,7 +61,9 @@ ARCH_FACTS = {
 CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8"}
 _CACHE_FORMAT_NUMBERS = {"": "0", "int8": "1", "float8": "2"}  # in kernels/element.cuh
 
-COMBINE_WARPS = 8  # of a CTA that merges the partial results of a row; kernels/combine.cuh says the same
+WIDEST_IN_FLOATS = 256  # headdim, likewise kernels/arch/sm60.cuh
+COMBINE_WARPS = 8  # of a CTA that merges the partial results of rows; kernels/combine.cuh says the same
+COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
 APPEND_WARPS = 4  # likewise kernels/append.cuh
 MERGE_WARPS = 4  # likewise kernels/merge.cuh
 MERGE_COLUMNS = 128  # that each of them takes
@@ -91,6 +92,8 @@ class KernelConfig:
     decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
     cache_format: str = ""  # of a quantised cache: "int8" or "float8"
     split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
+    column_warps: int = 1  # warps with the same rows, which share out the columns of v
+    values_in_keys: bool = False  # v is the first columns of k, in the same memory
 
     @property
     def source(self) -> str:
@@ -120,7 +123,7 @@ class KernelConfig:
     @property
     def row_warps(self) -> int:
         """Warps that share out the rows."""
-        return self.num_warps // self.key_warps
+        return self.num_warps // (self.key_warps * self.column_warps)
 
     @property
     def stream_tile(self) -> int:
@@ -128,22 +131,30 @@ class KernelConfig:
         return self.tile_n * self.key_warps
 
     @property
+    def element_bytes(self) -> int:
+        """Of an element in shared memory: Pascal's floats, unless they are too many."""
+        return 2 if self.headdim > WIDEST_IN_FLOATS else ARCH_FACTS[self.arch].shared_bytes
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA; the kernels assert the same."""
-        size = ARCH_FACTS[self.arch].shared_bytes
+        size = self.element_bytes
         query_pitch = self._pitch(self.headdim, size)
         # Asynchronous copies leave a quantised cache as it is.
         cache_size = 1 if self.cache_format and self.arch >= 80 else size
-        key_bytes = self._pitch(self.headdim, cache_size) + self._pitch(self.headdim_v, cache_size)
+        key_bytes = self._pitch(self.headdim, cache_size)
+        if not self.values_in_keys:
+            key_bytes += self._pitch(self.headdim_v, cache_size)
         stages = self.key_warps * self.num_stages * self.tile_n * (key_bytes + 8 * bool(self.cache_format))
+        exchange = self._pitch(self.tile_n, 2) + 4 * self.column_warps if self.column_warps > 1 else 0
         if self.decodes:
-            return self.tile_m * query_pitch + stages + self.key_warps * self.tile_m * 8
-        return self.tile_m * max(query_pitch, self._pitch(self.headdim_v, 2)) + stages
+            return self.tile_m * (query_pitch + exchange + 8 * self.key_warps) + stages
+        return self.tile_m * (max(query_pitch, self._pitch(self.headdim_v, 2)) + exchange) + stages
 
     @property
     def combine_bytes(self) -> int:
         """Shared memory of a CTA that merges, which asserts the same: of each half warp a row, its maximum and sum."""
-        return 2 * COMBINE_WARPS * (self.headdim_v * self.num_value_parts + 4) * 4
+        return COMBINE_TEAMS * (self.headdim_v * self.num_value_parts + 4) * 4
 
     @property
     def swizzled(self) -> bool:
@@ -160,13 +171,15 @@ class KernelConfig:
         facts = ARCH_FACTS[self.arch]
         steps = self.tile_m // (self.row_warps * facts.step_rows)
         queries = self.headdim * facts.step_rows // 64 if self.queries_in_registers else 0
-        return steps * ((self.tile_n + self.headdim_v) // 8 * facts.elements + queries)
+        columns = (self.tile_n + self.headdim_v) // self.column_warps
+        return steps * (columns // 8 * facts.elements + queries)
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
         parts = f"p{self.num_value_parts}" * (self.num_value_parts > 1)
-        layout = "r" * self.split_keys_across_warps + "q" * self.queries_in_registers + parts
+        columns = f"c{self.column_warps}" * (self.column_warps > 1) + "l" * self.values_in_keys
+        layout = "r" * self.split_keys_across_warps + "q" * self.queries_in_registers + parts + columns
         cache = f"_{self.cache_format}" if self.cache_format else ""
         features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged
         return (
@@ -194,6 +207,8 @@ class KernelConfig:
             "FA_PAGED": str(int(self.paged)),
             "FA_GROUPED_ROWS": str(int(self.decodes)),
             "FA_SPLIT_KEYS_ACROSS_WARPS": str(int(self.split_keys_across_warps)),
+            "FA_COLUMN_WARPS": str(self.column_warps),
+            "FA_VALUES_IN_KEYS": str(int(self.values_in_keys)),
             "FA_SWIZZLED": str(int(self.swizzled)),
             "FA_SHARED_BYTES": str(self.shared_bytes),
             "FA_COMBINE_SHARED_BYTES": str(self.combine_bytes),

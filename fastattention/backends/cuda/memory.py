@@ -42,7 +42,7 @@ def _check_float16_range(name: str, tensor: Tensor) -> None:
         )
 
 
-def _is_aligned(tensor: Tensor, columns: int) -> bool:
+def is_aligned(tensor: Tensor, columns: int = CHUNK) -> bool:
     """Rows are contiguous, begin at 16 bytes, have a multiple of `columns` and lie less than 2^31 elements apart."""
     *outer, row, head, column = tensor.stride()
     in_chunks = all(size * tensor.itemsize % 16 == 0 for size in (*outer, row, head))
@@ -51,7 +51,7 @@ def _is_aligned(tensor: Tensor, columns: int) -> bool:
 
 def _aligned(tensor: Tensor, columns: int) -> Tensor:
     """The tensor, or a copy of it that is aligned; columns that it lacks are zeros."""
-    if _is_aligned(tensor, columns):
+    if is_aligned(tensor, columns):
         return tensor
     if missing := -tensor.shape[-1] % columns:
         # As bytes, because torch pads no float8.

@@ -25,7 +25,7 @@ class AttentionParams(Params):
         max_cache_seqlen nheads group_size group_multiplier group_shift headdim headdim_v
         page_block_size page_multiplier page_shift window_left window_right bias_is_float
         num_m_tiles heads_per_l2_wave num_units units_multiplier units_shift
-        num_cta_groups cta_groups_multiplier cta_groups_shift num_splits partial_rows""",
+        num_cta_groups cta_groups_multiplier cta_groups_shift num_splits partial_rows teams_of_row""",
         f="softmax_scale softcap",
     )
     _pointers, _rest = formats(_fields_)

@@ -14,7 +14,14 @@ from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.decode_heuristics import Split
 from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.jit.module import Function
-from fastattention.backends.cuda.kernel_config import APPEND_WARPS, CACHE_FORMATS, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import (
+    APPEND_WARPS,
+    CACHE_FORMATS,
+    COMBINE_TEAMS,
+    AppendConfig,
+    KernelConfig,
+    Variant,
+)
 from fastattention.backends.cuda.params import AppendParams, AttentionParams
 from fastattention.problem import Inputs, Layout, Problem
 
@@ -51,13 +58,16 @@ class Plan:
     templates: dict[Strides, bytes] = field(default_factory=dict)
 
 
-def make_plan(problem: Problem, arch: int, limits: Limits) -> Plan:
-    """The plan for a problem on a GPU. Raises CompileError when no kernel fits it."""
+def make_plan(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> Plan:
+    """The plan for a problem on a GPU. Raises CompileError when no kernel fits it.
+
+    values_in_keys: v is the first columns of k, in the same memory.
+    """
     append = _append_launch(problem)
     if problem.total_q == 0 or problem.headdim_v == 0:
         return Plan(problem.dtype, append, (), 0, 0, None)
     if decode_heuristics.is_decode(problem, limits):
-        config = decode_heuristics.choose_decode(problem, arch, limits)
+        config = decode_heuristics.choose_decode(problem, arch, limits, values_in_keys)
         split = decode_heuristics.choose_split(problem, config, limits)
         return Plan(
             _DTYPES[config.dtype], append, _decode_launches(problem, config, split), split.num_m_tiles, 0, split
@@ -74,8 +84,8 @@ def _decode_launches(problem: Problem, config: KernelConfig, split: Split) -> tu
     decode = KernelLaunch(config, 0, split.num_ctas * config.num_value_parts)
     if split.num_slots == 0 or split.merges_in_place:
         return (decode,)
-    rows = problem.batch_size * split.num_units * split.partial_rows
-    return decode, KernelLaunch(config, 1, rows)
+    ctas_of_unit = -(-split.partial_rows * split.teams_of_row // COMBINE_TEAMS)
+    return decode, KernelLaunch(config, 1, problem.batch_size * split.num_units * ctas_of_unit)
 
 
 def _append_launch(problem: Problem) -> KernelLaunch | None:
@@ -98,7 +108,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
     varlen = problem.layout is Layout.VARLEN
     out_row = problem.nheads * inputs.v.shape[-1]
     lse_head = problem.total_q if varlen else problem.seqlen_q
-    split, page_block_size = plan.split or Split(0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
+    split, page_block_size = plan.split or Split(0, 0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
@@ -115,7 +125,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
         plan.num_m_tiles, plan.heads_per_l2_wave, split.num_units, *divisor(split.num_units),
-        split.num_cta_groups, *divisor(split.num_cta_groups), split.num_splits, split.partial_rows,
+        split.num_cta_groups, *divisor(split.num_cta_groups), split.num_splits, split.partial_rows, split.teams_of_row,
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on

@@ -29,6 +29,7 @@ FA_DEVICE int64_t cta_index() { return emulator::cta; }
 FA_DEVICE void wait_for_previous_kernel() {}
 FA_DEVICE void let_next_kernel_start() {}
 FA_DEVICE void cta_barrier() { emulator::cta_barrier(); }
+FA_DEVICE bool any_thread(bool x) { return emulator::any_thread(x); }
 FA_DEVICE void warp_barrier() { emulator::warp_barrier(); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return emulator::shuffle(x, lane_index() ^ mask); }
 FA_DEVICE int shuffle(int x, int lane) { return static_cast<int>(emulator::shuffle(static_cast<uint32_t>(x), lane & 31)); }

@@ -25,6 +25,7 @@ struct Launch {
     std::vector<Thread> threads;
     std::vector<Warp> warps;
     std::vector<Warp*> turns;          // the warps in the order in which they take turns
+    bool votes, outcome;               // of any_thread: so far, and of the last barrier
     int live_warps, waiting_warps;     // those that have threads; of them those whose threads all wait at a barrier
     const Thread* returned_late;       // after the first barrier
     const Range *ranges, *last_range;
@@ -91,6 +92,8 @@ void release(const Thread& thread) {
     if (now->returned_late != nullptr)
         fail(thread, "waits at cta_barrier, but thread %d returned after an earlier barrier", now->returned_late->index);
     ++epoch;
+    now->outcome = now->votes;
+    now->votes = false;
     now->waiting_warps = 0;
     for (Warp& warp : now->warps) let_go_on(warp);
 }
@@ -191,6 +194,12 @@ void arrive(const Collective& at, void* operands) {
 
 void cta_barrier() { arrive(kCtaBarrier, nullptr); }
 
+bool any_thread(bool x) {
+    now->votes |= x;
+    cta_barrier();
+    return now->outcome;
+}
+
 void pause() {
     current->warp->stopped |= bit_of(*current);
     go_on_with(next_thread(*current));
@@ -231,7 +240,7 @@ bool launch(void (*kernel)(const void* params), const void* params, const Grid& 
             std::uint32_t shared_bytes, const Range* ranges, std::int64_t num_ranges, Report& report) {
     const auto here = std::make_unique<Launch>();
     now = here.get();
-    *now = Launch{kernel, params, {}, {}, {}, 0, 0, nullptr, ranges, ranges, num_ranges, &report, {}};
+    *now = Launch{kernel, params, {}, {}, {}, false, false, 0, 0, nullptr, ranges, ranges, num_ranges, &report, {}};
     report = {};
     matrix_wavefronts = {};
     prepare_launch(num_warps);

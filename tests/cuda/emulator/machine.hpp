@@ -99,6 +99,9 @@ void arrive(const Collective& at, void* operands);
 // The current thread waits for all threads of the CTA that have not returned.
 void cta_barrier();
 
+// Likewise, and whether x is true of any of them.
+bool any_thread(bool x);
+
 // The current thread stops until another one resumes it. When no thread can go on, a bulk copy ends that one waits for.
 void pause();
 void resume(Thread& thread);

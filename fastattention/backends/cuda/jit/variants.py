@@ -22,7 +22,7 @@ from fastattention.backends.cuda.kernel_config import (
 )
 from fastattention.problem import Layout, Problem
 
-HEADDIMS = (32, 64, 96, 128, 192, 256)  # all that heuristics.padded_headdim gives
+HEADDIMS = (32, 64, 96, 128, 192, 256, 512)  # that heuristics.padded_headdims gives, of keys
 DTYPES = (torch.float16, torch.bfloat16)
 SEQLEN = 4096  # queries and keys of a call, where nothing else is said
 

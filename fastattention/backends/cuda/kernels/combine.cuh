@@ -1,5 +1,5 @@
-// Merges the partial results of a decode, where its CTAs do not do so themselves: a CTA takes a row of a unit of a
-// sequence, and its teams, half a warp each, share out the partial results among themselves.
+// Merges the partial results of a decode, where its CTAs do not do so themselves: a CTA takes some rows of a unit of a
+// sequence, and some of its teams, half a warp each, share out the partial results of a row among themselves.
 #pragma once
 
 #include "partials.cuh"
@@ -12,31 +12,37 @@ constexpr int kCombineTogether = 4;  // parts, of each team: more would be regis
 constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each team
 static_assert(kCombineShared == FA_COMBINE_SHARED_BYTES, "kernel_config.py counts shared memory otherwise");
 
-class CombineRow {
+class CombineRows {
 public:
-    FA_DEVICE CombineRow(const AttentionParams& p, int batch, int unit, int row)
+    // first_row: of this CTA's, among those of the unit.
+    FA_DEVICE CombineRows(const AttentionParams& p, int batch, int unit, int first_row)
         : p_(p),
           schedule_(p, cached_tokens_of_lane(p, 0)),
           batch_(batch),
           unit_(unit),
-          row_(row),
+          team_(warp_index() * kRowsOfWarp + half_of_warp()),
+          index_(team_ % p.teams_of_row),
+          row_(first_row + team_ / p.teams_of_row),
           cta_groups_(schedule_.cta_groups_of(schedule_.sequence(batch))) {}
 
     FA_DEVICE void run() const {
+        // What lies in one span is finished.
+        if (cta_groups_.end - cta_groups_.begin == 1) return;
         const int kv_head = quotient(unit_, p_.num_m_tiles);
         const int group_row = (unit_ - kv_head * p_.num_m_tiles) * kTileM + row_, token = token_of(p_, group_row);
-        // What lies in one span is finished, and the last tile of rows may not have this one.
-        if (cta_groups_.end - cta_groups_.begin == 1 || token >= p_.seqlen_q) return;
+        // The last tile of rows may not have this one.
+        const bool exists = row_ < p_.partial_rows && group_row < grouped_rows(p_);
         // What is read above was there before the decode.
         wait_for_previous_kernel();
-        const int team = warp_index() * kRowsOfWarp + half_of_warp();
-        const PartialRow row(p_, schedule_, cta_groups_, unit_, row_, true);
-        leave(team, row.merged<kCombineTogether>(team, kCombineTeams));
-        cta_barrier();
-        if (warp_index() != 0) return;
-        const MergedRow result = left_by_all();
+        const PartialRow row(p_, schedule_, cta_groups_, unit_, row_, exists);
+        MergedRow result = row.merged<kCombineTogether>(index_, p_.teams_of_row);
+        if (p_.teams_of_row > 1) {
+            leave(team_, result);
+            cta_barrier();
+            result = left_by_all();
+        }
         const int head = kv_head * p_.group_size + group_row - token * p_.group_size;
-        if (team == 0) write_row(p_, batch_, head, token, result);
+        if (exists && index_ == 0) write_row(p_, batch_, head, token, result);
     }
 
 private:
@@ -53,10 +59,12 @@ private:
         }
     }
 
-    FA_DEVICE static MergedRow left_by_all() {
+    // By the teams of this one's row.
+    FA_DEVICE MergedRow left_by_all() const {
         MergedRow row;
 #pragma unroll 1
-        for (int first = 0; first < kCombineTeams; first += kCombineTogether) {
+        for (int done = 0; done < p_.teams_of_row; done += kCombineTogether) {
+            const int first = team_ - index_ + done;
             RowStats of_lane{-infinity(), 0.0f};
             if (lane_of_row() < kCombineTogether) {
                 const Words4 stats = load_shared_128(shared_of(first + lane_of_row()));
@@ -77,7 +85,9 @@ private:
 
     const AttentionParams& p_;
     const Schedule schedule_;
-    const int batch_, unit_, row_;
+    const int batch_, unit_;
+    const int team_, index_;  // of all teams, and among those of its row
+    const int row_;
     const TileSpan cta_groups_;  // that have parts of the sequence
 };
 
@@ -86,7 +96,9 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kCombineWarps * 32, 1)
     fastattention_combine(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
-    const int row = static_cast<int>(cta_index()), place = quotient(row, params.partial_rows);
+    const int rows_of_cta = kCombineTeams / params.teams_of_row;
+    const int ctas_of_unit = (params.partial_rows + rows_of_cta - 1) / rows_of_cta;
+    const int cta = static_cast<int>(cta_index()), place = quotient(cta, ctas_of_unit);
     const int batch = units_divisor(params).quotient_of(place);
-    CombineRow(params, batch, place - batch * params.num_units, row - place * params.partial_rows).run();
+    CombineRows(params, batch, place - batch * params.num_units, (cta - place * ctas_of_unit) * rows_of_cta).run();
 }

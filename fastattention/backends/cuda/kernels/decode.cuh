@@ -40,7 +40,7 @@ constexpr int kMergePitch = merge_pitch(kMergeColumns);
 constexpr int kMergeParts = kHeaddimV / kMergeColumns;
 static_assert(kMergeParts * kMergeColumns == kHeaddimV, "parts are equally wide");
 
-constexpr int kSharedMemory = kLoopBytes + kResultRows * 8;
+constexpr int kSharedMemory = kLoopBytes + kResultRows * 8 + kExchangeBytes;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
 
 // The part of a sequence that a CTA has.
@@ -89,14 +89,15 @@ private:
     FA_DEVICE void attend(const SequenceSpan& span) const {
         const Work& work = span.work;
         const BasicTileRange<int> mask = mask_of(p_, work.batch);
-        const int num_rows = p_.seqlen_q * p_.group_size, first_row = work.m_tile * kTileM;
+        const int num_rows = grouped_rows(p_), first_row = work.m_tile * kTileM;
         const int last_row = smaller(first_row + kTileM, num_rows) - 1;
         const int base = Schedule::first_key(mask);
         const int end = smaller(base + span.end_tile * kStreamTile, mask.row_end(p_.seqlen_q - 1));
         const int team = kSplitKeysAcrossWarps ? warp_index() : 0;
         const KeyRange keys{base + span.first_tile * kStreamTile + team * kTileN, end, kStreamTile, 0, 0};
-        Loop loop(sources_of(p_, work, num_rows, end), shared_, shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes,
-                  first_row, keys);
+        const uint32_t kv_shared = shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes;
+        const uint32_t exchange = stats_shared_ + kResultRows * 8;
+        Loop loop(sources_of(p_, work, num_rows, end), shared_, kv_shared, exchange, first_row, keys);
         WarpRows rows(p_, work, mask, last_row);
         loop.run(rows);
         if (!is_within_capacity(p_, work.batch)) rows.set_nan();
@@ -179,10 +180,10 @@ private:
         memory_fence();
 #pragma unroll 1
         for (int first = warp_index() * kRowsOfWarp; first < p_.partial_rows; first += kWarps * kRowsOfWarp) {
-            const int row = first + half_of_warp(), at = work.m_tile * kTileM + row, token = token_of(p_, at);
-            const bool exists = row < p_.partial_rows && token < p_.seqlen_q;
+            const int row = first + half_of_warp(), at = work.m_tile * kTileM + row;
+            const bool exists = row < p_.partial_rows && at < grouped_rows(p_);
             const MergedRow merged = PartialRow(p_, schedule, cta_groups, unit, row, exists).merged<kPartsTogether>(0, 1);
-            if (exists) write_row(p_, work.batch, head_of(p_, work, at), token, merged);
+            if (exists) write_row(p_, work.batch, head_of(p_, work, at), token_of(p_, at), merged);
         }
     }
 

@@ -10,7 +10,7 @@ using Loop = KeyLoop<WholeCta>;
 
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kQueryBytes = Loop::kQueryBytes > kTileM* kOutPitch ? Loop::kQueryBytes : kTileM * kOutPitch;
-constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes;
+constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes + kExchangeBytes;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
 
 FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask) {
@@ -22,7 +22,8 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
                         full_end};
     const uint32_t shared = shared_memory();
     if (keys.begin < keys.end) {
-        Loop loop(sources_of(p, work, mask.seqlen_q, keys.end), shared, shared + kQueryBytes, first_row, keys);
+        const uint32_t kv_shared = shared + kQueryBytes, exchange = kv_shared + Loop::kTeamBytes;
+        Loop loop(sources_of(p, work, mask.seqlen_q, keys.end), shared, kv_shared, exchange, first_row, keys);
         WarpRows rows(p, work, mask, last_row);
         loop.run(rows);
         cta_barrier();

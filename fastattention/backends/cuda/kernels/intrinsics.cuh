@@ -49,6 +49,8 @@ FA_DEVICE void let_next_kernel_start() {
 }
 
 FA_DEVICE void cta_barrier() { __syncthreads(); }
+// A barrier, and whether x is true of any thread.
+FA_DEVICE bool any_thread(bool x) { return __syncthreads_or(x); }
 FA_DEVICE void warp_barrier() { __syncwarp(); }
 FA_DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 FA_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }

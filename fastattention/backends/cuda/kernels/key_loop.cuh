@@ -27,26 +27,33 @@ class KeyLoop {
     using KeyCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddim, kLooksAhead>;
     using ValueCopy = TileCopy<Arch, Team, CacheItem, kPaged, kTileN, kHeaddimV, kLooksAhead>;
     using ScalesCopy = TileScales<Arch, Team>;
+    static constexpr int kValueBytes = kValuesInKeys ? 0 : ValueCopy::kBytes;
 
 public:
     static constexpr int kQueryBytes = QueryCopy::kBytes;
-    static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + ValueCopy::kBytes + ScalesCopy::kBytes);
+    static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + kValueBytes + ScalesCopy::kBytes);
 
-    // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values. Copies begin at
-    // once.
-    FA_DEVICE KeyLoop(const Sources& from, uint32_t q_shared, uint32_t kv_shared, int first_row, const KeyRange& keys)
+    // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values; exchange: of
+    // kExchangeBytes. Copies begin at once.
+    FA_DEVICE KeyLoop(const Sources& from, uint32_t q_shared, uint32_t kv_shared, uint32_t exchange, int first_row,
+                      const KeyRange& keys)
         : q_copy_(from.q),
           k_copy_(from.k),
           v_copy_(from.v),
           scales_copy_(from),
           q_shared_(q_shared),
           kv_shared_(kv_shared),
+          exchange_(exchange),
           keys_(keys),
           ahead_(keys.begin) {
         k_copy_.look_up(keys.begin);
-        v_copy_.look_up(keys.begin);
+        if constexpr (!kValuesInKeys) v_copy_.look_up(keys.begin);
         scales_copy_.look_up(keys.begin);
-        q_copy_.begin(first_row, q_shared_);
+        if constexpr (kWideQueries) {
+            q_copy_.copy(first_row, q_shared_);
+        } else {
+            q_copy_.begin(first_row, q_shared_);
+        }
         if constexpr (kPipelined) {
             copy_async_commit();
 #pragma unroll
@@ -62,10 +69,13 @@ public:
         } else {
             run_single_buffered(rows);
         }
+        if constexpr (kColumnWarps > 1) rows.exchange_sums(exchange_);
     }
 
 private:
+    static constexpr bool kWideQueries = !Arch::kAsyncCopy && kHeaddim > 256;
     static constexpr bool kPipelined = Arch::kAsyncCopy && kStages > 1;
+    static_assert(kPipelined || !kValuesInKeys, "the next keys would come to where values are still read");
 
     // Several tiles of keys and values in shared memory: while one is worked on, the others are on their way. One barrier a
     // tile says both that this tile has arrived and that nobody reads the one before it any more.
@@ -84,7 +94,12 @@ private:
                 rows.multiply_queries(scores, k_shared(stage));
                 const LaneScales scales(scales_shared(stage));
                 rows.prepare_scores(scores, scales, key, kind);
-                rows.accumulate_values(scores, scales, v_shared(stage));
+                if constexpr (kColumnWarps > 1) {
+                    rows.exchange_probabilities(scores, scales, exchange_);
+                    rows.accumulate_exchanged(exchange_, v_shared(stage));
+                } else {
+                    rows.accumulate_values(scores, scales, v_shared(stage));
+                }
             }
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
@@ -106,7 +121,7 @@ private:
     // parts the softmax from the product with the values, so that the exponentials of some keys overlap the products of
     // others.
     FA_DEVICE void run_single_buffered(WarpRows& rows) {
-        q_copy_.finish(q_shared_);
+        if constexpr (!kWideQueries) q_copy_.finish(q_shared_);
         arrive(k_copy_, k_shared(0));
         if constexpr (kKeyWarps > 1) cta_barrier();
         rows.load_queries(q_shared_);
@@ -116,13 +131,26 @@ private:
             const TileKind kind = all_seen.value ? TileKind::kFull : rows.kind_of(key);
             WarpRows::Scores scores = {};
             if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0));
-            scales_copy_.finish(scales_shared(0));
-            arrive(v_copy_, v_shared(0));
-            if (more) begin_keys(key + keys_.step);
-            if (kind != TileKind::kSkipped) {
+            if constexpr (kColumnWarps > 1) {
+                if constexpr (kQuantised) {  // scales come with the values
+                    scales_copy_.finish(scales_shared(0));
+                    arrive(v_copy_, v_shared(0));
+                }
                 const LaneScales scales(scales_shared(0));
                 rows.prepare_scores(scores, scales, key, kind);
-                rows.accumulate_values(scores, scales, v_shared(0));
+                wait_for(v_copy_, v_shared(0));
+                rows.exchange_probabilities(scores, scales, exchange_);
+                if (more) begin_keys(key + keys_.step);
+                rows.accumulate_exchanged(exchange_, v_shared(0));
+            } else {
+                scales_copy_.finish(scales_shared(0));
+                arrive(v_copy_, v_shared(0));
+                if (more) begin_keys(key + keys_.step);
+                if (kind != TileKind::kSkipped) {
+                    const LaneScales scales(scales_shared(0));
+                    rows.prepare_scores(scores, scales, key, kind);
+                    rows.accumulate_values(scores, scales, v_shared(0));
+                }
             }
             // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
             arrive(k_copy_, k_shared(0));
@@ -147,8 +175,10 @@ private:
         k_copy_.look_up(key + keys_.step);
     }
     FA_DEVICE void begin_values(int key, int stage = 0) {
-        v_copy_.begin(key, v_shared(stage));
-        v_copy_.look_up(key + keys_.step);
+        if constexpr (!kValuesInKeys) {
+            v_copy_.begin(key, v_shared(stage));
+            v_copy_.look_up(key + keys_.step);
+        }
         scales_copy_.begin(key, scales_shared(stage));
         scales_copy_.look_up(key + keys_.step);
     }
@@ -156,25 +186,33 @@ private:
     // Everyone is done with what lay in the place of this copy before: each waited at a barrier since.
     template <class Copy>
     FA_DEVICE void arrive(const Copy& copy, uint32_t to) {
+        wait_for(copy, to);
+        Team::barrier();
+    }
+
+    // What this thread has copied itself.
+    template <class Copy>
+    FA_DEVICE void wait_for(const Copy& copy, uint32_t to) {
         copy.finish(to);
         if constexpr (Arch::kAsyncCopy) {
             copy_async_commit();
             copy_async_wait<0>();
         }
-        Team::barrier();
     }
 
     FA_DEVICE uint32_t k_shared(int stage) const { return kv_shared_ + stage * KeyCopy::kBytes; }
     FA_DEVICE uint32_t v_shared(int stage) const {
-        return kv_shared_ + kStages * KeyCopy::kBytes + stage * ValueCopy::kBytes;
+        return kValuesInKeys ? k_shared(stage) : k_shared(kStages) + stage * kValueBytes;
     }
-    FA_DEVICE uint32_t scales_shared(int stage) const { return v_shared(kStages) + stage * ScalesCopy::kBytes; }
+    FA_DEVICE uint32_t scales_shared(int stage) const {
+        return k_shared(kStages) + kStages * kValueBytes + stage * ScalesCopy::kBytes;
+    }
 
     QueryCopy q_copy_;
     KeyCopy k_copy_;
     ValueCopy v_copy_;
     ScalesCopy scales_copy_;
-    const uint32_t q_shared_, kv_shared_;
+    const uint32_t q_shared_, kv_shared_, exchange_;
     const KeyRange keys_;
     int ahead_, stage_ahead_ = 0;  // the next tile to fetch, and its place
 };

@@ -63,6 +63,7 @@ struct AttentionParams {
     int32_t cta_groups_multiplier, cta_groups_shift;
     int32_t num_splits;                 // parts that the keys of each sequence are split into instead, 0 is off
     int32_t partial_rows;               // query rows of a partial result
+    int32_t teams_of_row;               // half warps of combine.cuh that share the partial results of a row: 1, 4 or 16
     float softmax_scale;
     float softcap;  // 0 is off
 };

@@ -2,6 +2,7 @@
 // kernels for other caches.
 #pragma once
 
+#include "probability_exchange.cuh"
 #include "results.cuh"
 
 namespace fastattention {
@@ -57,11 +58,11 @@ struct ScalesOfLane<Arch, true> {
     // `from`: what TileScales copied.
     FA_DEVICE explicit ScalesOfLane(uint32_t from) {
 #pragma unroll
-        for (int n = 0; n < kTileN / 8; ++n)
+        for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; ++i)
                 if (Arch::row_of_element(i) == 0) {
-                    const uint32_t at = from + Arch::score_column(n, i) * 4;
+                    const uint32_t at = from + (first_warp_key() + Arch::score_column(n, i)) * 4;
                     k_[n][Arch::column_of_element(i)] = as_float(load_shared_32(at)) * kStoredFactor;
                     v_[n][Arch::column_of_element(i)] = as_float(load_shared_32(at + kTileN * 4)) * kStoredFactor;
                 }
@@ -78,7 +79,7 @@ struct ScalesOfLane<Arch, true> {
     }
 
 private:
-    float k_[kTileN / 8][Arch::kElements / 2], v_[kTileN / 8][Arch::kElements / 2];
+    float k_[kWarpKeys / 8][Arch::kElements / 2], v_[kWarpKeys / 8][Arch::kElements / 2];
 };
 
 }  // namespace fastattention

@@ -48,6 +48,12 @@ private:
     uint32_t at_, flip_;
 };
 
+// Of a row of values in shared memory.
+template <int kBytesOfElement>
+FA_DEVICE constexpr int value_pitch() {
+    return pitch_of<kBytesOfElement>(kValuesInKeys ? kHeaddim : kHeaddimV);
+}
+
 // Of a row: a block, and a row in it.
 struct Place {
     int block, row;
@@ -182,6 +188,28 @@ public:
                     staged_[i][j] = valid ? load_global_128(source + j * kChunkStep) : Words4{};
                 }
             }
+        }
+    }
+
+    // Both, row by row: what a thread copies of a tile may be more than its registers hold. Where copies are not
+    // asynchronous.
+    FA_DEVICE void copy(int first_row, uint32_t to) const {
+        const Share share;
+        to += share.offset();
+#pragma unroll 1
+        for (int i = 0; i < kRowsOfThread; ++i) {
+            if (!share.has_row(i)) break;
+            const int row = first_row + share.row(i);
+            const Item* source = from_.at(from_.place_of(row));
+            Words4 chunks[kChunksOfThread];
+#pragma unroll
+            for (int j = 0; j < kChunksOfThread; ++j) {
+                const bool valid = row < from_.num_rows && share.has_column(j) && share.column(j) < from_.num_columns;
+                chunks[j] = valid ? load_global_128(source + j * kChunkStep) : Words4{};
+            }
+#pragma unroll
+            for (int j = 0; j < kChunksOfThread; ++j)
+                if (share.has_column(j)) Arch::template store_chunk<Item>(to + from_first(i, j), chunks[j]);
         }
     }
 

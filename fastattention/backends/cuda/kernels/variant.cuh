@@ -18,14 +18,21 @@ constexpr bool kPaged = FA_PAGED;
 constexpr bool kGroupedRows = FA_GROUPED_ROWS;
 // Every warp works on all rows, with keys of its own, rather than on rows of its own, with all keys.
 constexpr bool kSplitKeysAcrossWarps = FA_SPLIT_KEYS_ACROSS_WARPS;
+// Warps that work on the same rows: each scores a part of a tile's keys, all exchange their probabilities, and each
+// accumulates a part of the columns of v (probability_exchange.cuh).
+constexpr int kColumnWarps = FA_COLUMN_WARPS;
+constexpr bool kValuesInKeys = FA_VALUES_IN_KEYS;  // v is the first columns of k, in the same memory
 constexpr bool kQueriesInRegisters = FA_QUERIES_IN_REGISTERS;  // otherwise read from shared memory for every tile
 
 constexpr bool kLooksAhead = kPaged && kGroupedRows;  // for where the keys of the next tile lie, see shared_tile.cuh
 constexpr bool kSwizzled = FA_SWIZZLED;  // how rows lie in shared memory, see shared_tile.cuh
 
 constexpr int kThreads = kWarps * 32;
-constexpr int kRowWarps = kSplitKeysAcrossWarps ? 1 : kWarps;  // that share out the rows among themselves
-constexpr int kKeyWarps = kWarps / kRowWarps;            // likewise the keys
+constexpr int kKeyWarps = kSplitKeysAcrossWarps ? kWarps : 1;       // that share out the keys among themselves
+constexpr int kRowWarps = kWarps / (kKeyWarps * kColumnWarps);      // likewise the rows
+constexpr int kWarpKeys = kTileN / kColumnWarps;                    // of a tile, that a warp scores
+constexpr int kWarpColumns = kHeaddimV / kColumnWarps;              // of v, that it accumulates
+static_assert(kWarps == kRowWarps * kKeyWarps * kColumnWarps, "every warp has its part");
 
 // The 16-bit type that matrix products take; what is bfloat16 in memory becomes float16 on paths that lack it.
 #if FA_BFLOAT16_OPERANDS

@@ -19,12 +19,12 @@ constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
 using LaneScales = ScalesOfLane<Arch>;
 
 // The first row of this warp among those of the CTA.
-FA_DEVICE int first_warp_row() { return kRowWarps == 1 ? 0 : warp_index() * kWarpRows; }
+FA_DEVICE int first_warp_row() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps * kWarpRows; }
 
 // kSteps x Arch::kStepRows rows, which share nothing with those of other warps but the tiles in shared memory.
 class WarpRows {
 public:
-    using Scores = float[kSteps][kTileN / 8][Arch::kElements];
+    using Scores = float[kSteps][kWarpKeys / 8][Arch::kElements];
 
     // last_row: of the CTA's, that there is.
     FA_DEVICE WarpRows(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask, int last_row)
@@ -43,10 +43,11 @@ public:
         queries_.load(q_shared + first_warp_row() * pitch_of<Arch::kSharedBytes>(kHeaddim));
     }
 
-    // What these rows see of a tile of keys.
+    // What these rows see of a tile of keys. Warps that exchange probabilities skip none: they would miss each other.
     FA_DEVICE TileKind kind_of(int key) const {
-        if (warp_row_ > last_row_) return TileKind::kSkipped;
-        return seen_.classify(key, key + kTileN - 1);
+        TileKind kind = TileKind::kSkipped;
+        if (warp_row_ <= last_row_) kind = seen_.classify(key, key + kTileN - 1);
+        return kColumnWarps > 1 && kind == TileKind::kSkipped ? TileKind::kPartial : kind;
     }
 
     // scores += q k^T for a tile of keys.
@@ -55,7 +56,8 @@ public:
     }
 
     // Everything up to the exponentials: score_mod, mask, and the running maxima of the online softmax.
-    FA_DEVICE void prepare_scores(Scores& scores, const LaneScales& scales, int key, TileKind kind) {
+    FA_DEVICE void prepare_scores(Scores& scores, const LaneScales& scales, int tile_key, TileKind kind) {
+        const int key = tile_key + first_warp_key();
         if constexpr (kQuantised) scale(scores, scales);
         if constexpr (kModifiesScores) score_mod(scores, key);
         if (kind != TileKind::kFull) {
@@ -65,7 +67,7 @@ public:
                 apply_mask<true>(scores, key);
             }
         }
-        online_max(scores, scales);
+        if constexpr (kColumnWarps == 1) online_max(scores, scales);
     }
 
     // Scores become probabilities relative to the running maxima; acc_o_ += p v. A few keys at a time.
@@ -73,12 +75,49 @@ public:
         const typename Arch::Values values(v_shared);
 #pragma unroll
         for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) {
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-                for (int which = 0; which < 2; ++which) exponentiate(scores, scales, group, step, which);
+            exponentiate<kTilesOfStep>(scores, scores, row_sum_, scales, group * kTilesOfStep);
             values.template accumulate<kSteps>(acc_o_, scores, group);
         }
+    }
+
+    // Leaves the probabilities of this warp's keys for the others. A barrier: what was left, or copied, before is there for
+    // all. Probabilities relative to the old maxima do unless some warp has found a score that is much higher. A template,
+    // as is what comes next: not all paths have this.
+    template <class Path = Arch>
+    FA_DEVICE void exchange_probabilities(const Scores& scores, const LaneScales& scales, uint32_t exchange) {
+        float highest[kSteps][2], sums[kSteps][2];
+        const bool raised = find_highest(highest, scores, scales);
+        leave_probabilities<Path>(sums, scores, scales, exchange);
+        if (any_thread(raised)) {
+            exchange_maxima(highest, exchange);
+            leave_probabilities<Path>(sums, scores, scales, exchange);
+            cta_barrier();
+        }
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) row_sum_[step][which] += sums[step][which];
+    }
+
+    // acc_o_ += p v, with the probabilities that all have left.
+    template <class Path = Arch>
+    FA_DEVICE void accumulate_exchanged(uint32_t exchange, uint32_t v_shared) {
+        const typename Path::Values values(v_shared);
+        const typename Path::SharedProbabilities probabilities(exchange + first_warp_row() * kProbabilityPitch);
+#pragma unroll
+        for (int group = 0; group < kTileN / Path::kKeyStep; ++group)
+            values.template accumulate<kSteps>(acc_o_, probabilities, group);
+    }
+
+    // Adds up the sums of warps that had different keys.
+    FA_DEVICE void exchange_sums(uint32_t exchange) {
+        const auto add = [](float a, float b) { return a + b; };
+        const RowExchange of_rows(exchange);
+        for_each_row([&](int step, int which, int row) { of_rows.leave(row, Arch::reduce_row(row_sum_[step][which], add)); });
+        cta_barrier();
+        for_each_row([&](int step, int which, int row) {
+            row_sum_[step][which] = is_first_of_row() ? of_rows.combined(row, add) : 0.0f;
+        });
     }
 
     // The results become NaN.
@@ -97,7 +136,7 @@ public:
             for (int which = 0; which < 2; ++which) {
                 const float sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
                 const uint32_t at = to + (first_warp_row() + step * Arch::kStepRows + Arch::row(which)) * 8;
-                if (Arch::score_column(0, 0) == 0) {
+                if (column_warp() == 0 && is_first_of_row()) {
                     store_shared_32(at, as_bits(row_max_[step][which]));
                     store_shared_32(at + 4, as_bits(sum));
                 }
@@ -111,12 +150,12 @@ public:
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int n = 0; n < kHeaddimV / 8; ++n) {
-                if (n / (kColumns / 8) != part) continue;
+            for (int n = 0; n < kWarpColumns / 8; ++n) {
+                if ((first_warp_column() / 8 + n) / (kColumns / 8) != part) continue;
 #pragma unroll
                 for (int i = 0; i < Arch::kElements; ++i) {
                     const int row = first_warp_row() + step * Arch::kStepRows + Arch::row(Arch::row_of_element(i));
-                    const int column = Arch::value_column(n, i) - part * kColumns;
+                    const int column = first_warp_column() + Arch::value_column(n, i) - part * kColumns;
                     if (warp_row_ - first_warp_row() + row <= last_row_)
                         store_shared_32(to + row * pitch + column * 4, as_bits(acc_o_[step][n][i]));
                 }
@@ -135,6 +174,21 @@ public:
     }
 
 private:
+    static constexpr int kTilesOfStep = Arch::kKeyStep / 8;
+
+    // The lane of a row that has its first columns.
+    FA_DEVICE static bool is_first_of_row() { return Arch::score_column(0, 0) == 0; }
+
+    // Calls `visit` for each row of this lane, with its number among those of the CTA.
+    template <class Visit>
+    FA_DEVICE static void for_each_row(Visit visit) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which)
+                visit(step, which, first_warp_row() + step * Arch::kStepRows + Arch::row(which));
+    }
+
     FA_DEVICE void clear() {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -144,7 +198,7 @@ private:
                 row_sum_[step][which] = 0.0f;
             }
 #pragma unroll
-            for (int n = 0; n < kHeaddimV / 8; ++n)
+            for (int n = 0; n < kWarpColumns / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < Arch::kElements; ++i) acc_o_[step][n][i] = 0.0f;
         }
@@ -156,7 +210,7 @@ private:
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int n = 0; n < kTileN / 8; ++n)
+            for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = scales.scaled_score(scores[step][n][i], n, i);
     }
@@ -168,7 +222,7 @@ private:
             for (int which = 0; which < 2; ++which) {
                 const ScoreRow row = score_row(smaller(row_of(step, which), last_row_));
 #pragma unroll
-                for (int n = 0; n < kTileN / 8; ++n)
+                for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < Arch::kElements; ++i)
                         if (Arch::row_of_element(i) == which) {
@@ -202,7 +256,7 @@ private:
                 const int begin = kHasLeft ? mask_.row_begin(row) - key : 0;
                 const int end = mask_.row_end(row) - key;
 #pragma unroll
-                for (int n = 0; n < kTileN / 8; ++n)
+                for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < Arch::kElements; ++i)
                         if (Arch::row_of_element(i) == which) {
@@ -215,8 +269,17 @@ private:
     // Probabilities are relative to row_max_, which may stay below the highest score by kSlack: what was accumulated needs
     // to be rescaled only when a score is higher by more, which after the first tiles is rare.
     FA_DEVICE void online_max(const Scores& scores, const LaneScales& scales) {
-        constexpr float kSlack = 8.0f;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
         float highest[kSteps][2];
+        if (!any_lane(find_highest(highest, scores, scales))) return;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) raise_max(step, which, highest[step][which]);
+    }
+
+    // Of each row, and whether one is too high for the running maximum.
+    FA_DEVICE bool find_highest(float (&highest)[kSteps][2], const Scores& scores, const LaneScales& scales) const {
+        constexpr float kSlack = 8.0f;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
         bool raised = false;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -225,15 +288,35 @@ private:
                 highest[step][which] = highest_weight(scores, scales, step, which);
                 raised |= highest[step][which] > row_max_[step][which] + kSlack;
             }
-        if (!any_lane(raised)) return;
+        return raised;
+    }
+
+    FA_DEVICE void raise_max(int step, int which, float highest) {
+        const float new_max = maximum(row_max_[step][which], highest);
+        rescale(step, which, exp2_approximate(row_max_[step][which] - shift_of(new_max)));
+        row_max_[step][which] = new_max;
+    }
+
+    // Raises the running maxima to what any of the warps with these rows has found.
+    FA_DEVICE void exchange_maxima(const float (&highest)[kSteps][2], uint32_t exchange) {
+        const RowExchange of_rows(exchange);
+        for_each_row([&](int step, int which, int row) { of_rows.leave(row, highest[step][which]); });
+        cta_barrier();
+        for_each_row([&](int step, int which, int row) {
+            raise_max(step, which, of_rows.combined(row, [](float a, float b) { return maximum(a, b); }));
+        });
+    }
+
+    template <class Path>
+    FA_DEVICE void leave_probabilities(float (&sums)[kSteps][2], const Scores& scores, const LaneScales& scales,
+                                       uint32_t exchange) const {
+        Scores probabilities;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                const float new_max = maximum(row_max_[step][which], highest[step][which]);
-                rescale(step, which, exp2_approximate(row_max_[step][which] - shift_of(new_max)));
-                row_max_[step][which] = new_max;
-            }
+            for (int which = 0; which < 2; ++which) sums[step][which] = 0.0f;
+        exponentiate<kWarpKeys / 8>(probabilities, scores, sums, scales, 0);
+        Path::leave_probabilities(exchange + first_warp_row() * kProbabilityPitch, probabilities);
     }
 
     // Of a row and a tile of keys, in log2 units: the highest score, or, with a quantised cache, the highest score and
@@ -242,7 +325,7 @@ private:
         if constexpr (!kQuantised) return highest_score(scores, step, which) * scale_log2_;
         float highest = -infinity();
 #pragma unroll
-        for (int n = 0; n < kTileN / 8; ++n)
+        for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; ++i)
                 if (Arch::row_of_element(i) == which)
@@ -253,7 +336,7 @@ private:
     static FA_DEVICE float highest_score(const Scores& scores, int step, int which) {
         float highest = scores[step][0][first_element(which)];
 #pragma unroll
-        for (int n = 0; n < kTileN / 8; ++n)
+        for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; ++i)
                 if (Arch::row_of_element(i) == which) highest = maximum(highest, scores[step][n][i]);
@@ -263,28 +346,34 @@ private:
     FA_DEVICE void rescale(int step, int which, float factor) {
         row_sum_[step][which] *= factor;
 #pragma unroll
-        for (int n = 0; n < kHeaddimV / 8; ++n)
+        for (int n = 0; n < kWarpColumns / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; ++i)
                 if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
     }
 
-    FA_DEVICE void exponentiate(Scores& scores, const LaneScales& scales, int group, int step, int which) {
-        constexpr int kTiles = Arch::kKeyStep / 8;
-        const float shift = shift_of(row_max_[step][which]);
+    // Of the keys of some tiles of eight; probabilities may take the place of scores.
+    template <int kTiles>
+    FA_DEVICE void exponentiate(Scores& probabilities, const Scores& scores, float (&sums)[kSteps][2],
+                                const LaneScales& scales, int first) const {
 #pragma unroll
-        for (int n = group * kTiles; n < (group + 1) * kTiles; ++n) {
-            float sum = 0.0f;
+        for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int i = 0; i < Arch::kElements; ++i)
-                if (Arch::row_of_element(i) == which) {
-                    float& s = scores[step][n][i];
-                    s = exp2_approximate(s * scale_log2_ - shift);
-                    sum = i == first_element(which) ? s : sum + s;
-                    s = scales.weight(s, n, i);
+            for (int which = 0; which < 2; ++which) {
+                const float shift = shift_of(row_max_[step][which]);
+#pragma unroll
+                for (int n = first; n < first + kTiles; ++n) {
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i)
+                        if (Arch::row_of_element(i) == which) {
+                            const float s = exp2_approximate(scores[step][n][i] * scale_log2_ - shift);
+                            sum = i == first_element(which) ? s : sum + s;
+                            probabilities[step][n][i] = scales.weight(s, n, i);
+                        }
+                    sums[step][which] += sum;
                 }
-            row_sum_[step][which] += sum;
-        }
+            }
     }
 
     static FA_DEVICE constexpr int first_element(int which) {
@@ -299,14 +388,15 @@ private:
         const Finished result = finished(p_, work_.head, row_max_[step][which], sum);
         const int row = step * Arch::kStepRows + Arch::row(which);
 #pragma unroll
-        for (int n = 0; n < kHeaddimV / 8; ++n)
+        for (int n = 0; n < kWarpColumns / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; i += 2)
                 if (Arch::row_of_element(i) == which)
                     store_shared_32(
-                        warp_out + row * kOutPitch + Arch::value_column(n, i) * 2,
+                        warp_out + row * kOutPitch + (first_warp_column() + Arch::value_column(n, i)) * 2,
                         Element::pack(acc_o_[step][n][i] * result.factor, acc_o_[step][n][i + 1] * result.factor));
-        const bool writes_lse = p_.lse != nullptr && work_.first_column == 0 && Arch::score_column(0, 0) == 0;
+        const bool has_lse = work_.first_column == 0 && column_warp() == 0 && is_first_of_row();
+        const bool writes_lse = p_.lse != nullptr && has_lse;
         if (writes_lse && warp_row_ + row <= last_row_) {
             p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
                    first_token(p_.cu_seqlens_q, work_.batch) + warp_row_ + row] = result.lse;
@@ -314,11 +404,11 @@ private:
     }
 
     FA_DEVICE void copy_out(uint32_t warp_out) {
-        constexpr int kChunks = kHeaddimV / 8;
+        constexpr int kChunks = kWarpColumns / 8;
         uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head + work_.first_column +
                         first_token(p_.cu_seqlens_q, work_.batch) * p_.out_stride_row;
         for (int i = lane_index(); i < kWarpRows * kChunks; i += 32) {
-            const int row = i / kChunks, column = i % kChunks * 8;
+            const int row = i / kChunks, column = first_warp_column() + i % kChunks * 8;
             if (warp_row_ + row > last_row_ || column >= p_.headdim_v - work_.first_column) continue;
             store_global_128(out + static_cast<int64_t>(warp_row_ + row) * p_.out_stride_row + column,
                              load_shared_128(warp_out + row * kOutPitch + column * 2));
@@ -333,7 +423,7 @@ private:
     const float scale_log2_;
 
     typename Arch::template Queries<kSteps> queries_;
-    float acc_o_[kSteps][kHeaddimV / 8][Arch::kElements];
+    float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
     float row_max_[kSteps][2];  // in log2 units
     float row_sum_[kSteps][2];  // of this lane's columns
 };

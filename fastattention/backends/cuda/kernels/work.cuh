@@ -65,6 +65,8 @@ FA_DEVICE int token_of(const AttentionParams& p, int row) {
     if constexpr (!kGroupedRows) return row;
     return p.seqlen_q == 1 ? 0 : group_divisor(p).quotient_of(row);
 }
+// Rows of a unit of a decode.
+FA_DEVICE int grouped_rows(const AttentionParams& p) { return p.seqlen_q * p.group_size; }
 FA_DEVICE int head_of(const AttentionParams& p, const Work& w, int row) {
     return kGroupedRows ? w.head + row - token_of(p, row) * p.group_size : w.head;
 }

@@ -13,17 +13,32 @@ struct Fragments16 : Layout16 {
     static constexpr int kSharedBytes = 2;  // of an element in shared memory
     static constexpr int kKeyStep = 16;     // keys come in multiples of this
 
+    // Operands A in shared memory.
+    template <int kPitch>
+    class SharedRows {
+    public:
+        SharedRows() = default;
+        // rows: address of the warp's first row.
+        FA_DEVICE explicit SharedRows(uint32_t rows) : row_(rows, lane_index() % 16, lane_index() / 16) {}
+
+        // 16 rows and 16 columns.
+        FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const { load_matrices(a, row_.address(step * 16, depth)); }
+
+    private:
+        LaneRow<kPitch> row_;
+    };
+
     template <int kSteps>
     class Queries {
     public:
         // q: address of the warp's first row.
         FA_DEVICE void load(uint32_t q) {
-            row_ = LaneRow<kPitch>(q, lane_index() % 16, lane_index() / 16);
+            rows_ = SharedRows<pitch_of<2>(kHeaddim)>(q);
             if constexpr (kQueriesInRegisters) {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                    for (int depth = 0; depth < kHeaddim / 16; ++depth) read(fragments_[step][depth], step, depth);
+                    for (int depth = 0; depth < kHeaddim / 16; ++depth) rows_.read(fragments_[step][depth], step, depth);
             }
         }
 
@@ -33,37 +48,62 @@ struct Fragments16 : Layout16 {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) a[i] = fragments_[step][depth][i];
             } else {
-                read(a, step, depth);
+                rows_.read(a, step, depth);
             }
         }
 
     private:
-        static constexpr int kPitch = pitch_of<2>(kHeaddim);
-
-        FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const { load_matrices(a, row_.address(step * 16, depth)); }
-
-        LaneRow<kPitch> row_;
+        SharedRows<pitch_of<2>(kHeaddim)> rows_;
         uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];
     };
 
     // acc_s += q k^T
     template <int kSteps>
-    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
+    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kWarpKeys / 8][4], const Queries<kSteps>& q, uint32_t k) {
         constexpr int kPitch = pitch_of<2>(kHeaddim);
         const int lane = opaque(lane_index());
-        const LaneRow<kPitch> row(k, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        if constexpr (kWarpKeys == 8) return multiply_eight_keys(acc_s, q, k);
+        const LaneRow<kPitch> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int depth = 0; depth < kHeaddim / 16; ++depth) {
             uint32_t a[kSteps][4];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) q.fragment(a[step], step, depth);
 #pragma unroll
-            for (int n = 0; n < kTileN / 16; ++n) {
+            for (int n = 0; n < kWarpKeys / 16; ++n) {
                 uint32_t b[4];
                 load_matrices(b, row.address(n * 16, depth));
                 multiply_add_pairs(acc_s, 2 * n, a, b);
             }
         }
+    }
+
+    // Likewise where a warp has eight keys: of 32 columns at once, the even and the odd sixteens in accumulators of their own.
+    template <int kSteps>
+    static FA_DEVICE void multiply_eight_keys(float (&acc_s)[kSteps][kWarpKeys / 8][4], const Queries<kSteps>& q,
+                                              uint32_t k) {
+        const int lane = opaque(lane_index());
+        const LaneRow<pitch_of<2>(kHeaddim)> row(k, first_warp_key() + lane % 8, lane / 8 % 2);
+        float acc[kSteps][2][4] = {};
+#pragma unroll
+        for (int depth = 0; depth < kHeaddim / 16; depth += 2) {
+            uint32_t b[4];
+            load_matrices(b, row.address(0, depth + lane / 16));
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int part = 0; part < Mma::kParts; ++part)
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step) {
+                        uint32_t a[4];
+                        q.fragment(a, step, depth + half);
+                        Mma::multiply_add(acc[step][half], a, b[2 * half], b[2 * half + 1], part);
+                    }
+        }
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc_s[step][0][i] += acc[step][0][i] + acc[step][1][i];
     }
 
     // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. One instruction of each product after the other, so that none
@@ -80,15 +120,41 @@ struct Fragments16 : Layout16 {
             }
     }
 
-    // Probabilities of 16 keys as operand A of the second product.
+    // Probabilities of 16 keys as operand A of the second product: the warp's own, and those that warps exchange.
     template <int kSteps>
-    static FA_DEVICE void pack_probabilities(uint32_t (&a)[kSteps][4], const float (&p)[kSteps][kTileN / 8][4], int group) {
+    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const float (&p)[kSteps][kWarpKeys / 8][4], int group) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = &p[step][2 * group + i / 2][i % 2 * 2];
                 a[step][i] = Operand::pack(pair[0], pair[1]);
+            }
+    }
+
+    using SharedProbabilities = SharedRows<kProbabilityPitch>;
+
+    template <int kSteps>
+    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const SharedProbabilities& p, int group) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) p.read(a[step], step, group);
+    }
+
+    // Leaves the warp's own where SharedProbabilities(rows) finds them.
+    template <int kSteps>
+    static FA_DEVICE void leave_probabilities(uint32_t rows, const float (&p)[kSteps][kWarpKeys / 8][4]) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const int row = step * 16 + Layout16::row(which), swizzle = swizzle_of(kProbabilityPitch, row);
+#pragma unroll
+                for (int n = 0; n < kWarpKeys / 8; ++n) {
+                    const int chunk = (first_warp_key() / 8 + n) ^ swizzle;
+                    const float* pair = &p[step][n][2 * which];
+                    store_shared_32(rows + row * kProbabilityPitch + chunk * 16 + lane_index() % 4 * 4,
+                                    Operand::pack(pair[0], pair[1]));
+                }
             }
     }
 
@@ -101,21 +167,20 @@ struct Fragments16 : Layout16 {
         }
 
         // acc_o += p v for keys 16 group ... 16 group + 15 of the tile.
-        template <int kSteps>
-        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
-                                  int group) const {
+        template <int kSteps, class Probabilities>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kWarpColumns / 8][4], const Probabilities& p, int group) const {
             uint32_t a[kSteps][4];
-            pack_probabilities(a, p, group);
+            operands_of(a, p, group);
 #pragma unroll
-            for (int n = 0; n < kHeaddimV / 16; ++n) {
+            for (int n = 0; n < kWarpColumns / 16; ++n) {
                 uint32_t b[4];
-                load_matrices_transposed(b, row_.address(group * 16, n));
+                load_matrices_transposed(b, row_.address(group * 16, first_warp_column() / 16 + n));
                 multiply_add_pairs(acc_o, 2 * n, a, b);
             }
         }
 
     private:
-        static constexpr int kPitch = pitch_of<2>(kHeaddimV);
+        static constexpr int kPitch = value_pitch<2>();
 
         LaneRow<kPitch> row_;
     };

@@ -62,9 +62,10 @@ struct Fragments8 : Fragments16<Mma> {
 
     // acc_s += q k^T
     template <int kSteps>
-    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
+    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kWarpKeys / 8][4], const Queries<kSteps>& q, uint32_t k) {
+        static_assert(kWarpKeys % 16 == 0, "a load has 16 keys");
         const int lane = opaque(lane_index());
-        const LaneRow<pitch_of<1>(kHeaddim)> row(k, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        const LaneRow<pitch_of<1>(kHeaddim)> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
         for (int pair = 0; pair < kHeaddim / 32; ++pair) {
             uint32_t a[2][kSteps][4];
@@ -73,7 +74,7 @@ struct Fragments8 : Fragments16<Mma> {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) q.fragment(a[half][step], step, 2 * pair + half);
 #pragma unroll
-            for (int n = 0; n < kTileN / 16; ++n) {
+            for (int n = 0; n < kWarpKeys / 16; ++n) {
                 uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, their next columns, keys 8 to 15, likewise
                 load_matrices(x, row.address(n * 16, pair));
 #pragma unroll
@@ -94,15 +95,14 @@ struct Fragments8 : Fragments16<Mma> {
         }
 
         // acc_o += p v for keys 16 group ... 16 group + 15 of the tile.
-        template <int kSteps>
-        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
-                                  int group) const {
+        template <int kSteps, class Probabilities>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kWarpColumns / 8][4], const Probabilities& p, int group) const {
             uint32_t a[kSteps][4];
-            Base::pack_probabilities(a, p, group);
+            Base::operands_of(a, p, group);
 #pragma unroll
-            for (int pair = 0; pair < kHeaddimV / 32; ++pair) {
+            for (int pair = 0; pair < kWarpColumns / 32; ++pair) {
                 uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, keys 8 to 15, and the next columns of both
-                load_matrices_transposed(x, row_.address(group * 16, pair));
+                load_matrices_transposed(x, row_.address(group * 16, first_warp_column() / 32 + pair));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const uint32_t low = x[2 * half], high = x[2 * half + 1];

@@ -2,7 +2,7 @@
 // 2 (l % 4) and the next, of row l / 4 (elements 0, 1) and of row l / 4 + 8 (elements 2, 3).
 #pragma once
 
-#include "../shared_tile.cuh"
+#include "../probability_exchange.cuh"
 
 namespace fastattention {
 

@@ -1,4 +1,5 @@
-// Pascal: no matrix instructions. Tiles are float in shared memory, products are ordinary multiply-adds in float.
+// Pascal: no matrix instructions. Products are ordinary multiply-adds in float, and tiles are float in shared memory, or
+// float16 where floats would not fit.
 //
 // Rows and columns are divided among lanes as on Turing (layout16.cuh). For the second product the lane that has a key's
 // probability hands it to the three others of the row.
@@ -9,14 +10,17 @@
 namespace fastattention {
 
 struct Arch : Layout16 {
+    static_assert(kColumnWarps == 1 && !kValuesInKeys, "probabilities stay in registers");
     static constexpr bool kAsyncCopy = false;
     static constexpr bool kSeparateFullTiles = false;
-    static constexpr int kSharedBytes = 4;
+    static constexpr int kSharedBytes = kHeaddim > 256 ? 2 : 4;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
 
     template <class Item>
     static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
-        if constexpr (sizeof(Item) == 1) {
+        if constexpr (kSharedBytes == 2) {
+            store_operands<Item>(to, chunk);
+        } else if constexpr (sizeof(Item) == 1) {
             store_widened<Float16>(to, widen_half(chunk, 0));
             store_widened<Float16>(to + 32, widen_half(chunk, 1));
         } else {
@@ -39,6 +43,33 @@ struct Arch : Layout16 {
         }
     }
 
+    // Neighbouring numbers in shared memory.
+    template <int kCount>
+    struct Numbers {
+        float x[kCount];
+
+        Numbers() = default;
+        FA_DEVICE explicit Numbers(uint32_t at) {
+            uint32_t words[kCount * kSharedBytes / 4];
+            load(words, at);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                x[i] = kSharedBytes == 4 ? as_float(words[i])
+                                         : Float16::widen(static_cast<uint16_t>(words[i / 2] >> i % 2 * 16));
+        }
+
+    private:
+        static FA_DEVICE void load(uint32_t (&words)[1], uint32_t at) { words[0] = load_shared_32(at); }
+        static FA_DEVICE void load(uint32_t (&words)[2], uint32_t at) { copy(words, load_shared_64(at)); }
+        static FA_DEVICE void load(uint32_t (&words)[4], uint32_t at) { copy(words, load_shared_128(at)); }
+
+        template <class Words, int kWords>
+        static FA_DEVICE void copy(uint32_t (&words)[kWords], const Words& from) {
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) words[i] = from.word[i];
+        }
+    };
+
     template <int kSteps>
     struct Queries {
         static_assert(!kQueriesInRegisters, "as floats queries would fill the registers");
@@ -49,30 +80,29 @@ struct Arch : Layout16 {
 
     template <int kSteps>
     static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<4>(kHeaddim);
+        constexpr int kPitch = pitch_of<kSharedBytes>(kHeaddim);
         const int lane = lane_index();
         const uint32_t q_at = q.address + lane / 4 * kPitch;
         const uint32_t k_at = k + lane % 4 * 2 * kPitch;
 #pragma unroll 2
         for (int depth = 0; depth < kHeaddim; depth += 4) {
-            Words4 rows[kSteps][2];
+            Numbers<4> rows[kSteps][2];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
 #pragma unroll
                 for (int which = 0; which < 2; ++which)
-                    rows[step][which] = load_shared_128(q_at + (step * 16 + which * 8) * kPitch + depth * 4);
+                    rows[step][which] = Numbers<4>(q_at + (step * 16 + which * 8) * kPitch + depth * kSharedBytes);
 #pragma unroll
             for (int n = 0; n < kTileN / 8; ++n)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    const Words4 key = load_shared_128(k_at + (n * 8 + c) * kPitch + depth * 4);
+                    const Numbers<4> key(k_at + (n * 8 + c) * kPitch + depth * kSharedBytes);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
                         for (int which = 0; which < 2; ++which)
 #pragma unroll
-                            for (int i = 0; i < 4; ++i)
-                                acc_s[step][n][which * 2 + c] += as_float(rows[step][which].word[i]) * as_float(key.word[i]);
+                            for (int i = 0; i < 4; ++i) acc_s[step][n][which * 2 + c] += rows[step][which].x[i] * key.x[i];
                 }
         }
     }
@@ -80,13 +110,13 @@ struct Arch : Layout16 {
     // Operands of the second product, read from a tile of values.
     class Values {
     public:
-        FA_DEVICE explicit Values(uint32_t v) : at_(v + lane_index() % 4 * 8) {}
+        FA_DEVICE explicit Values(uint32_t v) : at_(v + lane_index() % 4 * 2 * kSharedBytes) {}
 
         // acc_o += p v for keys 8 group ... 8 group + 7 of the tile.
         template <int kSteps>
         FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
                                   int group) const {
-            constexpr int kPitch = pitch_of<4>(kHeaddimV);
+            constexpr int kPitch = pitch_of<kSharedBytes>(kHeaddimV);
             const int lane = lane_index();
 #pragma unroll
             for (int key = 0; key < 8; ++key) {
@@ -98,12 +128,11 @@ struct Arch : Layout16 {
                         weight[step][which] = shuffle(p[step][group][which * 2 + key % 2], lane / 4 * 4 + key / 2);
 #pragma unroll
                 for (int column = 0; column < kHeaddimV / 8; ++column) {
-                    const Words2 value = load_shared_64(at_ + (group * 8 + key) * kPitch + column * 32);
+                    const Numbers<2> value(at_ + (group * 8 + key) * kPitch + column * 8 * kSharedBytes);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i)
-                            acc_o[step][column][i] += weight[step][i / 2] * as_float(value.word[i % 2]);
+                        for (int i = 0; i < 4; ++i) acc_o[step][column][i] += weight[step][i / 2] * value.x[i % 2];
                 }
             }
         }

@@ -13,11 +13,12 @@
 // 8i ... 8i + 7, which shared memory serves together, read eight neighbouring rows.
 #pragma once
 
-#include "../shared_tile.cuh"
+#include "../probability_exchange.cuh"
 
 namespace fastattention {
 
 struct Arch {
+    static_assert(kColumnWarps == 1 && !kValuesInKeys, "probabilities stay in registers");
     static constexpr bool kAsyncCopy = false;
     static constexpr bool kSeparateFullTiles = true;
     static constexpr int kSharedBytes = 2;

@@ -1,0 +1,37 @@
+// Warps that share out the columns of v have the same rows. Each scores a part of a tile's keys, and needs the probabilities
+// of all: they leave them for each other in shared memory, as operands of the second product.
+#pragma once
+
+#include "shared_tile.cuh"
+
+namespace fastattention {
+
+FA_DEVICE int column_warp() { return kColumnWarps == 1 ? 0 : warp_index() % kColumnWarps; }
+FA_DEVICE int first_warp_key() { return column_warp() * kWarpKeys; }
+FA_DEVICE int first_warp_column() { return column_warp() * kWarpColumns; }
+
+constexpr int kProbabilityPitch = pitch_of<2>(kTileN);
+// Probabilities, and of each row a maximum or a sum from each of these warps.
+constexpr int kExchangeBytes = kColumnWarps == 1 ? 0 : kTileM * (kProbabilityPitch + kColumnWarps * 4);
+
+// A number of each row from each of these warps.
+class RowExchange {
+public:
+    FA_DEVICE explicit RowExchange(uint32_t exchange) : at_(exchange + kTileM * kProbabilityPitch) {}
+
+    FA_DEVICE void leave(int row, float x) const { store_shared_32(at_ + (column_warp() * kTileM + row) * 4, as_bits(x)); }
+
+    template <class Combine>
+    FA_DEVICE float combined(int row, Combine combine) const {
+        float x = as_float(load_shared_32(at_ + row * 4));
+#pragma unroll
+        for (int warp = 1; warp < kColumnWarps; ++warp)
+            x = combine(x, as_float(load_shared_32(at_ + (warp * kTileM + row) * 4)));
+        return x;
+    }
+
+private:
+    uint32_t at_;
+};
+
+}  // namespace fastattention

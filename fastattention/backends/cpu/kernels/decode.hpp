@@ -146,8 +146,7 @@ public:
         call_ = &call;
         split_ = &split;
         sequence_ = &call.sequences[split.sequence];
-        modifies_ = modifies_scores(*call.params) || call.params->softmax_scale <= 0.0;
-        scale_ = modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E;
+        score_units_ = ScoreUnits::of(*call.params);
         query_stride_ = query_stride(*call.params);
         acc_stride_ = acc_stride(*call.params);
         queries_ = memory;
@@ -158,8 +157,7 @@ public:
             row_max_[g] = -kInfinity;
             load_row(g);
         }
-        store(lane_max_, broadcast(-kInfinity));
-        store(shifts_, zero());
+        raise(broadcast(-kInfinity));
         store(lane_sums_, zero());
         memset(acc_o_, 0, kGroup * acc_stride_ * sizeof(float));
     }
@@ -172,7 +170,7 @@ public:
         const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
         score_block<kGroup>(Dot{}, block, head, queries_, query_stride_, call_->params->headdim, scores_);
         if constexpr (kQuantised<Element>) scale_scores(block, head, padded);
-        if (modifies_) score_mod(block);
+        if (score_units_.modified) score_mod(block);
         for (int64_t i = block.n * kGroup; i < padded; ++i) scores_[i] = -kInfinity;
         if (kind == TileKind::kPartial) apply_mask(block);
         softmax(padded);
@@ -181,7 +179,8 @@ public:
 
     // Whether `attend_run` can stand for `attend` where no row hides a key.
     bool takes_runs() const {
-        return !modifies_ && call_->params->headdim % Dot::kChunk == 0 && call_->params->headdim_v % Dot::kChunk == 0;
+        return !score_units_.modified && call_->params->headdim % Dot::kChunk == 0 &&
+               call_->params->headdim_v % Dot::kChunk == 0;
     }
 
     // Whole blocks of keys that all rows see.
@@ -254,10 +253,10 @@ private:
     void softmax(int64_t padded) {
         Vec highest = load(scores_);
         for (int64_t i = Vec::kWidth; i < padded; i += Vec::kWidth) highest = maximum(highest, load(scores_ + i));
-        highest = highest * broadcast(scale_);
+        highest = highest * broadcast(score_units_.of_max);
         // Seldom so after the first blocks: exponentials need not wait for a maximum that is predicted to stay.
         if (reduce_max(select_less(load(lane_max_), highest, broadcast(1.0f), zero())) > 0.0f) online_max(highest);
-        const Vec sum = exponentiate(padded, load(shifts_));
+        const Vec sum = exponentiate(padded);
         store(lane_sums_, load(lane_sums_) + sum);
     }
 
@@ -269,17 +268,23 @@ private:
             float new_max = row_max_[g];
             for (int i = g; i < Vec::kWidth; i += kGroup) new_max = lanes[i] > new_max ? lanes[i] : new_max;
             if (new_max == row_max_[g]) continue;
-            if (row_max_[g] != -kInfinity) rescale(g, exp2(row_max_[g] - new_max));
+            if (row_max_[g] != -kInfinity) rescale(g, score_units_.rescaling(row_max_[g], new_max));
             row_max_[g] = new_max;
-            for (int i = g; i < Vec::kWidth; i += kGroup) {
-                lane_max_[i] = new_max;
-                shifts_[i] = -new_max;
-            }
+            for (int i = g; i < Vec::kWidth; i += kGroup) lane_max_[i] = new_max;
         }
+        raise(load(lane_max_));
     }
 
-    Vec exponentiate(int64_t padded, Vec shift) {
-        const Vec scale = broadcast(scale_);
+    // The maxima.
+    void raise(Vec lane_max) {
+        const ScoreUnits::Exponent exponent = score_units_.exponent(lane_max);
+        store(lane_max_, lane_max);
+        store(scales_, exponent.scale);
+        store(shifts_, exponent.shift);
+    }
+
+    Vec exponentiate(int64_t padded) {
+        const Vec scale = load(scales_), shift = load(shifts_);
         Vec sum = zero();
         for (int64_t i = 0; i < padded; i += Vec::kWidth) {
             Vec p = exp2<Dot::kPrecise>(fma(load(scores_ + i), scale, shift));
@@ -300,14 +305,12 @@ private:
     const Call* call_;
     const DecodeSplit* split_;
     const Sequence* sequence_;
-    bool modifies_;
-    float scale_;
+    ScoreUnits score_units_;
     int64_t query_stride_, acc_stride_;
     QueryRow rows_[kGroup];
     float row_max_[kGroup];
-    // By lanes, lane i of row i % kGroup: the maxima, what is added to scores (0 until the row has seen a key: with any finite
-    // number -inf becomes 0 and a NaN is not lost), and sums of weights.
-    float lane_max_[Vec::kWidth], shifts_[Vec::kWidth], lane_sums_[Vec::kWidth];
+    // By lanes, lane i of row i % kGroup: the maxima, exponents relative to them, and sums of weights.
+    float lane_max_[Vec::kWidth], scales_[Vec::kWidth], shifts_[Vec::kWidth], lane_sums_[Vec::kWidth];
     float query_units_[Vec::kWidth], units_[kGroup];  // by which products with queries and with probabilities count
     float *queries_, *acc_o_;  // (kGroup, query_stride_), as the Dot stores them, and (kGroup, acc_stride_)
     // One step may read the probability of the key after the last: it is 0.

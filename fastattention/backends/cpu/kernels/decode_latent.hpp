@@ -209,8 +209,7 @@ public:
           split_(split),
           sequence_(call.sequences[split.sequence]),
           geometry_(p_),
-          modifies_(modifies_scores(p_) || p_.softmax_scale <= 0.0),
-          scale_(modifies_ ? 1.0f : static_cast<float>(p_.softmax_scale) * kLog2E),
+          units_(ScoreUnits::of(p_)),
           first_row_(first_row),
           num_rows_(num_rows),
           rows_(round_up(num_rows, Vec::kWidth)),
@@ -272,7 +271,7 @@ private:
         NextRows first_half(block_.addresses + kLatentKeys, kHalf, bytes);
         Products::score(keys, stride, queries_, geometry_.key_units, scores_, rows_, first_half);
         if constexpr (kQuantised<Stored>) scale_scores();
-        if (modifies_) score_mod();
+        if (units_.modified) score_mod();
         for (int64_t j = n_; j < kLatentKeys; ++j) hide(j, 0, rows_);
         if (kind == TileKind::kPartial) apply_mask();
         for (int64_t r = 0; r < rows_; r += Vec::kWidth) softmax(r);
@@ -363,15 +362,13 @@ private:
         const float* scores = scores_ + r;
         Vec highest = load(scores);
         for (int64_t j = 1; j < kLatentKeys; ++j) highest = maximum(highest, load(scores + j * rows_));
-        highest = highest * broadcast(scale_);
+        highest = highest * broadcast(units_.of_max);
         const Vec old_max = load(row_max_ + r);
         if (reduce_max(select_less(old_max, highest, broadcast(1.0f), zero())) > 0.0f) online_max(r, highest);
-        const Vec max = load(row_max_ + r);
-        // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
-        const Vec shift = select_less(max, broadcast(-kLargest), zero(), zero() - max);
+        const ScoreUnits::Exponent exponent = units_.exponent(load(row_max_ + r));
         Vec sum = zero();
         auto weight = [&](int64_t j) __attribute__((always_inline)) {
-            const Vec p = exp2<!kPairs>(fma(load(scores + j * rows_), broadcast(scale_), shift));
+            const Vec p = exp2<!kPairs>(fma(load(scores + j * rows_), exponent.scale, exponent.shift));
             sum = sum + p;
             if constexpr (kQuantised<Stored>) return p * broadcast(j < n_ ? value_scales_[j] : 0.0f);
             return p;
@@ -396,7 +393,7 @@ private:
             float& max = row_max_[r + i];
             if (!(lanes[i] > max)) continue;
             if (max != -kInfinity) {
-                const float factor = exp2(max - lanes[i]);
+                const float factor = units_.rescaling(max, lanes[i]);
                 row_sum_[r + i] *= factor;
                 float* acc_o = acc_o_ + (r + i) * columns_;
                 for (int64_t c = 0; c < columns_; c += Vec::kWidth) store(acc_o + c, load(acc_o + c) * broadcast(factor));
@@ -429,8 +426,7 @@ private:
     const DecodeSplit& split_;
     const Sequence& sequence_;
     const LatentGeometry<Unit> geometry_;
-    const bool modifies_;
-    const float scale_;
+    const ScoreUnits units_;
     const int64_t first_row_, num_rows_, rows_, columns_;
     float *queries_, *keys_, *scores_, *weights_, *values_;
     float *acc_o_, *row_max_, *row_sum_;  // of the split, which has room for whole vectors of rows

@@ -7,6 +7,7 @@ namespace FA_NAMESPACE {
 template <class Element>
 static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride, int64_t columns) {
     const Sequence& s = call.sequences[splits[0].sequence];
+    const ScoreUnits units = ScoreUnits::of(*call.params);
     float acc_o[kMaxHeaddimV];
     for (int64_t row = 0; row < call.rows(s); ++row) {
         float row_max = -kInfinity, row_sum = 0.0f;
@@ -17,7 +18,7 @@ static void decode_merge(const Call& call, const DecodeSplit* splits, int64_t nu
         const float shift = row_max == -kInfinity ? 0.0f : row_max;
         for (int64_t i = 0; i < num_splits; ++i) {
             const DecodeSplit& split = splits[i * stride];
-            const float weight = exp2(split.row_max[row] - shift);
+            const float weight = units.rescaling(split.row_max[row], shift);
             const float* from = split.acc_o + row * columns;
             row_sum += weight * split.row_sum[row];
             for (int64_t c = 0; c < columns; c += Vec::kWidth)

@@ -14,8 +14,8 @@ using namespace fastattention;
 
 #include "math.hpp"
 // In this order: each uses those above it.
-#include "rows.hpp"
 #include "scores.hpp"
+#include "rows.hpp"
 #include "quantise.hpp"
 #include "append.hpp"
 #include "gemm.hpp"

@@ -5,7 +5,7 @@ namespace FA_NAMESPACE {
 
 // What is kept of a row from tile to tile.
 struct RunningRow {
-    float* max;  // of its scores, in log2 units
+    float* max;  // of its scores, see ScoreUnits
     float* sum;  // of its weights, a vector of partial sums
     float* acc_o;
     int64_t columns;  // of acc_o, a multiple of the vector width
@@ -22,11 +22,7 @@ template <class Unit>
 class RowSoftmax {
 public:
     RowSoftmax(const Call& call, const Sequence& sequence)
-        : call_(call),
-          sequence_(sequence),
-          modifies_(modifies_scores(*call.params) || call.params->softmax_scale <= 0.0),
-          // With an untouched score, scale and the change of base are one multiplication inside the exponential.
-          scale_(modifies_ ? 1.0f : static_cast<float>(call.params->softmax_scale) * kLog2E) {}
+        : call_(call), sequence_(sequence), units_(ScoreUnits::of(*call.params)) {}
 
     // scores: of a tile of keys from `key` on, of which the row sees those from `begin` to `end`. They become weights
     // relative to the row's maximum, 0 where hidden and up to `padded`; what was accumulated before is rescaled.
@@ -34,18 +30,18 @@ public:
                 TileScales scales = {}) const {
         if (begin >= end) return clear(scores, padded);
         if (scales.keys) multiply(scores, scales.keys, end);
-        if (modifies_) modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, end);
+        if (units_.modified) modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, end);
         for (int64_t j = 0; j < begin; ++j) scores[j] = -kInfinity;
         for (int64_t j = end; j < padded; ++j) scores[j] = -kInfinity;
 
         Vec highest = load(scores);
         for (int64_t j = Vec::kWidth; j < padded; j += Vec::kWidth) highest = maximum(highest, load(scores + j));
         const float old_max = *row.max;
-        const float tile_max = reduce_max(highest) * scale_;
+        const float tile_max = reduce_max(highest) * units_.of_max;
         const float new_max = old_max > tile_max ? old_max : tile_max;
         if (new_max != old_max) {
             *row.max = new_max;
-            if (old_max != -kInfinity) rescale(row, exp2(old_max - new_max));
+            if (old_max != -kInfinity) rescale(row, units_.rescaling(old_max, new_max));
         }
         const Vec sum = scales.values ? exponentiate<true>(scores, padded, new_max, scales.values)
                                       : exponentiate<false>(scores, padded, new_max, nullptr);
@@ -57,12 +53,11 @@ private:
         for (int64_t j = 0; j < n; j += Vec::kWidth) store(scores + j, load(scores + j) * load(by + j));
     }
 
-    // Writes exp2(score * scale - max), times the scales of the values, over the scores and returns their sum without those,
+    // Writes the weights of scores, times the scales of the values, over the scores and returns their sum without those,
     // lane by lane. Pairs are written as bfloat16 from the start of the row: never ahead of what is still to be read.
     template <bool kScaled>
     Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {
-        // A row that has seen no key yet: with any finite shift, -inf becomes 0 and a NaN is not lost.
-        const Vec scale = broadcast(scale_), shift = broadcast(max == -kInfinity ? 0.0f : -max);
+        const auto [scale, shift] = units_.exponent(broadcast(max));
         Vec sum = zero();
         for (int64_t j = 0; j < padded; j += Vec::kWidth) {
             Vec p = exp2<Unit::kElements == 1>(fma(load(scores + j), scale, shift));
@@ -87,8 +82,7 @@ private:
 
     const Call& call_;
     const Sequence& sequence_;
-    const bool modifies_;
-    const float scale_;
+    const ScoreUnits units_;
 };
 
 }  // namespace FA_NAMESPACE

@@ -106,17 +106,18 @@ static void load_query(const Call& call, const Sequence& s, QueryRow at, float* 
     }
 }
 
-// Writes a finished row: acc_o / row_sum, and lse. row_max is in log2 units; the sink joins the denominator here.
+// Writes a finished row: acc_o / row_sum, and lse. The sink joins the denominator here.
 template <class Element>
 static void store_result(const Call& call, const Sequence& s, QueryRow at, const float* acc_o, float row_max, float row_sum) {
     const FaAttentionParams& p = *call.params;
+    const ScoreUnits units = ScoreUnits::of(p);
     float scale = 1.0f;
     if (p.sinks) {
-        const float sink = p.sinks[at.head] * kLog2E;
+        const float sink = p.sinks[at.head] * (units.modified ? 1.0f : kLog2E);
         const float highest = row_max > sink ? row_max : sink;
         if (highest != -kInfinity) {
-            scale = exp2(row_max - highest);
-            row_sum = row_sum * scale + exp2(sink - highest);
+            scale = units.rescaling(row_max, highest);
+            row_sum = row_sum * scale + units.rescaling(sink, highest);
             row_max = highest;
         }
     }
@@ -127,7 +128,8 @@ static void store_result(const Call& call, const Sequence& s, QueryRow at, const
     if (i < p.headdim_v) store_partial(to + i, load(acc_o + i) * factor, static_cast<int>(p.headdim_v - i));
     if (s.lse) {
         const bool empty = row_sum == 0.0f;
-        s.lse[at.head * p.lse_stride_head + at.token] = empty ? -kInfinity : (row_max + log2(row_sum)) * kLn2;
+        const float lse = row_max * (units.modified ? 1.0f : kLn2) + log2(row_sum) * kLn2;
+        s.lse[at.head * p.lse_stride_head + at.token] = empty ? -kInfinity : lse;
     }
 }
 

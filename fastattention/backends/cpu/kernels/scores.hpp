@@ -1,4 +1,4 @@
-// From raw products q . k to the scores that enter the softmax, in log2 units: scale, softcap, ALiBi and bias.
+// From raw products q . k to the scores that enter the softmax: scale, softcap, ALiBi and bias. And from scores to weights.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -14,9 +14,41 @@ struct ScoreRow {
     int64_t bias_dtype;
 };
 
+// Whether scores are more than products times a positive number.
 FA_INLINE bool modifies_scores(const FaAttentionParams& p) {
-    return p.softcap != 0.0 || p.alibi_slopes != nullptr || p.attn_bias != nullptr;
+    return p.softcap != 0.0 || p.alibi_slopes != nullptr || p.attn_bias != nullptr || p.softmax_scale <= 0.0;
 }
+
+// Units of a call's scores and of the running maxima of its rows. Where nothing modifies scores they stay products, and
+// maxima are in log2 units: the scale and the change of base are one multiplication inside the exponential. Modified scores
+// and their maxima are natural: in log2 units the lowest bias would not be finite.
+struct ScoreUnits {
+    bool modified;
+    float of_max;       // from scores to maxima
+    float log2_of_max;  // from maxima to log2 units
+
+    static ScoreUnits of(const FaAttentionParams& p) {
+        if (modifies_scores(p)) return {true, 1.0f, kLog2E};
+        return {false, static_cast<float>(p.softmax_scale) * kLog2E, 1.0f};
+    }
+
+    // A weight is 2^(score * scale + shift), lane by lane.
+    struct Exponent {
+        Vec scale, shift;
+    };
+
+    // Relative to the running maxima of rows. Of a row that has seen no key: with any finite shift, -inf becomes 0 and a NaN
+    // is not lost. Next to a score that log2 units could not hold, all others are nothing, whatever the base.
+    Exponent exponent(Vec max) const {
+        constexpr float kMostInLog2 = kLargest / kLog2E;
+        Vec scale = broadcast(of_max * log2_of_max), from_max = broadcast(log2_of_max);
+        if (modified) from_max = scale = select_less(broadcast(kMostInLog2), absolute(max), broadcast(0.5f), scale);
+        return {scale, select_less(max, broadcast(-kLargest), zero(), zero() - max * from_max)};
+    }
+
+    // Of what was accumulated relative to a lower maximum.
+    float rescaling(float old_max, float new_max) const { return exp2((old_max - new_max) * log2_of_max); }
+};
 
 FA_INLINE ScoreRow score_row(const Call& call, const Sequence& s, int64_t token, int64_t head) {
     const FaAttentionParams& p = *call.params;
@@ -47,8 +79,7 @@ FA_INLINE Vec bias_of(const ScoreRow& row, int64_t key, int n) {
     return load_bias<Float16>(bias, row.bias_stride, n);
 }
 
-// scores[i], the raw products of keys first_key + i for i < n, become scores in log2 units. `scores` has room for whole
-// vectors.
+// scores[i], the raw products of keys first_key + i for i < n, become natural scores. `scores` has room for whole vectors.
 static void modify_scores(const ScoreRow& row, float* scores, int64_t first_key, int64_t n) {
     const Vec slope = broadcast(-row.slope);
     for (int64_t i = 0; i < n; i += Vec::kWidth) {
@@ -59,9 +90,7 @@ static void modify_scores(const ScoreRow& row, float* scores, int64_t first_key,
             s = fma(slope, distance, s);
         }
         if (row.bias) s = s + bias_of(row, first_key + i, static_cast<int>(smaller(n - i, Vec::kWidth)));
-        // A finite score stays finite, however low: a row whose keys all have the lowest bias is their mean, not empty.
-        const Vec scaled = maximum(broadcast(-kLargest), s * broadcast(kLog2E));  // in this order a NaN stays
-        store(scores + i, select_less(s, broadcast(-kLargest), s, scaled));
+        store(scores + i, s);
     }
 }
 

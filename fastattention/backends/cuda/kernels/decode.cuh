@@ -140,7 +140,7 @@ private:
         }
 #pragma unroll
         for (int warp = 0; warp < kKeyWarps; ++warp) {
-            const float weight = exp2_approximate(of_warp[warp].max - shift_of(stats.max));
+            const float weight = rescaling(of_warp[warp].max, stats.max);
             stats.sum += weight * of_warp[warp].sum;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

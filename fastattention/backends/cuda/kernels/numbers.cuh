@@ -7,7 +7,6 @@ namespace fastattention {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
-constexpr float kLargest = 3.402823466e38f;
 
 FA_DEVICE float infinity() { return as_float(0x7f800000u); }
 FA_DEVICE float quiet_nan() { return as_float(0x7fffffffu); }

@@ -30,7 +30,7 @@ struct MergedRow {
         static_assert(kCount <= kLanesOfRow, "a lane has those of one at most");
         const float highest = larger(maximum_of_lanes<kLanesOfRow>(of_lane.max), stats.max);
         rescale(highest);
-        const float weight_of_lane = exp2_approximate(of_lane.max - shift_of(highest));
+        const float weight_of_lane = rescaling(of_lane.max, highest);
         stats.sum += sum_of_lanes<kLanesOfRow>(weight_of_lane * of_lane.sum);
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
@@ -44,7 +44,7 @@ struct MergedRow {
 
 private:
     FA_DEVICE void rescale(float highest) {
-        const float factor = exp2_approximate(stats.max - shift_of(highest));
+        const float factor = rescaling(stats.max, highest);
         stats = {highest, stats.sum * factor};
 #pragma unroll
         for (int j = 0; j < kVectorsOfLane; ++j)

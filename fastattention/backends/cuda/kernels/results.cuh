@@ -11,23 +11,23 @@ struct Finished {
     float lse;
 };
 
-// row_max is in log2 units. The sink joins the denominator here.
+// The sink joins the denominator here.
 FA_DEVICE Finished finished(const AttentionParams& p, int head, float row_max, float row_sum) {
     float scale = 1.0f;
     if (p.sinks != nullptr) {
-        const float sink = p.sinks[head] * kLog2E;
+        const float sink = p.sinks[head] * (kModifiesScores ? 1.0f : kLog2E);
         const float highest = larger(row_max, sink);
         if (highest != -infinity()) {
-            scale = exp2_approximate(row_max - highest);
-            row_sum = row_sum * scale + exp2_approximate(sink - highest);
+            scale = rescaling(row_max, highest);
+            row_sum = row_sum * scale + rescaling(sink, highest);
             row_max = highest;
         }
     }
     if (row_sum == 0.0f) return {0.0f, -infinity()};
-    return {scale * reciprocal_approximate(row_sum), (row_max + log2_approximate(row_sum)) * kLn2};
+    return {scale * reciprocal_approximate(row_sum), row_max * kNaturalOfMax + log2_approximate(row_sum) * kLn2};
 }
 
-// Of a row: its running maximum in log2 units, and its sum.
+// Of a row: its running maximum and its sum.
 struct RowStats {
     float max, sum;
 };

@@ -14,8 +14,16 @@ struct ScoreRow {
     int diagonal;      // the key from which ALiBi measures the distance
 };
 
-// In log2 units. A finite score stays finite, however low: a row whose keys all have the lowest bias is their mean, not
-// empty.
+// Running maxima of rows are in log2 units where nothing modifies scores: softmax_scale and the change of base are one
+// multiplication. Modified scores and their maxima are natural: in log2 units the lowest bias would not be finite.
+constexpr float kLog2OfMax = kModifiesScores ? kLog2E : 1.0f;
+constexpr float kNaturalOfMax = kModifiesScores ? 1.0f : kLn2;
+
+// Of what was accumulated relative to a lower maximum.
+FA_DEVICE float rescaling(float old_max, float new_max) {
+    return exp2_approximate((old_max - shift_of(new_max)) * kLog2OfMax);
+}
+
 FA_DEVICE float modified_score(const AttentionParams& p, const ScoreRow& row, float product, int key, bool in_range) {
     float s = product * p.softmax_scale;
     if (p.softcap != 0.0f) s = p.softcap * tanh_exact(s / p.softcap);
@@ -28,7 +36,7 @@ FA_DEVICE float modified_score(const AttentionParams& p, const ScoreRow& row, fl
         s += p.bias_is_float ? reinterpret_cast<const float*>(row.bias)[offset]
                              : Element::widen(reinterpret_cast<const uint16_t*>(row.bias)[offset]);
     }
-    return s < -kLargest ? s : larger(-kLargest, s * kLog2E);  // in this order a NaN stays
+    return s;
 }
 
 }  // namespace fastattention

@@ -34,7 +34,7 @@ public:
           last_row_(last_row),
           warp_row_(work.m_tile * kTileM + first_warp_row()),
           seen_(mask_.rows(token_of(p, warp_row_), token_of(p, smaller(warp_row_ + kWarpRows - 1, last_row_)))),
-          scale_log2_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
+          max_of_score_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
         clear();
     }
 
@@ -279,7 +279,7 @@ private:
 
     // Of each row, and whether one is too high for the running maximum.
     FA_DEVICE bool find_highest(float (&highest)[kSteps][2], const Scores& scores, const LaneScales& scales) const {
-        constexpr float kSlack = 8.0f;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
+        constexpr float kSlack = 8.0f / kLog2OfMax;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
         bool raised = false;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -293,7 +293,7 @@ private:
 
     FA_DEVICE void raise_max(int step, int which, float highest) {
         const float new_max = maximum(row_max_[step][which], highest);
-        rescale(step, which, exp2_approximate(row_max_[step][which] - shift_of(new_max)));
+        rescale(step, which, rescaling(row_max_[step][which], new_max));
         row_max_[step][which] = new_max;
     }
 
@@ -319,17 +319,17 @@ private:
         Path::leave_probabilities(exchange + first_warp_row() * kProbabilityPitch, probabilities);
     }
 
-    // Of a row and a tile of keys, in log2 units: the highest score, or, with a quantised cache, the highest score and
+    // Of a row and a tile of keys, in units of maxima: the highest score, or, with a quantised cache, the highest score and
     // scale of a value together, since that is what becomes 16 bits wide.
     FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
-        if constexpr (!kQuantised) return highest_score(scores, step, which) * scale_log2_;
+        if constexpr (!kQuantised) return highest_score(scores, step, which) * max_of_score_;
         float highest = -infinity();
 #pragma unroll
         for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; ++i)
                 if (Arch::row_of_element(i) == which)
-                    highest = maximum(highest, scores[step][n][i] * scale_log2_ + scales.log2_of_weight(n, i));
+                    highest = maximum(highest, scores[step][n][i] * max_of_score_ + scales.log2_of_weight(n, i) / kLog2OfMax);
         return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
     }
 
@@ -367,7 +367,7 @@ private:
 #pragma unroll
                     for (int i = 0; i < Arch::kElements; ++i)
                         if (Arch::row_of_element(i) == which) {
-                            const float s = exp2_approximate(scores[step][n][i] * scale_log2_ - shift);
+                            const float s = exp2_approximate((scores[step][n][i] * max_of_score_ - shift) * kLog2OfMax);
                             sum = i == first_element(which) ? s : sum + s;
                             probabilities[step][n][i] = scales.weight(s, n, i);
                         }
@@ -420,11 +420,11 @@ private:
     const BasicTileRange<int>& mask_;
     const int last_row_, warp_row_;
     const RowsRange<int> seen_;
-    const float scale_log2_;
+    const float max_of_score_;
 
     typename Arch::template Queries<kSteps> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
-    float row_max_[kSteps][2];  // in log2 units
+    float row_max_[kSteps][2];
     float row_sum_[kSteps][2];  // of this lane's columns
 };
 

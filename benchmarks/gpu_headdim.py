@@ -1,0 +1,128 @@
+"""How fast are head dimensions of 512, and latent attention, on a GPU?
+
+    python benchmarks/gpu_headdim.py
+
+Prefill of 16384 tokens in all at headdim 512, beside the kernels of torch that serve it. Decode at headdim 512, and
+latent decode: keys of 576 whose first 512 columns are the values, 16 and 128 query heads on one key head, a dense cache
+and pages of 64. bfloat16; calls are replayed from CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from headdim import HEADDIM, HEADDIM_V, PAGE_BLOCK_SIZE
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from fastattention import fast_attn_func, fast_attn_with_kvcache
+from fastattention.cli.bench.gpu import write_report
+from fastattention.cli.bench.gpu_decode import Graph, copy_bandwidth, interleaved
+from fastattention.cli.console import OUTPUT
+from fastattention.cli.machine import describe_machine
+
+RESULTS = Path(__file__).parent / "results"
+WIDE = 512
+TOKENS, NHEADS = 16384, 4
+PEERS = {"SDPA efficient": SDPBackend.EFFICIENT_ATTENTION, "SDPA math": SDPBackend.MATH}
+Call = Callable[[], Tensor]
+
+
+def main(rounds: int = 9, output: Path = RESULTS) -> None:
+    """Measure the current GPU; write gpu_headdim.json into `output`."""
+    copy_gbps = copy_bandwidth(rounds)
+    with torch.inference_mode():
+        rows = [prefill(seqlen, causal, rounds) for seqlen in (1024, 4096, 16384) for causal in (False, True)]
+        rows += [decode(batch_size, keys, rounds) for batch_size, keys in ((1, 131072), (8, 32768))]
+        rows += [
+            latent(batch_size, keys, nheads, rounds)
+            for nheads in (16, 128)
+            for batch_size, keys in ((1, 131072), (32, 8192), (132, 2048))
+        ]
+    major, minor = torch.cuda.get_device_capability()
+    machine = {**describe_machine(), "capability": 10 * major + minor}
+    show(rows, copy_gbps)
+    write_report({"machine": machine, "copy_gbps": copy_gbps, "rows": rows}, output / "gpu_headdim.json")
+
+
+def random(*shape: int) -> Tensor:
+    """Standard normal, in bfloat16, on the GPU."""
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def prefill(seqlen: int, causal: bool, rounds: int) -> dict[str, Any]:
+    """As many query heads as key heads; causal counts half."""
+    shape = (TOKENS // seqlen, seqlen, NHEADS, WIDE)
+    q, k, v = (random(*shape) for _ in range(3))
+    calls: dict[str, Call] = {"fastattention": partial(fast_attn_func, q, k, v, causal=causal, backend="cuda")}
+    for name, peer in PEERS.items():
+        calls[name] = partial(by_torch, peer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
+    flops = 4.0 * TOKENS * seqlen * NHEADS * WIDE / (2 if causal else 1)
+    return {"kind": "prefill", "seqlen": seqlen, "causal": causal, **timed(calls, rounds, flops, 0.0)}
+
+
+def by_torch(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """One of the kernels behind torch's SDPA."""
+    with sdpa_kernel(peer):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def decode(batch_size: int, keys: int, rounds: int) -> dict[str, Any]:
+    """One query of 16 heads on 2."""
+    q = random(batch_size, 1, 16, WIDE)
+    k, v = (random(batch_size, keys, 2, WIDE) for _ in range(2))
+    seqlens = torch.full((batch_size,), keys, dtype=torch.int32, device="cuda")
+    calls = {"dense": partial(fast_attn_with_kvcache, q, k, v, cache_seqlens=seqlens, backend="cuda")}
+    flops = 4.0 * batch_size * keys * 16 * WIDE
+    times = timed(calls, rounds, flops, float(k.nbytes + v.nbytes))
+    return {"kind": "decode", "batch_size": batch_size, "nheads": 16, "keys": keys, **times}
+
+
+def latent(batch_size: int, keys: int, nheads: int, rounds: int) -> dict[str, Any]:
+    """One query of `nheads` heads on one key head."""
+    q = random(batch_size, 1, nheads, HEADDIM)
+    cache = random(batch_size, keys, 1, HEADDIM)
+    pages = cache.view(-1, PAGE_BLOCK_SIZE, 1, HEADDIM)
+    common: dict[str, Any] = {
+        "cache_seqlens": torch.full((batch_size,), keys, dtype=torch.int32, device="cuda"),
+        "backend": "cuda",
+    }
+    table = torch.randperm(len(pages), device="cuda").int().view(batch_size, -1)
+    calls = {
+        "dense": partial(fast_attn_with_kvcache, q, cache, cache[..., :HEADDIM_V], **common),
+        "pages of 64": partial(fast_attn_with_kvcache, q, pages, pages[..., :HEADDIM_V], block_table=table, **common),
+    }
+    flops = 2.0 * batch_size * keys * nheads * (HEADDIM + HEADDIM_V)
+    times = timed(calls, rounds, flops, float(cache.nbytes))
+    return {"kind": "latent decode", "batch_size": batch_size, "nheads": nheads, "keys": keys, **times}
+
+
+def timed(calls: Mapping[str, Call], rounds: int, flops: float, bytes_read: float) -> dict[str, Any]:
+    """Median microseconds of each call, five to a graph."""
+    microseconds = interleaved({name: Graph([call] * 5) for name, call in calls.items()}, rounds)
+    torch.cuda.empty_cache()
+    return {"microseconds": microseconds, "flops": flops, "bytes": bytes_read}
+
+
+def show(rows: list[dict[str, Any]], copy_gbps: float) -> None:
+    """One line for each call: its time, TFLOPS and, of a decode, its share of the rate of a copy."""
+    table = Table("call", "", "us", "TFLOPS", "GB/s", "of a copy")
+    for row in rows:
+        sizes = {name: row[name] for name in ("batch_size", "nheads", "keys", "seqlen", "causal") if name in row}
+        for name, taken in row["microseconds"].items():
+            gbps = row["bytes"] / taken / 1e3
+            rates = (f"{gbps:.0f}", f"{gbps / copy_gbps:.0%}") if gbps else ("", "")
+            call = f"{row['kind']}, {', '.join(f'{key} {value}' for key, value in sizes.items())}"
+            table.add_row(call, name, f"{taken:.1f}", f"{row['flops'] / taken / 1e6:.0f}", *rates)
+    OUTPUT.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -19,9 +19,10 @@ import typer
 from rich.table import Table
 
 from fastattention.backends.cuda.chips import CHIPS, Limits
+from fastattention.backends.cuda.heuristics import WIDEST_OF_A_WARP
 from fastattention.backends.cuda.jit import cache, compiler
 from fastattention.backends.cuda.jit.variants import UNQUANTISED, variants_of
-from fastattention.backends.cuda.kernel_config import KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 
 
@@ -58,9 +59,13 @@ def cubins_to_build() -> list[Built]:
 
 
 def is_common(kernel: Variant) -> bool:
-    """Decodes are many and 100 KB each: only what most models ask of them is built ahead."""
-    if not (isinstance(kernel, KernelConfig) and kernel.decodes):
+    """Decodes are many and 100 KB each: only what most models ask of them is built ahead. No wide heads either."""
+    if isinstance(kernel, AppendConfig):
+        return kernel.columns <= WIDEST_OF_A_WARP
+    if not isinstance(kernel, KernelConfig):
         return True
+    if not kernel.decodes:
+        return kernel.headdim <= WIDEST_OF_A_WARP
     return kernel.headdim in (64, 128) and not kernel.modifies_scores
 
 

@@ -24,6 +24,7 @@ from pages import (
     speed_chart,
     tensor_parallel,
     volta_model,
+    wide_heads,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -32,6 +33,7 @@ BUILDERS = {
     "benchmarks/cpu.md": cpu.build,
     "benchmarks/gpu.md": gpu.build_prefill,
     "benchmarks/gpu-decode.md": gpu.build_decode,
+    "benchmarks/wide-heads.md": wide_heads.build,
     "benchmarks/long-contexts.md": long_contexts.build,
     "benchmarks/tensor-parallel.md": tensor_parallel.build,
     "benchmarks/quantised-caches.md": quantised_caches.build,

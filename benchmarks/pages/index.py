@@ -9,6 +9,7 @@ PAGES = (
     ("[CPU](cpu.md)", "prefill, decode, varlen, memory, overhead, whole models", ("prefill", "xeon_amx/decode")),
     ("[GPU: prefill](gpu.md)", "every code path against torch's three kernels", ("gpu", "h100/gpu")),
     ("[GPU: decode](gpu-decode.md)", "caches, pages, quantised caches", ("gpu_decode", "h100/gpu_decode")),
+    ("[Wide heads](wide-heads.md)", "heads of 512, latent attention", ("h100/gpu_headdim", "headdim")),
     ("[Long contexts](long-contexts.md)", "caches shared by a GPU and its host", ("long_context",)),
     ("[Tensor parallelism](tensor-parallel.md)", "attention, GEMM and all-reduce in row blocks",
      ("tiled_allreduce_tp2", "tiled_allreduce_tp4", "h100/tiled_allreduce_tp2")),

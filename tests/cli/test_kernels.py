@@ -137,8 +137,8 @@ def test_compile_makes_a_decode_kernel_and_prints_what_each_entry_takes(
             "target=70 cannot be chosen with arch=75; choose from 75, 80, 86, 89, 90, 100, 103, 110, 120, 121",
         ),
         ("--arch 75 --headdim 64 --target 0", "target=0 cannot be chosen"),
-        ("--arch 75 --headdim 0", "headdim=0 is not served by the cuda backend; use 1 to 256"),
-        ("--arch 75 --headdim 64 --headdim-v 257", "headdim_v=257 is not served"),
+        ("--arch 75 --headdim 0", "headdim=0 is not served by the cuda backend; use 1 to 576"),
+        ("--arch 75 --headdim 64 --headdim-v 513", "headdim_v=513 is not served"),
         ("--arch 75 --headdim 64 --dtype bfloat16", "dtype=bfloat16 has no kernel of its own at arch=75"),
         ("--arch 75 --headdim 64 --cache int8", "cache=int8 is read by decode kernels only; add --decode"),
         (
@@ -290,7 +290,7 @@ def test_warmup_shows_why_a_kernel_cannot_be_had(
         ("--device cuda:2", "device='cuda:2' does not exist; torch sees cuda:0 to cuda:1"),
         ("--device cpu", "device='cpu' needs no kernels; use cuda or cuda:0"),
         ("--device [gpu]", "device='[gpu]' is no device of torch; use cuda or cuda:0"),
-        ("--headdim 64 --headdim 300", "headdim=300 is not served by the cuda backend; use 1 to 256"),
+        ("--headdim 64 --headdim 600", "headdim=600 is not served by the cuda backend; use 1 to 576"),
     ],
 )
 def test_warmup_refuses_what_it_cannot_do(

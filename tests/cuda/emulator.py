@@ -24,7 +24,7 @@ from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
 from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
 from fastattention.backends.cuda.kernel_config import MergeConfig, Variant
 from fastattention.backends.cuda.params import AttentionParams, MergeParams
-from fastattention.backends.cuda.plan import KernelLaunch
+from fastattention.backends.cuda.plan import KernelLaunch, Plan
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 HERE = Path(__file__).parent
@@ -231,6 +231,7 @@ class EmulatedCudaBackend(CudaBackend):
     limits: ClassVar[Limits]
     reports: list[Report]  # of the launches of the last call, or merge
     counters: Tensor
+    plan: Plan  # of the last call
 
     def why_unavailable(self) -> str | None:
         return None
@@ -244,13 +245,17 @@ class EmulatedCudaBackend(CudaBackend):
     def _limits(self, problem: Problem | MergeProblem) -> Limits:
         return self.limits
 
+    def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
+        self.plan = super()._plan(problem, values_in_keys)
+        return self.plan
+
     def _launch(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem) -> None:
         if isinstance(step.variant, MergeConfig):
             items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
             ranges = ranges_of_merge(params, *items)
         else:
             assert isinstance(problem, Problem)
-            split = self._plan(problem).split
+            split = self.plan.split
             ranges = ranges_of(params, problem, split.num_slots if split else 0)
         self.reports.append(launch(step, params, ranges))
 

@@ -67,7 +67,9 @@ class Run(NamedTuple):
 
 # Where bfloat16 is computed in float16 kernels are the same, and only conversions are new.
 CONVERTED = [*VALUE_HEADDIMS, *SCORES, *BIASES, *(case for case in CASES if "append-rotary" in case.name)]
-CONVERTED += [case for case in CASES if case.name in ("append-one", "cache-not-causal", "pages-16-append-1-rotary")]
+CONVERTED_TOO = ("append-one", "cache-not-causal", "pages-16-append-1-rotary", "wide-int8-512-512-seqlen-q-1",
+                 "wide-float8-512-512-seqlen-q-1")  # fmt: skip
+CONVERTED += [case for case in CASES if case.name in CONVERTED_TOO]
 
 # Backends vary fastest, so that the expected result of a case is computed once.
 RUNS = [
@@ -87,7 +89,9 @@ def problem_of(case: Case, dtype: torch.dtype) -> Problem:
 
 def variants_for(run: Run) -> set[Variant]:
     """The kernels that a run needs."""
-    plan = make_plan(problem_of(run.case, run.dtype), run.backend.limits.arch, run.backend.limits)
+    problem, limits = problem_of(run.case, run.dtype), run.backend.limits
+    values_in_keys = run.case.values_in_keys and problem.cache_dtype is None
+    plan = make_plan(problem, limits.arch, limits, values_in_keys)
     append = [] if plan.append is None else [plan.append]
     return {step.variant for step in (*append, *plan.attention)}
 

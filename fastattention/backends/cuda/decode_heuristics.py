@@ -84,6 +84,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles(64, 64, 8, 2, 1, False, False, quantised=True, column_warps=4),
             _Tiles(64, 64, 8, 1, 1, False, False, column_warps=4),
             _Tiles(64, 32, 8, 1, 1, False, False, column_warps=2),
+            _Tiles(64, 16, 4, 1, 1, False, False, 2),
         ),
     },
     75: {
@@ -113,7 +114,8 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         MAX_HEADDIM: (_Tiles(16, 8, 1, 1, 1, False, True, 4),),
     },
 }
-# Likewise where v is the first columns of k and the head dimension is above 256.
+# Likewise where v is the first columns of k and the head dimension is above 256
+# (docs/decisions/0051-share-value-columns-among-warps-above-headdim-256.md).
 _LATENT_TILES: dict[int, tuple[_Tiles, ...]] = {
     80: (
         _Tiles(16, 64, 8, 2, 1, False, False, column_warps=8),

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fastattention.backends.cuda.chips import Limits
+from fastattention.validation.common import MAX_HEADDIM
 
 MAX_REGISTERS = 255  # of a thread, on every GPU
 
@@ -221,11 +222,17 @@ class AppendConfig:
 
     dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
     cache_format: str = ""  # of a quantised cache: "int8" or "float8"
+    columns: int = 256  # of a row of keys or values, at most; a multiple of 32
+
+    @staticmethod
+    def columns_for(headdim: int, headdim_v: int) -> int:
+        """One of two sizes: few variants."""
+        return AppendConfig.columns if max(headdim, headdim_v) <= AppendConfig.columns else MAX_HEADDIM
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        return f"append_{self.dtype}" + (f"_{self.cache_format}" if self.cache_format else "")
+        return f"append_{self.dtype}_{self.columns}" + (f"_{self.cache_format}" if self.cache_format else "")
 
     @property
     def source(self) -> str:
@@ -242,6 +249,7 @@ class AppendConfig:
         return {
             "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
+            "FA_COLUMNS": str(self.columns),
         }
 
 

@@ -97,7 +97,9 @@ def _append_launch(problem: Problem) -> KernelLaunch | None:
         return None
     # Caches have the dtype of q, on every GPU.
     dtype = "bfloat16" if problem.dtype is torch.bfloat16 else "float16"
-    return KernelLaunch(AppendConfig(dtype, CACHE_FORMATS[problem.cache_dtype]), 0, -(-rows // APPEND_WARPS))
+    columns = AppendConfig.columns_for(problem.headdim, problem.headdim_v)
+    config = AppendConfig(dtype, CACHE_FORMATS[problem.cache_dtype], columns)
+    return KernelLaunch(config, 0, -(-rows // APPEND_WARPS))
 
 
 def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:

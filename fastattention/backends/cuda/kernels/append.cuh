@@ -8,7 +8,7 @@
 namespace fastattention {
 
 constexpr int kAppendWarps = 4;  // of a CTA
-constexpr int kMostOfLane = 8;   // elements of a row: 256 columns at most
+constexpr int kMostOfLane = FA_COLUMNS / 32;  // elements of a row
 
 // One row: lane l holds columns l, l + 32, ...
 struct Row {

@@ -17,9 +17,10 @@ constexpr int kExchangeBytes = kColumnWarps == 1 ? 0 : kTileM * (kProbabilityPit
 // A number of each row from each of these warps.
 class RowExchange {
 public:
-    FA_DEVICE explicit RowExchange(uint32_t exchange) : at_(exchange + kTileM * kProbabilityPitch) {}
+    FA_DEVICE explicit RowExchange(uint32_t exchange)
+        : at_(exchange + kTileM * kProbabilityPitch), own_(at_ + column_warp() * kTileM * 4) {}
 
-    FA_DEVICE void leave(int row, float x) const { store_shared_32(at_ + (column_warp() * kTileM + row) * 4, as_bits(x)); }
+    FA_DEVICE void leave(int row, float x) const { store_shared_32(own_ + row * 4, as_bits(x)); }
 
     template <class Combine>
     FA_DEVICE float combined(int row, Combine combine) const {
@@ -31,7 +32,7 @@ public:
     }
 
 private:
-    uint32_t at_;
+    uint32_t at_, own_;
 };
 
 }  // namespace fastattention

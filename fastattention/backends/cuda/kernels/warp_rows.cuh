@@ -45,8 +45,8 @@ public:
 
     // What these rows see of a tile of keys. Warps that exchange probabilities skip none: they would miss each other.
     FA_DEVICE TileKind kind_of(int key) const {
-        TileKind kind = TileKind::kSkipped;
-        if (warp_row_ <= last_row_) kind = seen_.classify(key, key + kTileN - 1);
+        if (warp_row_ > last_row_) return kColumnWarps > 1 ? TileKind::kPartial : TileKind::kSkipped;
+        const TileKind kind = seen_.classify(key, key + kTileN - 1);
         return kColumnWarps > 1 && kind == TileKind::kSkipped ? TileKind::kPartial : kind;
     }
 
@@ -113,7 +113,8 @@ public:
     FA_DEVICE void exchange_sums(uint32_t exchange) {
         const auto add = [](float a, float b) { return a + b; };
         const RowExchange of_rows(exchange);
-        for_each_row([&](int step, int which, int row) { of_rows.leave(row, Arch::reduce_row(row_sum_[step][which], add)); });
+        for_each_row(
+            [&](int step, int which, int row) { leave(of_rows, row, Arch::reduce_row(row_sum_[step][which], add)); });
         cta_barrier();
         for_each_row([&](int step, int which, int row) {
             row_sum_[step][which] = is_first_of_row() ? of_rows.combined(row, add) : 0.0f;
@@ -297,10 +298,15 @@ private:
         row_max_[step][which] = new_max;
     }
 
+    // What all lanes of a row have, but for the sign of a zero.
+    FA_DEVICE static void leave(const RowExchange& of_rows, int row, float x) {
+        if (is_first_of_row()) of_rows.leave(row, x);
+    }
+
     // Raises the running maxima to what any of the warps with these rows has found.
     FA_DEVICE void exchange_maxima(const float (&highest)[kSteps][2], uint32_t exchange) {
         const RowExchange of_rows(exchange);
-        for_each_row([&](int step, int which, int row) { of_rows.leave(row, highest[step][which]); });
+        for_each_row([&](int step, int which, int row) { leave(of_rows, row, highest[step][which]); });
         cta_barrier();
         for_each_row([&](int step, int which, int row) {
             raise_max(step, which, of_rows.combined(row, [](float a, float b) { return maximum(a, b); }));

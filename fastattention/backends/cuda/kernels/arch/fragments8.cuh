@@ -63,7 +63,7 @@ struct Fragments8 : Fragments16<Mma> {
     // acc_s += q k^T
     template <int kSteps>
     static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kWarpKeys / 8][4], const Queries<kSteps>& q, uint32_t k) {
-        static_assert(kWarpKeys % 16 == 0, "a load has 16 keys");
+        static_assert(kWarpKeys % 16 == 0 || !kQuantised, "a load has 16 keys");
         const int lane = opaque(lane_index());
         const LaneRow<pitch_of<1>(kHeaddim)> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll

@@ -11,7 +11,7 @@ from conformance.case import Bias, DenseCase, KvCacheCase, Memory, VarlenCase
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
-HEADDIMS = st.one_of(st.sampled_from([16, 32, 64, 128]), st.integers(1, 80), st.integers(1, 256))
+HEADDIMS = st.one_of(st.sampled_from([16, 32, 64, 128]), st.integers(1, 80), st.integers(1, 256), st.integers(257, 512))
 SEQLENS = st.one_of(st.integers(0, 20), st.integers(0, 160))
 WINDOW_SIDES = st.one_of(st.just(-1), st.integers(0, 40))
 PAGE_SIZES = st.one_of(st.none(), st.sampled_from([1, 2, 3, 7, 16, 64, 256]))

@@ -17,8 +17,9 @@ static constexpr int64_t kLongRow = 1024;
 static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
 
 // Where the rows of one block lie, and those to prefetch; past the last key they repeat it. Short blocks share a table.
-template <class Element, int64_t kTable = kBlockKeys + kAheadKeys>
+template <class Element>
 struct KeyBlockRows {
+    static constexpr int64_t kTable = kBlockKeys + kAheadKeys;
     char* table[kTable];
     int64_t table_begin = 0, table_end = 0;  // keys
     char* const* addresses;

@@ -13,16 +13,9 @@
 namespace FA_NAMESPACE {
 
 // Rows of a pass. Their queries and results stay in the L2 cache beside a block of keys: with headdim 576 and 512 together
-// about 740 KB of floats with AVX-512 and 360 KB elsewhere, 780 KB of pairs of bfloat16 with AMX.
+// about 740 KB of floats with AVX-512 and 360 KB elsewhere, 600 KB of pairs of bfloat16.
 static constexpr int64_t kLatentRows = Vec::kWidth == 16 ? 128 : 64;
-// Keys of a block. Tiles of AMX load and store results for every block: long ones are worth more than what they displace
-// from the L1 cache.
-template <class Unit>
-static constexpr int64_t kLatentKeys = Vec::kWidth == 16 ? 64 : 32;
-#ifdef FA_HAS_AMX
-template <>
-constexpr int64_t kLatentKeys<AmxPair> = 128;
-#endif
+static constexpr int64_t kLatentKeys = Vec::kWidth == 16 ? 64 : 32;  // of a block
 
 // Where the working memory of a task lies, in floats.
 template <class Unit>
@@ -39,10 +32,10 @@ struct LatentGeometry {
         value_stride = value_columns + kRowPadding;
         queries = 0;
         keys = queries + key_units * kLatentRows;
-        scores = keys + kLatentKeys<Unit> * key_stride;
-        weights = scores + kLatentKeys<Unit> * kLatentRows;
-        values = weights + (kPairs ? kLatentRows * (kLatentKeys<Unit> / 2 + kRowPadding) : 0);
-        total = values + (kPairs ? kLatentKeys<Unit> / 2 * (value_stride + Vec::kWidth) : 0);
+        scores = keys + kLatentKeys * key_stride;
+        weights = scores + kLatentKeys * kLatentRows;
+        values = weights + (kPairs ? kLatentRows * (kLatentKeys / 2 + kRowPadding) : 0);
+        total = values + (kPairs ? kLatentKeys / 2 * (value_stride + Vec::kWidth) : 0);
     }
 };
 
@@ -126,17 +119,17 @@ struct LatentProducts {
     // Keys or rows that fill the registers beside two vectors of rows or columns; with one vector, twice as many.
     static constexpr int kStep = Vec::kRegisters == 32 ? 8 : 4;
 
-    // scores (kLatentKeys<Unit>, rows) = keys (kLatentKeys<Unit>, units) x queries (units, rows)
+    // scores (kLatentKeys, rows) = keys (kLatentKeys, units) x queries (units, rows)
     static void score(const float* keys, int64_t key_stride, const float* queries, int64_t units, float* scores, int64_t rows,
                       NextRows& next) {
         const FetchLine ahead = {&next};
         int64_t row = 0;
         for (; row + 2 * Vec::kWidth <= rows; row += 2 * Vec::kWidth)
-            for (int64_t j = 0; j < kLatentKeys<Unit>; j += kStep)
+            for (int64_t j = 0; j < kLatentKeys; j += kStep)
                 multiply_tile<Unit, kStep, 2, false>(keys + j * key_stride, key_stride, queries + row, rows, units,
                                                      scores + j * rows + row, rows, ahead);
         if (row < rows)
-            for (int64_t j = 0; j < kLatentKeys<Unit>; j += 2 * kStep)
+            for (int64_t j = 0; j < kLatentKeys; j += 2 * kStep)
                 multiply_tile<Unit, 2 * kStep, 1, false>(keys + j * key_stride, key_stride, queries + row, rows, units,
                                                          scores + j * rows + row, rows, ahead);
     }
@@ -171,12 +164,12 @@ struct LatentProducts {
 // Tiles take the weights row by row.
 template <>
 struct LatentProducts<AmxPair> {
-    static constexpr int64_t kWeightStride = kLatentKeys<AmxPair> / 2 + kRowPadding;
+    static constexpr int64_t kWeightStride = kLatentKeys / 2 + kRowPadding;
 
     static void score(const float* keys, int64_t key_stride, const float* queries, int64_t units, float* scores, int64_t rows,
                       NextRows& next) {
-        multiply_panel<false>(AmxPair{}, keys, key_stride, queries, rows, units, scores, rows, kLatentKeys<AmxPair>, rows,
-                              fetch_with(next, kLatentKeys<AmxPair>, rows, units));
+        multiply_panel<false>(AmxPair{}, keys, key_stride, queries, rows, units, scores, rows, kLatentKeys, rows,
+                              fetch_with(next, kLatentKeys, rows, units));
     }
 
     static void accumulate(const float* weights, const float* values, int64_t value_stride, int64_t units, float* acc_o,
@@ -191,7 +184,7 @@ struct LatentProducts<AmxPair> {
     // Squares of sixteen pairs and sixteen rows were stored by pair.
     static void finish_weights(float* weights, int64_t rows) {
         for (int64_t row = 0; row < rows; row += kAmxTile)
-            for (int64_t pair = 0; pair < kLatentKeys<AmxPair> / 2; pair += kAmxTile)
+            for (int64_t pair = 0; pair < kLatentKeys / 2; pair += kAmxTile)
                 transpose_square(weights + row * kWeightStride + pair, kWeightStride);
     }
 
@@ -238,10 +231,10 @@ public:
         const int64_t begin = larger(split_.key_begin, mask.row_begin(first_token));
         const int64_t end = smaller(split_.key_end, mask.row_end(last_token));
         const Rows k = call_.keys(sequence_, split_.kv_head);
-        for (int64_t key = begin; key < end; key += kLatentKeys<Unit>) {
+        for (int64_t key = begin; key < end; key += kLatentKeys) {
             first_ = key;
-            n_ = smaller(kLatentKeys<Unit>, end - key);
-            block_.locate(k, key, end, 2 * kLatentKeys<Unit>);
+            n_ = smaller(kLatentKeys, end - key);
+            block_.locate(k, key, end, 2 * kLatentKeys);
             attend(mask.classify(first_token, last_token, key, key + n_ - 1));
         }
         Unit::end();
@@ -249,7 +242,7 @@ public:
 
 private:
     static constexpr bool kPairs = Unit::kElements == 2;
-    static constexpr int64_t kHalf = kLatentKeys<Unit> / 2;  // of a block is fetched beside each product
+    static constexpr int64_t kHalf = kLatentKeys / 2;  // of a block is fetched beside each product
 
     QueryRow row(int64_t r) const { return query_row(call_, split_.kv_head, first_row_ + r); }
 
@@ -275,14 +268,14 @@ private:
         const float* keys = units_of_keys(stride);
         using Products = LatentProducts<Unit>;
         const int64_t bytes = p_.headdim * static_cast<int64_t>(sizeof(Stored));
-        NextRows first_half(block_.addresses + kLatentKeys<Unit>, kHalf, bytes);
+        NextRows first_half(block_.addresses + kLatentKeys, kHalf, bytes);
         Products::score(keys, stride, queries_, geometry_.key_units, scores_, rows_, first_half);
         if constexpr (kQuantised<Stored>) scale_scores();
         if (units_.modified) score_mod();
-        for (int64_t j = n_; j < kLatentKeys<Unit>; ++j) hide(j, 0, rows_);
+        for (int64_t j = n_; j < kLatentKeys; ++j) hide(j, 0, rows_);
         if (kind == TileKind::kPartial) apply_mask();
         for (int64_t r = 0; r < rows_; r += Vec::kWidth) softmax(r);
-        const int64_t units = kLatentKeys<Unit> / Unit::kElements;
+        const int64_t units = kLatentKeys / Unit::kElements;
         const float* values = keys;
         if constexpr (kPairs) {
             Products::finish_weights(weights_, rows_);
@@ -290,7 +283,7 @@ private:
             values = values_;
             stride = geometry_.value_stride;
         }
-        NextRows second_half(block_.addresses + kLatentKeys<Unit> + kHalf, kHalf, bytes);
+        NextRows second_half(block_.addresses + kLatentKeys + kHalf, kHalf, bytes);
         Products::accumulate(weights_, values, stride, units, acc_o_, columns_, rows_, geometry_.value_columns, second_half);
     }
 
@@ -301,13 +294,13 @@ private:
                 p_.headdim % (Unit::kElements * Unit::kDepthStep) == 0 && (kPairs || geometry_.value_columns <= p_.headdim);
             const auto address = reinterpret_cast<uintptr_t>(block_[0]);
             const int64_t bytes = block_.addresses[1] - block_.addresses[0];
-            if (fills_units && n_ == kLatentKeys<Unit> && address % 4 == 0 && bytes % 4 == 0 && equally_spaced(bytes)) {
+            if (fills_units && n_ == kLatentKeys && address % 4 == 0 && bytes % 4 == 0 && equally_spaced(bytes)) {
                 stride = bytes / 4;
                 return reinterpret_cast<const float*>(block_[0]);
             }
         }
         stride = geometry_.key_stride;
-        for (int64_t j = 0; j < kLatentKeys<Unit>; ++j) {
+        for (int64_t j = 0; j < kLatentKeys; ++j) {
             float* to = keys_ + j * stride;
             if (j >= n_) {
                 memset(to, 0, stride * sizeof(float));
@@ -326,8 +319,7 @@ private:
 
     bool equally_spaced(int64_t bytes) const {
         int64_t differences = 0;
-        for (int64_t j = 1; j + 1 < kLatentKeys<Unit>; ++j)
-            differences |= (block_.addresses[j + 1] - block_.addresses[j]) ^ bytes;
+        for (int64_t j = 1; j + 1 < kLatentKeys; ++j) differences |= (block_.addresses[j + 1] - block_.addresses[j]) ^ bytes;
         return differences == 0;
     }
 
@@ -348,7 +340,7 @@ private:
 
     // Row by row: the modifiers of a row are not those of its neighbours.
     void score_mod() {
-        float scores[kLatentKeys<Unit> + Vec::kWidth];
+        float scores[kLatentKeys + Vec::kWidth];
         for (int64_t r = 0; r < num_rows_; ++r) {
             for (int64_t j = 0; j < n_; ++j) scores[j] = scores_[j * rows_ + r];
             modify_scores(score_row(call_, sequence_, row(r).token, row(r).head), scores, first_, n_);
@@ -369,7 +361,7 @@ private:
     void softmax(int64_t r) {
         const float* scores = scores_ + r;
         Vec highest = load(scores);
-        for (int64_t j = 1; j < kLatentKeys<Unit>; ++j) highest = maximum(highest, load(scores + j * rows_));
+        for (int64_t j = 1; j < kLatentKeys; ++j) highest = maximum(highest, load(scores + j * rows_));
         highest = highest * broadcast(units_.of_max);
         const Vec old_max = load(row_max_ + r);
         if (reduce_max(select_less(old_max, highest, broadcast(1.0f), zero())) > 0.0f) online_max(r, highest);
@@ -381,7 +373,7 @@ private:
             if constexpr (kQuantised<Stored>) return p * broadcast(j < n_ ? value_scales_[j] : 0.0f);
             return p;
         };
-        for (int64_t j = 0; j < kLatentKeys<Unit>; j += Unit::kElements) {
+        for (int64_t j = 0; j < kLatentKeys; j += Unit::kElements) {
             if constexpr (kPairs) {
 #ifdef FA_HAS_BF16_DOT
                 const Vec first = weight(j), second = weight(j + 1);
@@ -414,7 +406,7 @@ private:
     void interleave_values(const Bfloat16* keys, int64_t stride) {
 #ifdef FA_HAS_BF16_DOT
         constexpr int64_t kChunk = 2 * Vec::kWidth;
-        for (int64_t j = 0; j < kLatentKeys<Unit>; j += 2)
+        for (int64_t j = 0; j < kLatentKeys; j += 2)
             for (int64_t c = 0; c < p_.headdim_v; c += kChunk) {
                 const int n = static_cast<int>(smaller(p_.headdim_v - c, kChunk));
                 const Bfloat16* from = keys + j * stride + c;
@@ -438,9 +430,9 @@ private:
     const int64_t first_row_, num_rows_, rows_, columns_;
     float *queries_, *keys_, *scores_, *weights_, *values_;
     float *acc_o_, *row_max_, *row_sum_;  // of the split, which has room for whole vectors of rows
-    KeyBlockRows<Stored, 2 * kLatentKeys<Unit>> block_;  // and the one after it
+    KeyBlockRows<Stored> block_;  // and the one after it
     int64_t first_, n_;           // keys of the block
-    float key_scales_[kLatentKeys<Unit>], value_scales_[kLatentKeys<Unit>];
+    float key_scales_[kLatentKeys], value_scales_[kLatentKeys];
 };
 
 template <class Stored, class Unit>

@@ -22,11 +22,12 @@ CPU = """\
 As many elements at both head dimensions: 8 heads of 256 or 4 of 512. "Of limit" compares with a loop of multiply-adds
 in the call's dtype or of memory reads, on the same processor in the same run; the limit is the one that is nearer."""
 LATENT_ON_CPU = """\
-Latent decode of 16 heads in float32 or float16 is limited by neither alone: a key's products take as long as reading it.
-With 128 heads in bfloat16 both products together reach 1.1 TFLOPS, nearly what prefill does, and a sixth of a bare loop
-of AMX products. Loads and stores of tiles take the rest: of samples of the time, a third were at tiles of results, which
-every block of 64 keys loads and stores. Blocks of 128 keys took 0.87 of the time on a dense cache. With pages of 64 they
-took as long as before, and 1.15 of it for 16 heads: across pages keys must be copied."""
+Latent decode of 16 heads in float32 or float16 is limited by neither alone: a key's products take as long as
+reading it. With 128 heads in bfloat16 both products together reach 1.1 TFLOPS, nearly what prefill does, and a
+sixth of a bare loop of AMX products. Loads and stores of tiles take the rest: of samples of the time, a third were
+at tiles of results, which every block of 64 keys loads and stores. Blocks of 128 keys took 0.87 of the time on a
+dense cache. With pages of 64 they took as long as before, and 1.15 of it for 16 heads: across pages keys must be
+copied."""
 
 
 def build() -> str:

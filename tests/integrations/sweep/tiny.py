@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -172,7 +173,8 @@ def build(model_type: str) -> Tiny:
             with limited():
                 return _attempt(mapping, _config(config_class, sizes, nones))
         except Exception as error:  # whatever Transformers raises: the next attempt is another configuration
-            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())}"[:160])
+            reason = re.sub(r" from '[^']*'", "", " ".join(str(error).split()))  # where a module lies
+            reasons.append(f"{type(error).__name__}: {reason}"[:160])
     raise CannotBuildError("; ".join(dict.fromkeys(reasons)))
 
 

@@ -39,6 +39,8 @@ public:
         if (p_.teams_of_row > 1) {
             leave(team_, result);
             cta_barrier();
+            const int first_of_warp = team_ - half_of_warp();
+            if (first_of_warp % p_.teams_of_row != 0) return;
             result = left_by_all();
         }
         const int head = kv_head * p_.group_size + group_row - token * p_.group_size;

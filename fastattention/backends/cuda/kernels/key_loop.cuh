@@ -73,6 +73,7 @@ public:
     }
 
 private:
+    // A thread's share of them would not fit its registers.
     static constexpr bool kWideQueries = !Arch::kAsyncCopy && kHeaddim > 256;
     static constexpr bool kPipelined = Arch::kAsyncCopy && kStages > 1;
     static_assert(kPipelined || !kValuesInKeys, "the next keys would come to where values are still read");

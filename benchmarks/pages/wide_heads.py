@@ -17,7 +17,7 @@ DECODE = """\
 One query a sequence, bfloat16, calls replayed from a CUDA graph. GB/s count keys and values, which lie in the same
 memory in latent attention. FlashMLA publishes up to 3000 GB/s and 660 TFLOPS for latent decode on an H800. Its kernels
 use Hopper's own matrix instructions, and ours do not: with 128 heads that is 2.6 times as fast as we are. With one
-sequence of 16 heads, merging the results of 132 CTAs takes 8 of 68 microseconds."""
+sequence of 16 heads, merging the results of 132 CTAs takes 6 of 66 microseconds."""
 CPU = """\
 As many elements at both head dimensions: 8 heads of 256 or 4 of 512. "Of limit" compares with a loop of multiply-adds
 in the call's dtype or of memory reads, on the same processor in the same run; the limit is the one that is nearer."""

@@ -12,8 +12,10 @@ from conformance.calls import WRITTEN, Call
 
 def moved(call: Call, device: str) -> Call:
     """The same call with its tensors on `device`."""
+    memories: dict[tuple[int, torch.dtype], Tensor] = {}
     arguments = {
-        name: _moved(value, device) if isinstance(value, Tensor) else value for name, value in call.arguments.items()
+        name: _moved(value, device, memories) if isinstance(value, Tensor) else value
+        for name, value in call.arguments.items()
     }
     return replace(call, arguments=arguments)
 
@@ -30,6 +32,9 @@ def _memory(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _moved(tensor: Tensor, device: str) -> Tensor:
-    """The same tensor, strides and all, in a copy of the whole memory behind it."""
-    return _memory(tensor).to(device).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+def _moved(tensor: Tensor, device: str, memories: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+    """The same tensor, strides and all, in a copy of the whole memory behind it. What shared memory does so again."""
+    key = tensor.untyped_storage().data_ptr(), tensor.dtype
+    if key not in memories or tensor.numel() == 0:
+        memories[key] = _memory(tensor).to(device)
+    return memories[key].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # of keys; of values
+
 
 class Layout(enum.Enum):
     """How the sequences of a batch lie in memory."""

@@ -16,7 +16,7 @@ from fastattention.backends.cuda.jit.variants import choose_decode_variant, choo
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, Entry, KernelConfig
 from fastattention.cli.console import OUTPUT, check_output_file, status
 from fastattention.errors import ArgumentError
-from fastattention.validation.common import MAX_HEADDIM, MAX_HEADDIM_V
+from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 
 
 def compile_variant(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fastattention.dispatch import runs_eagerly
 from fastattention.errors import ArgumentError
-from fastattention.validation.common import DTYPES, MAX_HEADDIM, MAX_HEADDIM_V, read_int, require_tensor
+from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
+from fastattention.validation.common import DTYPES, read_int, require_tensor
 from fastattention.validation.kinds import check_kinds
 
 

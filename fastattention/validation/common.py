@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.errors import ArgumentError
+from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # of keys; of values
 _FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
 
 

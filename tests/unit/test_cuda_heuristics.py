@@ -28,8 +28,7 @@ from fastattention.backends.cuda.kernel_config import (
     why_not_fitting,
 )
 from fastattention.errors import CompileError
-from fastattention.problem import Layout, Problem
-from fastattention.validation.common import MAX_HEADDIM, MAX_HEADDIM_V
+from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Layout, Problem
 
 FLAGS = list(itertools.product((False, True), repeat=2))
 

@@ -14,8 +14,7 @@ import torch
 from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.kernel_config import KernelConfig, why_not_fitting
 from fastattention.errors import CompileError
-from fastattention.problem import Problem
-from fastattention.validation.common import MAX_HEADDIM, MAX_HEADDIM_V
+from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Problem
 
 
 class _Tiles(NamedTuple):

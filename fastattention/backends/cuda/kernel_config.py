@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fastattention.backends.cuda.chips import Limits
-from fastattention.validation.common import MAX_HEADDIM
+from fastattention.problem import MAX_HEADDIM
 
 MAX_REGISTERS = 255  # of a thread, on every GPU
 

@@ -19,10 +19,9 @@ import typer
 from rich.table import Table
 
 from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.heuristics import WIDEST_OF_A_WARP
 from fastattention.backends.cuda.jit import cache, compiler
 from fastattention.backends.cuda.jit.variants import UNQUANTISED, variants_of
-from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, AppendConfig, KernelConfig, Variant
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 
 

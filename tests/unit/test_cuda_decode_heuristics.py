@@ -11,7 +11,7 @@ import torch
 from fastattention.backends.cuda import decode_heuristics
 from fastattention.backends.cuda.chips import ARCHS, CHIPS
 from fastattention.backends.cuda.decode_heuristics import choose_decode, choose_split, is_decode
-from fastattention.backends.cuda.heuristics import WIDEST_OF_A_WARP, padded_headdims
+from fastattention.backends.cuda.heuristics import padded_headdims
 from fastattention.backends.cuda.jit.variants import (
     DTYPES,
     HEADDIMS,
@@ -20,7 +20,13 @@ from fastattention.backends.cuda.jit.variants import (
     choose_decode_variant,
     variants_of,
 )
-from fastattention.backends.cuda.kernel_config import ARCH_FACTS, CACHE_FORMATS, KernelConfig, why_not_fitting
+from fastattention.backends.cuda.kernel_config import (
+    ARCH_FACTS,
+    CACHE_FORMATS,
+    WIDEST_OF_A_WARP,
+    KernelConfig,
+    why_not_fitting,
+)
 from fastattention.errors import CompileError
 from fastattention.problem import Layout
 

@@ -24,6 +24,7 @@ from fastattention.backends.cuda.jit.variants import (
 )
 from fastattention.backends.cuda.kernel_config import (
     ARCH_FACTS,
+    WIDEST_OF_A_WARP,
     KernelConfig,
     why_not_fitting,
 )
@@ -164,7 +165,7 @@ def test_tiles_are_never_narrower_than_the_call(headdim: int, headdim_v: int) ->
     columns, columns_v = heuristics.padded_headdims(headdim, headdim_v)
     assert headdim <= columns
     assert headdim_v <= columns_v
-    if max(headdim, headdim_v) > heuristics.WIDEST_OF_A_WARP:
+    if max(headdim, headdim_v) > WIDEST_OF_A_WARP:
         assert (columns, columns_v) == (576 if headdim > 512 else 512, 512)
         return
     for size, asked in ((columns, headdim), (columns_v, headdim_v)):

@@ -16,8 +16,8 @@ from fastattention.backends.common.params import Params
 from fastattention.backends.common.results import keyless
 from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of
-from fastattention.backends.cuda.heuristics import WIDEST_OF_A_WARP
 from fastattention.backends.cuda.jit import module
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
 from fastattention.backends.cuda.memory import is_aligned, is_readable, prepared
 from fastattention.backends.cuda.merging import (
     DTYPE_NAMES,

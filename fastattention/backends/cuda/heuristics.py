@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fastattention.backends.cuda.chips import Limits
-from fastattention.backends.cuda.kernel_config import KernelConfig, why_not_fitting
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, KernelConfig, why_not_fitting
 from fastattention.errors import CompileError
 from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Problem
 
@@ -88,7 +88,6 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 }
 
 
-WIDEST_OF_A_WARP = 256  # head dimension; beyond, warps or CTAs share out the columns of v
 _HEADDIMS = (32, 64, 96, 128, 192, WIDEST_OF_A_WARP)  # of tiles
 
 

@@ -62,7 +62,9 @@ ARCH_FACTS = {
 CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8"}
 _CACHE_FORMAT_NUMBERS = {"": "0", "int8": "1", "float8": "2"}  # in kernels/element.cuh
 
-WIDEST_IN_FLOATS = 256  # headdim, likewise kernels/arch/sm60.cuh
+# Head dimension beyond which warps or CTAs share out the columns of v, and Pascal holds no floats in shared memory;
+# kernels/arch/sm60.cuh says the same.
+WIDEST_OF_A_WARP = 256
 COMBINE_WARPS = 8  # of a CTA that merges the partial results of rows; kernels/combine.cuh says the same
 COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
 APPEND_WARPS = 4  # likewise kernels/append.cuh
@@ -134,7 +136,7 @@ class KernelConfig:
     @property
     def element_bytes(self) -> int:
         """Of an element in shared memory: Pascal's floats, unless they are too many."""
-        return 2 if self.headdim > WIDEST_IN_FLOATS else ARCH_FACTS[self.arch].shared_bytes
+        return 2 if self.headdim > WIDEST_OF_A_WARP else ARCH_FACTS[self.arch].shared_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -222,7 +224,7 @@ class AppendConfig:
 
     dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
     cache_format: str = ""  # of a quantised cache: "int8" or "float8"
-    columns: int = 256  # of a row of keys or values, at most; a multiple of 32
+    columns: int = WIDEST_OF_A_WARP  # of a row of keys or values, at most; a multiple of 32
 
     @staticmethod
     def columns_for(headdim: int, headdim_v: int) -> int:

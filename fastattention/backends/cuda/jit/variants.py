@@ -166,7 +166,7 @@ def variants_of(
     unquantised = [feature for feature in features if feature in UNQUANTISED]
     seqlens, decodes = heuristics.representative_seqlens(), decode_heuristics.representative_calls()
     formats = [CACHE_FORMATS[feature.cache_dtype] for feature in features]
-    rows = dict.fromkeys(AppendConfig.columns_for(headdim, headdim) for headdim in headdims)
+    columns = dict.fromkeys(AppendConfig.columns_for(headdim, headdim) for headdim in headdims)
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     variants: Iterator[Variant] = itertools.chain(
         (choose_feature(arch, limits, *call) for call in itertools.product(dtypes, headdims, unquantised, seqlens)),
@@ -174,7 +174,7 @@ def variants_of(
             choose_decode_feature(arch, limits, dtype, headdim, feature, rows, keys)
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
         ),
-        (AppendConfig(*append) for append in itertools.product(names, formats, rows)),
+        (AppendConfig(*append) for append in itertools.product(names, formats, columns)),
         _merges_of(names) if Feature.PLAIN in features else (),
         _sums_of(names, limits) if Feature.PLAIN in features else (),
     )

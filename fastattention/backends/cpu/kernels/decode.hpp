@@ -157,7 +157,8 @@ public:
             row_max_[g] = -kInfinity;
             load_row(g);
         }
-        raise(broadcast(-kInfinity));
+        store(lane_max_, broadcast(-kInfinity));
+        set_exponents();
         store(lane_sums_, zero());
         memset(acc_o_, 0, kGroup * acc_stride_ * sizeof(float));
     }
@@ -272,13 +273,12 @@ private:
             row_max_[g] = new_max;
             for (int i = g; i < Vec::kWidth; i += kGroup) lane_max_[i] = new_max;
         }
-        raise(load(lane_max_));
+        set_exponents();
     }
 
-    // The maxima.
-    void raise(Vec lane_max) {
-        const ScoreUnits::Exponent exponent = score_units_.exponent(lane_max);
-        store(lane_max_, lane_max);
+    // Relative to the maxima.
+    void set_exponents() {
+        const ScoreUnits::Exponent exponent = score_units_.exponent(load(lane_max_));
         store(scales_, exponent.scale);
         store(shifts_, exponent.shift);
     }

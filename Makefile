@@ -48,4 +48,4 @@ $(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-ascend .venv-docs .venv-wheels build dist fastattention/backends/cuda/cubins
+	rm -rf $(VENV) .venv-ascend .venv-docs .venv-wheels build dist fastattention/gpu_runtime/cubins

@@ -24,9 +24,9 @@ from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.simulator.workload import padded
 from fastattention.backends.ascend.tiling import Tiling
 from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.backends.cuda.chips import arch_of
 from fastattention.cli.bench import gpu
 from fastattention.cli.machine import describe_machine
+from fastattention.gpu_runtime.chips import arch_of
 from fastattention.problem import Problem
 
 RESULTS = Path(__file__).parent / "results"

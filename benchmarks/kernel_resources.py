@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import typer
 
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.compiler import Resources
-from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import Variant
+from fastattention.backends.cuda.variants import variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.machine import command_line, source_commit
+from fastattention.gpu_runtime import compiler
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.compiler import Resources
+from fastattention.gpu_runtime.variant import Variant
 
 RESULTS = Path(__file__).parent / "results"
 # One of every code path, and of Ampere also the smaller kind. All others are served by the same kernels.

@@ -47,10 +47,10 @@ from volta_model.launch import TileKind
 from volta_model.paths import find_tiles
 from volta_model.sass import Function
 
-from fastattention.backends.cuda.jit import compiler
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.cli.console import OUTPUT, errors_as_messages, fail
 from fastattention.cli.machine import describe_machine
+from fastattention.gpu_runtime import compiler
 
 RESULTS = Path(__file__).parent / "results"
 HEADDIMS = (64, 128, 256)

@@ -2,7 +2,7 @@
 
     python scripts/build_cubins.py
 
-Puts cubins where builds of wheels take them from, fastattention/backends/cuda/cubins, and removes those of other
+Puts cubins where builds of wheels take them from, fastattention/gpu_runtime/cubins, and removes those of other
 sources that are there: for every GPU of chips.py every kernel of prefill whose keys and values are equally wide, and
 the common ones of caches. Machine code runs on every later GPU of its generation, so that of compute capability 8.0
 serves 8.6, 8.7 and 8.9. Needs NVRTC 12, the last that builds for Pascal and Volta, and a few minutes.
@@ -18,11 +18,12 @@ from typing import NamedTuple
 import typer
 from rich.table import Table
 
-from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.jit import cache, compiler
-from fastattention.backends.cuda.jit.variants import UNQUANTISED, variants_of
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, AppendConfig, KernelConfig
+from fastattention.backends.cuda.variants import UNQUANTISED, variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
+from fastattention.gpu_runtime import cache, compiler
+from fastattention.gpu_runtime.chips import CHIPS, Limits
+from fastattention.gpu_runtime.variant import Variant
 
 
 class Built(NamedTuple):

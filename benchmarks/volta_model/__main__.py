@@ -18,9 +18,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fastattention.backends.cuda.jit import compiler
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.machine import describe_machine
+from fastattention.gpu_runtime import compiler
 from volta_model import assumptions, kernels, peer, report
 from volta_model.chip import V100
 from volta_model.launch import Problem

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from fastattention.backends.cuda import heuristics
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit.compiler import Cubin, compile_kernel
-from fastattention.backends.cuda.jit.variants import choose_variant
 from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.variants import choose_variant
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.compiler import Cubin, compile_kernel
 from fastattention.validation import Options, prepare_dense
 
 from . import peer, tools

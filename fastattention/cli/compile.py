@@ -10,12 +10,13 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from fastattention.backends.cuda.chips import ARCHS, Limits, limits_of, targets_of
-from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.variants import choose_decode_variant, choose_variant
-from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, Entry, KernelConfig
+from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, KernelConfig
+from fastattention.backends.cuda.variants import choose_decode_variant, choose_variant
 from fastattention.cli.console import OUTPUT, check_output_file, status
 from fastattention.errors import ArgumentError
+from fastattention.gpu_runtime import compiler
+from fastattention.gpu_runtime.chips import ARCHS, Limits, limits_of, targets_of
+from fastattention.gpu_runtime.variant import Entry
 from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 
 

@@ -14,14 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention import config
-from fastattention.backends.cuda.chips import ARCHS
-from fastattention.backends.cuda.jit import cache, module
-from fastattention.backends.cuda.jit.cache import Origin
-from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import Variant
+from fastattention.backends.cuda.variants import variants_of
 from fastattention.cli.compile import check_headdims
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.gpu_runtime import cache, module
+from fastattention.gpu_runtime.cache import Origin
+from fastattention.gpu_runtime.chips import ARCHS
+from fastattention.gpu_runtime.variant import Variant
 
 
 class Warmed(NamedTuple):

@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.cuda.jit import module
 from fastattention.backends.registry import check_name, select_backend
 from fastattention.dispatch import is_observed, require_eager, stop_if_explaining
 from fastattention.distributed import transports
@@ -50,6 +49,7 @@ from fastattention.distributed.agreement import Agreed, Key, Looks, agreement_of
 from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
 from fastattention.distributed.exchange import named_group
 from fastattention.errors import ArgumentError
+from fastattention.gpu_runtime import module
 from fastattention.interface import WindowSize
 from fastattention.problem import Inputs, Problem
 from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from fastattention.backends.cpu.work_queue import WorkQueue
-from fastattention.backends.cuda.jit.streams import U32_MODULUS, stream_wait_value32, stream_write_value32
+from fastattention.gpu_runtime.streams import U32_MODULUS, stream_wait_value32, stream_write_value32
 
 _LINE = 16  # numbers of 32 bits: no two flags in one cache line
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import cache, compiler, module
-from fastattention.backends.cuda.jit.compiler import Cubin
-from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, MergeConfig, Variant
+from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, MergeConfig
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime import cache, compiler, module
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.compiler import Cubin
+from fastattention.gpu_runtime.variant import Variant
 
 from .conftest import Finished
 

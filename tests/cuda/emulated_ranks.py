@@ -18,7 +18,7 @@ from torch import Tensor
 from fastattention.backends.cuda.all_reduce import PACKET_BYTES, Flags, Peers, all_reduce_params
 from fastattention.backends.cuda.kernel_config import AllReduceConfig
 from fastattention.backends.cuda.params import MOST_PARTS
-from fastattention.backends.cuda.plan import KernelLaunch
+from fastattention.gpu_runtime.module import KernelLaunch
 
 PATIENCE = 30_000_000_000  # nanoseconds, where every rank comes
 GUARD = 64  # bytes of NaN before and behind what a call may write

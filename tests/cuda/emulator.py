@@ -19,12 +19,13 @@ from torch import Tensor
 
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.backends.cuda.chips import CHIPS, Limits
-from fastattention.backends.cuda.jit.cache import HEADERS, hash_sources
-from fastattention.backends.cuda.jit.compiler import INCLUDE_FOLDERS
-from fastattention.backends.cuda.kernel_config import MergeConfig, Variant
+from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, MergeConfig
 from fastattention.backends.cuda.params import AttentionParams, MergeParams
-from fastattention.backends.cuda.plan import KernelLaunch, Plan
+from fastattention.backends.cuda.plan import Plan
+from fastattention.gpu_runtime.cache import HEADERS, hash_sources
+from fastattention.gpu_runtime.chips import CHIPS, Limits
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.gpu_runtime.variant import Variant
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 HERE = Path(__file__).parent
@@ -95,19 +96,23 @@ def _compile(path: Path, arguments: Sequence[str]) -> Path:
         return made.replace(path)
 
 
-def build(name: str, source: Path, macros: Mapping[str, str]) -> Path:
+def build(
+    name: str, source: Path, macros: Mapping[str, str], include_folders: tuple[Path, ...] = KERNEL_FOLDERS
+) -> Path:
     """The library of one source file and the emulator."""
     machine = _compiled("machine.o", ["-r", "-nostdlib", *(str(SOURCES / file) for file in MACHINE)], (SOURCES,))
     definitions = [f"-D{key}={value}" for key, value in {**macros, "FA_INTRINSICS_HEADER": '"intrinsics.hpp"'}.items()]
-    includes = [f"-I{folder}" for folder in (SOURCES, *INCLUDE_FOLDERS)]
+    includes = [f"-I{folder}" for folder in (SOURCES, *include_folders)]
     return _compiled(
-        f"{name}.so", ["-shared", *definitions, *includes, str(source), str(machine)], (HERE, *INCLUDE_FOLDERS)
+        f"{name}.so", ["-shared", *definitions, *includes, str(source), str(machine)], (HERE, *include_folders)
     )
 
 
 def build_variant(variant: Variant) -> Path:
     """The library of one variant of a kernel, which has all of its entries."""
-    return build(variant.name, SOURCES / variant.source.replace(".cuh", ".cpp"), variant.macros())
+    return build(
+        variant.name, SOURCES / variant.source.replace(".cuh", ".cpp"), variant.macros(), variant.include_folders
+    )
 
 
 @functools.cache

@@ -14,16 +14,6 @@ import pytest
 import torch
 from tiers import Tier, deep, slow, thin, tier_of
 
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.jit.variants import (
-    HEADDIMS,
-    UNQUANTISED,
-    Feature,
-    choose_decode_feature,
-    choose_feature,
-    variants_of,
-)
 from fastattention.backends.cuda.kernel_config import (
     MAX_REGISTERS,
     AllReduceConfig,
@@ -31,10 +21,20 @@ from fastattention.backends.cuda.kernel_config import (
     KernelConfig,
     MergeConfig,
     SumConfig,
-    Variant,
 )
 from fastattention.backends.cuda.params import MOST_PARTS
+from fastattention.backends.cuda.variants import (
+    HEADDIMS,
+    UNQUANTISED,
+    Feature,
+    choose_decode_feature,
+    choose_feature,
+    variants_of,
+)
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime import compiler
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.variant import Variant
 
 REASON = compiler.why_unavailable()
 pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

@@ -28,8 +28,8 @@ from fastattention import (
     fast_attn_with_kvcache,
     merge_attn_states,
 )
-from fastattention.backends.cuda.chips import ARCHS
 from fastattention.backends.registry import get_backend, select_merging_backend, verdict
+from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.problem import MergeProblem, Problem
 from fastattention.quantised import quantise
 

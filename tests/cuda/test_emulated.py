@@ -26,10 +26,11 @@ from torch import Tensor
 from fastattention import fast_attn_with_kvcache
 from fastattention.backends import registry
 from fastattention.backends.cuda import heuristics
-from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, Variant
+from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig
 from fastattention.backends.cuda.plan import make_plan
+from fastattention.backends.cuda.variants import variants_of
 from fastattention.errors import ArgumentError
+from fastattention.gpu_runtime.variant import Variant
 from fastattention.problem import Problem
 from fastattention.quantised import LARGEST_STORED, quantise
 from fastattention.reference import reference_attention

@@ -29,14 +29,14 @@ from torch import Tensor
 from distributed import pretended_kernels
 from distributed.pretended_kernels import PATIENCE, flag_at
 from fastattention.backends.cuda import all_reduce, summing
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import module, streams
 from fastattention.backends.cuda.kernel_config import AllReduceConfig
 from fastattention.backends.cuda.params import AllReduceParams
-from fastattention.backends.cuda.plan import KernelLaunch
 from fastattention.distributed.transports import on_one_host, peer_kernel
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.on_one_host import OnOneHost
+from fastattention.gpu_runtime import module, streams
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.module import KernelLaunch
 
 DELAY = 2e-3
 
@@ -166,7 +166,7 @@ class Launch(NamedTuple):
 class Host:
     """The ranks of one host. `here` is what a thread knows of its own rank.
 
-    gpu: which of backends/cuda/chips.py they have; timeout: of the group, in seconds.
+    gpu: which of gpu_runtime/chips.py they have; timeout: of the group, in seconds.
     """
 
     def __init__(

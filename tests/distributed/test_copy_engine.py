@@ -14,12 +14,12 @@ from torch import Tensor
 from distributed.pretended_calls import SINGLE, sum_on
 from distributed.pretended_gpus import Host, Stream
 from fastattention import ArgumentError
-from fastattention.backends.cuda.jit import streams
 from fastattention.distributed.transports import meetings
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.meetings import NUM_MEETINGS, Meetings
-from fastattention.distributed.transports.peer_memory import FLAG_BYTES, GRANULE, PeerMemory
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime import streams
+from fastattention.gpu_runtime.peer_memory import FLAG_BYTES, GRANULE, PeerMemory
 
 
 def test_memory_for_larger_blocks_is_not_taken_while_a_graph_is_captured() -> None:

@@ -21,8 +21,8 @@ from fastattention.distributed.transports import on_one_host
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.on_one_host import OnOneHost
 from fastattention.distributed.transports.peer_kernel import PeerKernel
-from fastattention.distributed.transports.peer_memory import GRANULE
 from fastattention.distributed.transports.ring_product import RingProduct
+from fastattention.gpu_runtime.peer_memory import GRANULE
 
 
 @pytest.fixture(params=[CopyEngine, PeerKernel, RingProduct], ids=lambda transport: transport.name)

@@ -24,7 +24,7 @@ from fastattention.distributed.transports.peer_kernel import (
     WHOLE_BYTES,
     PeerKernel,
 )
-from fastattention.distributed.transports.peer_memory import GRANULE
+from fastattention.gpu_runtime.peer_memory import GRANULE
 
 SMALL = {"hidden": 24, "dtype": HALF}
 

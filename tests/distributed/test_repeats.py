@@ -17,11 +17,11 @@ from unit.refusals import Refusal, assert_refused
 
 from distributed.test_arguments import HIDDEN, WRONG, dense
 from fastattention import ArgumentError, UnsupportedError, explain, fast_attn_func
-from fastattention.backends.cuda.jit import module
 from fastattention.distributed import agreement, attention_linear, attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, Agreement, Key
 from fastattention.distributed.transports import BlockTransport, Pending, Transfer
 from fastattention.distributed.trials import Candidate
+from fastattention.gpu_runtime import module
 
 
 class Doubled(BlockTransport):

@@ -17,13 +17,13 @@ from torch import Tensor
 from distributed.pretended_calls import BRAIN, CALLS, HALF, check, share_of, sum_on
 from distributed.pretended_gpus import Host, Stream
 from distributed.pretended_kernels import PATIENCE
-from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites, enqueue_all
 from fastattention.distributed.ring_order import MOST_BLOCKS, joined, shares_of, steps
 from fastattention.distributed.transports import ring_steps
-from fastattention.distributed.transports.peer_memory import FLAG_BYTES, GRANULE, PeerMemory
 from fastattention.distributed.transports.ring_product import RingProduct
 from fastattention.distributed.transports.ring_steps import PassOn
 from fastattention.distributed.trials import Candidate
+from fastattention.gpu_runtime.peer_memory import FLAG_BYTES, GRANULE, PeerMemory
+from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, enqueue_all
 
 SIZES = [2, 3, 4, 8]
 

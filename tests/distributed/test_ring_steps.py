@@ -14,12 +14,12 @@ from torch import Tensor
 
 from distributed.pretended_calls import BRAIN, HALF, SINGLE, check, sum_on
 from distributed.pretended_gpus import Host, Stream
-from fastattention.backends.cuda.jit import streams
 from fastattention.distributed.transports import ring_product, ring_steps
-from fastattention.distributed.transports.peer_memory import PeerMemory
 from fastattention.distributed.transports.ring_product import RingProduct
 from fastattention.distributed.transports.ring_steps import Kind
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime import streams
+from fastattention.gpu_runtime.peer_memory import PeerMemory
 
 SIZE = 3
 BLOCKS = (5, 23, 1, 7)

@@ -16,13 +16,13 @@ from torch import Tensor
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention import ArgumentError, UnsupportedError
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import module
 from fastattention.distributed import agreement
 from fastattention.distributed.transports import Transfer, c10d, nccl_symmetric, on_one_host, peer_kernel
 from fastattention.distributed.transports.copy_engine import CopyEngine
 from fastattention.distributed.transports.nccl_symmetric import NcclSymmetric
 from fastattention.distributed.transports.peer_kernel import PeerKernel
+from fastattention.gpu_runtime import module
+from fastattention.gpu_runtime.chips import CHIPS
 
 CPU = torch.device("cpu")
 ONE = Sum(DenseCase(name="refused", batch_size=2, seqlen_q=12, seqlen_k=12), (4, 6, 14))

@@ -18,14 +18,14 @@ from fastattention.backends.cuda.all_reduce import (
     all_reduce_params,
     ctas_for,
 )
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit.variants import variants_of
 from fastattention.backends.cuda.kernel_config import (
     ALL_REDUCE_WARPS,
     AllReduceConfig,
     all_reduce_config,
 )
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS
+from fastattention.backends.cuda.variants import variants_of
+from fastattention.gpu_runtime.chips import CHIPS
 
 KERNELS = Path(fastattention.__file__).parent / "backends" / "cuda" / "kernels"
 NAMES = ("float32", "float16", "bfloat16")

@@ -11,9 +11,9 @@ import torch
 
 from fastattention.backends import registry
 from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import cache, compiler, module
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime import cache, compiler, module
+from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.problem import Layout, Problem
 
 PROBLEM = Problem(

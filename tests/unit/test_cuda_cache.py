@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import cache, compiler
-from fastattention.backends.cuda.jit.cache import Origin
-from fastattention.backends.cuda.jit.compiler import Cubin
-from fastattention.backends.cuda.jit.variants import variants_of
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, KernelConfig
+from fastattention.backends.cuda.variants import variants_of
 from fastattention.errors import ArgumentError, CompileError
+from fastattention.gpu_runtime import cache, compiler
+from fastattention.gpu_runtime.cache import Origin
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.compiler import Cubin
 
 KERNEL = variants_of(CHIPS["A100"], headdims=(64,))[0]
 OTHER = dataclasses.replace(KERNEL, tile_n=2 * KERNEL.tile_n)
@@ -69,7 +69,7 @@ def test_another_kernel_or_target_has_another_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(cache, "source_hash", lambda: "another"),
+        lambda patch: patch.setattr(cache, "source_hash", lambda folders: "another"),
         lambda patch: patch.setattr(compiler, "options", lambda kernel, target: ["-DANOTHER=1"]),
         lambda patch: patch.setattr(compiler, "version", lambda: (12, 10)),
     ],
@@ -97,11 +97,11 @@ def test_every_macro_is_in_the_options(field: str) -> None:
 
 
 def test_every_header_is_in_the_hash(tmp_path: Path) -> None:
-    folders = tuple(tmp_path / folder.name for folder in compiler.INCLUDE_FOLDERS)
-    for source, copy in zip(compiler.INCLUDE_FOLDERS, folders, strict=True):
+    folders = tuple(tmp_path / folder.name for folder in KERNEL_FOLDERS)
+    for source, copy in zip(KERNEL_FOLDERS, folders, strict=True):
         shutil.copytree(source, copy)
     before = cache.hash_sources(folders)
-    assert before == cache.source_hash()  # wherever the package is
+    assert before == cache.source_hash(KERNEL_FOLDERS)  # wherever the package is
     headers = [path for folder in folders for path in folder.rglob("*.*h*") if path.suffix in (".h", ".hpp", ".cuh")]
     assert {"forward.cuh", "params.h", "tile_range.hpp", "sm70.cuh"} <= {path.name for path in headers}
     seen = {before}
@@ -123,7 +123,7 @@ def test_names_and_ends_of_headers_are_in_the_hash(tmp_path: Path) -> None:
 
 
 def test_every_file_that_kernels_include_is_hashed() -> None:
-    for folder in compiler.INCLUDE_FOLDERS:
+    for folder in KERNEL_FOLDERS:
         for path in folder.rglob("*"):
             if path.is_file() and "#include" in path.read_text(errors="replace") and path.suffix != ".py":
                 assert path.suffix in (".h", ".hpp", ".cuh"), path
@@ -188,15 +188,15 @@ def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch: pytest.Monke
 # Compiles a kernel of a million bytes in a process that may not write it, or only a part of it.
 REFUSED = """
 import os, resource, sys
-from fastattention.backends.cuda.chips import CHIPS
-from fastattention.backends.cuda.jit import cache, compiler
-from fastattention.backends.cuda.jit.variants import variants_of
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime import cache, compiler
+from fastattention.backends.cuda.variants import variants_of
 from fastattention.errors import CompileError
 
 compiler.version = lambda: (12, 9)
 compiler.compile_kernel = lambda kernel, target: compiler.Cubin(bytes(1_000_000), "")
 kernel = variants_of(CHIPS["A100"], headdims=(64,))[0]
-cache.source_hash()
+cache.source_hash(kernel.include_folders)
 if sys.argv[1] == "read-only":
     os.chmod(os.environ["FASTATTENTION_CACHE"], 0o555)
     os.geteuid() or os.setuid(987_654)
@@ -250,7 +250,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 # Four processes that write four contents of 4 MiB under one name.
 WRITERS = """
 import os, pathlib, sys
-from fastattention.backends.cuda.jit import cache
+from fastattention.gpu_runtime import cache
 for letter in b"abcd":
     if os.fork() == 0:
         for _ in range(10):
@@ -278,7 +278,7 @@ def test_a_killed_writer_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     path = tmp_path / "kernel.cubin"
     program = (
         "import os, pathlib, signal, sys\n"
-        "from fastattention.backends.cuda.jit import cache\n"
+        "from fastattention.gpu_runtime import cache\n"
         "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "cache.write_atomically(pathlib.Path(sys.argv[1]), b'code')\n"
     )

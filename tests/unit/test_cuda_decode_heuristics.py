@@ -9,17 +9,8 @@ import pytest
 import torch
 
 from fastattention.backends.cuda import decode_heuristics
-from fastattention.backends.cuda.chips import ARCHS, CHIPS
 from fastattention.backends.cuda.decode_heuristics import choose_decode, choose_split, is_decode
 from fastattention.backends.cuda.heuristics import padded_headdims
-from fastattention.backends.cuda.jit.variants import (
-    DTYPES,
-    HEADDIMS,
-    Feature,
-    choose_decode_feature,
-    choose_decode_variant,
-    variants_of,
-)
 from fastattention.backends.cuda.kernel_config import (
     ARCH_FACTS,
     CACHE_FORMATS,
@@ -27,7 +18,16 @@ from fastattention.backends.cuda.kernel_config import (
     KernelConfig,
     why_not_fitting,
 )
+from fastattention.backends.cuda.variants import (
+    DTYPES,
+    HEADDIMS,
+    Feature,
+    choose_decode_feature,
+    choose_decode_variant,
+    variants_of,
+)
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime.chips import ARCHS, CHIPS
 from fastattention.problem import Layout
 
 from .decode_schedule import DECODE

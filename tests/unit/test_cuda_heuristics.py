@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention.backends.cuda import heuristics
-from fastattention.backends.cuda.chips import ARCHS, CHIPS, Limits, arch_of
 from fastattention.backends.cuda.heuristics import choose_config
-from fastattention.backends.cuda.jit.variants import (
+from fastattention.backends.cuda.kernel_config import (
+    ARCH_FACTS,
+    WIDEST_OF_A_WARP,
+    KernelConfig,
+    why_not_fitting,
+)
+from fastattention.backends.cuda.variants import (
     DTYPES,
     HEADDIMS,
     UNQUANTISED,
@@ -22,13 +27,8 @@ from fastattention.backends.cuda.jit.variants import (
     choose_variant,
     variants_of,
 )
-from fastattention.backends.cuda.kernel_config import (
-    ARCH_FACTS,
-    WIDEST_OF_A_WARP,
-    KernelConfig,
-    why_not_fitting,
-)
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime.chips import ARCHS, CHIPS, Limits, arch_of
 from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Layout, Problem
 
 FLAGS = list(itertools.product((False, True), repeat=2))

@@ -19,6 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module may import from its own layer and from those below it. The package itself stands for its public functions.
 LAYERS = (
     ("errors", "config", "sizes", "files"),
+    ("gpu_runtime",),
     ("problem", "threads", "quantised"),
     ("backends", "reference"),
     ("validation", "dispatch", "merge", "vmap", "flops", "ops", "interface", "kv_store", ""),

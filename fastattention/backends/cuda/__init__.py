@@ -4,11 +4,10 @@ backend.py               checks a call, allocates results and launches kernels
 plan.py                  the cached plan of a problem: kernels, grids, parameters
 heuristics.py            chooses the variant of the forward kernel
 decode_heuristics.py     chooses the variant of the decode kernel, and its split of the keys
-kernel_config.py         the variants and their macros; chips.py has the limits of GPUs
+kernel_config.py         the variants and their macros; variants.py lists those that calls ask for
 params.py                the arguments of kernels
 memory.py, counters.py   tensors and counters as kernels need them
 merging.py, summing.py   launches of the merge and of the sum of parts
 all_reduce.py            the launch of the all-reduce over the GPUs of a host
-jit/                     compiler, cache and loader of kernels
 kernels/                 the CUDA C++ sources; arch/ has what differs among architectures
 """

@@ -11,7 +11,7 @@ import torch
 from fastattention.backends.cuda.kernel_config import ALL_REDUCE_WARPS, AllReduceConfig
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_BLOCKS, MOST_PARTS, AllReduceParams
-from fastattention.backends.cuda.plan import KernelLaunch
+from fastattention.gpu_runtime.module import KernelLaunch
 
 MOST_CTAS = 64
 PACKET_BYTES = 16  # that a thread reads at a time

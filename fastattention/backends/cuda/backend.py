@@ -14,9 +14,7 @@ from fastattention.backends.common.layout import pointers, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
 from fastattention.backends.common.results import keyless
-from fastattention.backends.cuda.chips import ARCHS, Limits
 from fastattention.backends.cuda.counters import counters_of
-from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
 from fastattention.backends.cuda.memory import is_aligned, is_readable, prepared
 from fastattention.backends.cuda.merging import (
@@ -28,7 +26,10 @@ from fastattention.backends.cuda.merging import (
     num_warps,
 )
 from fastattention.backends.cuda.params import MOST_PARTS, AttentionParams
-from fastattention.backends.cuda.plan import KernelLaunch, Plan, append_params, attention_template, make_plan
+from fastattention.backends.cuda.plan import Plan, append_params, attention_template, make_plan
+from fastattention.gpu_runtime import module
+from fastattention.gpu_runtime.chips import ARCHS, Limits
+from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 _MAX_PLANS = 4096

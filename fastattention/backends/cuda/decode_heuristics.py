@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.heuristics import first_that_fits, modifies_scores, padded_headdims
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, COMBINE_TEAMS, WIDEST_OF_A_WARP, KernelConfig
+from fastattention.gpu_runtime.chips import Limits
 from fastattention.problem import MAX_HEADDIM, Layout, Problem
 
 # Rows, queries times the heads of a group, up to which a call is a decode on every GPU.

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, KernelConfig, why_not_fitting
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime.chips import Limits
 from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Problem
 
 

@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from fastattention.backends.cuda.chips import Limits
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.variant import Entry
 from fastattention.problem import MAX_HEADDIM
 
+# Of the kernels that backends call; all of their headers.
+KERNEL_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", Path(__file__).parents[1] / "common")
+
 MAX_REGISTERS = 255  # of a thread, on every GPU
-
-
-class Entry(NamedTuple):
-    """A function of a compiled kernel, and how it is launched."""
-
-    name: str
-    num_threads: int
-    shared_bytes: int
-    overlaps: bool = False  # may start before the kernel before it has ended: it waits where it must
-
-
-class Variant(Protocol):
-    """Anything that can be compiled and loaded. Equal ones are the same machine code."""
-
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-
-    @property
-    def source(self) -> str:
-        """The header in kernels/ that is compiled."""
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Its functions."""
-
-    def macros(self) -> dict[str, str]:
-        """What it is compiled with."""
-
-    def __hash__(self) -> int: ...
 
 
 class ArchFacts(NamedTuple):
@@ -79,6 +54,7 @@ ALL_REDUCE_WARPS = 16  # likewise kernels/all_reduce.cuh
 class KernelConfig:
     """One variant of kernels/forward.cuh or kernels/decode.cuh."""
 
+    include_folders: ClassVar = KERNEL_FOLDERS
     arch: int  # code path: 60, 70, 75 or 80
     dtype: str  # "float16" or "bfloat16"
     headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
@@ -222,6 +198,7 @@ class KernelConfig:
 class AppendConfig:
     """One variant of kernels/append.cuh."""
 
+    include_folders: ClassVar = KERNEL_FOLDERS
     dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
     cache_format: str = ""  # of a quantised cache: "int8" or "float8"
     columns: int = WIDEST_OF_A_WARP  # of a row of keys or values, at most; a multiple of 32
@@ -259,6 +236,7 @@ class AppendConfig:
 class MergeConfig:
     """One variant of kernels/merge.cuh. dtypes: "float16", "bfloat16" or "float32", not both of the first two."""
 
+    include_folders: ClassVar = KERNEL_FOLDERS
     parts_dtype: str
     out_dtype: str
 
@@ -291,6 +269,7 @@ class MergeConfig:
 class SumConfig:
     """One variant of kernels/sum_parts.cuh. dtype: "float16", "bfloat16" or "float32"."""
 
+    include_folders: ClassVar = KERNEL_FOLDERS
     dtype: str
 
     @property
@@ -321,6 +300,7 @@ class SumConfig:
 class AllReduceConfig:
     """One variant of kernels/all_reduce.cuh. dtype: "float16", "bfloat16" or "float32"."""
 
+    include_folders: ClassVar = KERNEL_FOLDERS
     dtype: str
     num_ranks: int
     bulk_copies: bool

@@ -13,7 +13,7 @@ from fastattention.backends.common.layout import pointers, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
 from fastattention.backends.cuda.params import MOST_PARTS, MergeParams
-from fastattention.backends.cuda.plan import KernelLaunch
+from fastattention.gpu_runtime.module import KernelLaunch
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 MOST_WARPS = 2**31 - 1  # of a launch: kernels count them in 32 bits

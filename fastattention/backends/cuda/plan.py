@@ -10,39 +10,20 @@ from torch import Tensor
 from fastattention.backends.common.layout import Strides, bias_strides, pointers, scale_strides, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
-from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.decode_heuristics import Split
-from fastattention.backends.cuda.jit import module
-from fastattention.backends.cuda.jit.module import Function
 from fastattention.backends.cuda.kernel_config import (
     APPEND_WARPS,
     CACHE_FORMATS,
     COMBINE_TEAMS,
     AppendConfig,
     KernelConfig,
-    Variant,
 )
 from fastattention.backends.cuda.params import AppendParams, AttentionParams
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import Inputs, Layout, Problem
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass
-class KernelLaunch:
-    """One kernel launch."""
-
-    variant: Variant
-    entry: int  # of the variant's
-    num_ctas: int
-    loaded: dict[int, Function] = field(default_factory=dict)  # by device
-
-    def function(self, device_index: int) -> Function:
-        """What it launches on a device, loaded when first asked for."""
-        function = self.loaded.get(device_index)
-        if function is None:
-            function = self.loaded[device_index] = module.load_kernel(self.variant, device_index).functions[self.entry]
-        return function
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from fastattention.backends.cuda.kernel_config import SUM_WARPS, SumConfig
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_PARTS, SumParams
-from fastattention.backends.cuda.plan import KernelLaunch
+from fastattention.gpu_runtime.module import KernelLaunch
 
 NUMBERS_OF_CTA = SUM_WARPS * 32 * 4
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention.backends.cuda import summing
-from fastattention.backends.cuda.jit.streams import copy_async
 from fastattention.distributed.exchange import timeout_of
 from fastattention.distributed.transports.base import BlockTransport, Pending
 from fastattention.distributed.transports.meetings import Meetings, Point
 from fastattention.distributed.transports.on_one_host import OnOneHost, check_not_capturing
-from fastattention.distributed.transports.peer_memory import PeerMemory
 from fastattention.distributed.transports.watch import Watch
+from fastattention.gpu_runtime.peer_memory import PeerMemory
+from fastattention.gpu_runtime.streams import copy_async
 
 ALIGNMENT = 16  # bytes at which shares begin
 

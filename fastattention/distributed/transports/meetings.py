@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from fastattention.backends.cuda.jit.streams import Meeting
-from fastattention.distributed.transports.peer_memory import PeerMemory
+from fastattention.gpu_runtime.peer_memory import PeerMemory
+from fastattention.gpu_runtime.streams import Meeting
 
 
 class Point(enum.IntEnum):

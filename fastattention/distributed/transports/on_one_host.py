@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention import config
-from fastattention.backends.cuda.jit import module
 from fastattention.backends.cuda.merging import DTYPE_NAMES
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.distributed.exchange import gather
 from fastattention.distributed.transports.base import Transfer, Transport
-from fastattention.distributed.transports.peer_memory import PeerMemory
 from fastattention.errors import ArgumentError
+from fastattention.gpu_runtime import module
+from fastattention.gpu_runtime.peer_memory import PeerMemory
 
 
 class OnOneHost(Transport):

@@ -25,14 +25,14 @@ from fastattention.backends.cuda.all_reduce import (
     all_reduce_params,
     ctas_for,
 )
-from fastattention.backends.cuda.jit import module
-from fastattention.backends.cuda.jit.streams import FlagWrites
 from fastattention.backends.cuda.kernel_config import all_reduce_config
 from fastattention.backends.cuda.params import MOST_BLOCKS, AllReduceParams
 from fastattention.distributed.exchange import gather, timeout_of
 from fastattention.distributed.transports.base import BlockTransport, Pending, Room
 from fastattention.distributed.transports.on_one_host import OnOneHost
-from fastattention.distributed.transports.peer_memory import PeerMemory
+from fastattention.gpu_runtime import module
+from fastattention.gpu_runtime.peer_memory import PeerMemory
+from fastattention.gpu_runtime.streams import FlagWrites
 
 # Through registers a multiprocessor reads some 10 GB/s of its peers, by bulk copies 40. On Hopper 8 of them saturate
 # the links where nothing else runs, and products that leave 8 free run as if alone. 12 are slowed down less by what

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.cuda.jit import module
-from fastattention.backends.cuda.jit.streams import copy_async, enqueue_all
 from fastattention.distributed.exchange import timeout_of
 from fastattention.distributed.transports.base import Compute
 from fastattention.distributed.transports.on_one_host import OnOneHost
-from fastattention.distributed.transports.peer_memory import PeerMemory
 from fastattention.distributed.transports.ring_steps import Copy, Flags, Gather, Kind, PassOn, RingSteps
 from fastattention.distributed.transports.watch import Watch
+from fastattention.gpu_runtime import module
+from fastattention.gpu_runtime.peer_memory import PeerMemory
+from fastattention.gpu_runtime.streams import copy_async, enqueue_all
 
 
 class RingProduct(OnOneHost):

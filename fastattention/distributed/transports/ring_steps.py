@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.backends.cuda.jit.streams import FlagWaits, FlagWrites, Meeting, Operation, copy_operation
 from fastattention.distributed.ring_order import MOST_BLOCKS, Share, shares_of, steps
-from fastattention.distributed.transports.peer_memory import PeerMemory
+from fastattention.gpu_runtime.peer_memory import PeerMemory
+from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, Meeting, Operation, copy_operation
 
 MOST_KEPT = 64  # kinds of calls
 

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from fastattention.backends.cuda.jit.streams import U32_MODULUS, stream_write_value32
+from fastattention.gpu_runtime.streams import U32_MODULUS, stream_write_value32
 
 _LOOKS = 20  # within a timeout
 _LONGEST_REST = 1.0  # seconds from look to look

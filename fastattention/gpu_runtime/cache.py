@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastattention import config, files
-from fastattention.backends.cuda.jit import compiler
-from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime import compiler
+from fastattention.gpu_runtime.variant import Variant
 
-BUILT_AHEAD = Path(__file__).parents[1] / "cubins"
+BUILT_AHEAD = Path(__file__).parent / "cubins"
 
 
 class Origin(enum.Enum):
@@ -50,13 +50,15 @@ def hash_sources(folders: tuple[Path, ...], suffixes: tuple[str, ...] = HEADERS)
 
 
 @functools.cache
-def source_hash() -> str:
-    """Hash of every file a kernel may include, with its name."""
-    return hash_sources(compiler.INCLUDE_FOLDERS)
+def source_hash(folders: tuple[Path, ...]) -> str:
+    """`hash_sources` of every file that kernels may include, computed once."""
+    return hash_sources(folders)
 
 
 def _file_name(kernel: Variant, target: int, *more: str) -> str:
-    content = "\n".join([source_hash(), compiler.source(kernel), *compiler.options(kernel, target), *more])
+    content = "\n".join(
+        [source_hash(kernel.include_folders), compiler.source(kernel), *compiler.options(kernel, target), *more]
+    )
     return f"{kernel.name}_on_sm{target}_{hashlib.sha256(content.encode()).hexdigest()[:24]}.cubin"
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fastattention.backends.cuda.chips import Limits
-from fastattention.backends.cuda.jit import cache, compiler
-from fastattention.backends.cuda.kernel_config import Entry, Variant
 from fastattention.errors import CompileError
+from fastattention.gpu_runtime import cache, compiler
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.variant import Entry, Variant
 
 _FIRST_OVERLAPPING = 90  # the compute capability from which kernels may overlap
 _MAX_LAUNCH_CONFIGS = 1024
@@ -155,3 +156,20 @@ def load_kernel(config: Variant, device_index: int) -> Kernel:
     """The kernel on a device, loaded once; compiled first when it was not built ahead and is not cached."""
     with torch.cuda.device(device_index):
         return Kernel(config, device_limits(device_index).target)
+
+
+@dataclass
+class KernelLaunch:
+    """One kernel launch."""
+
+    variant: Variant
+    entry: int  # of the variant's
+    num_ctas: int
+    loaded: dict[int, Function] = field(default_factory=dict)  # by device
+
+    def function(self, device_index: int) -> Function:
+        """What it launches on a device, loaded when first asked for."""
+        function = self.loaded.get(device_index)
+        if function is None:
+            function = self.loaded[device_index] = load_kernel(self.variant, device_index).functions[self.entry]
+        return function

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastattention.backends.cuda.kernel_config import Variant
 from fastattention.errors import CompileError
-
-_BACKENDS = Path(__file__).parents[2]
-INCLUDE_FOLDERS = (_BACKENDS / "cuda" / "kernels", _BACKENDS / "common")
+from fastattention.gpu_runtime.variant import Variant
 
 
 class Resources(NamedTuple):
@@ -130,7 +126,7 @@ def compile_kernel(config: Variant, target: int) -> Cubin:
         raise CompileError(reason)
     program = _checked(nvrtc.nvrtcCreateProgram(source(config).encode(), b"kernel.cu", 0, [], []))
     try:
-        folders = [f"-I{folder}" for folder in INCLUDE_FOLDERS]
+        folders = [f"-I{folder}" for folder in config.include_folders]
         arguments = [option.encode() for option in (*options(config, target), *folders, "--ptxas-options=-v")]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from fastattention.backends.cuda.jit.module import checked, driver_bindings
+from fastattention.gpu_runtime.module import checked, driver_bindings
 
 U32_MODULUS = 1 << 32  # flags have 32 bits and wrap around
 _BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: whatever the stream has done before is visible first

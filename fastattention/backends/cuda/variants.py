@@ -10,16 +10,16 @@ from dataclasses import replace
 import torch
 
 from fastattention.backends.cuda import decode_heuristics, heuristics
-from fastattention.backends.cuda.chips import Limits
 from fastattention.backends.cuda.kernel_config import (
     CACHE_FORMATS,
     AppendConfig,
     KernelConfig,
     MergeConfig,
     SumConfig,
-    Variant,
     all_reduce_config,
 )
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.variant import Variant
 from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256, 512)  # that heuristics.padded_headdims gives, of keys

@@ -1,0 +1,10 @@
+"""What every user of CUDA kernels needs: compiling, loading and launching them. Nothing here knows of attention.
+
+variant.py      what can be compiled and launched
+chips.py        limits of GPUs
+compiler.py     NVRTC: sources to cubins
+cache.py        cubins on disk
+module.py       loaded cubins and launches
+streams.py      copies, flags and waits on streams
+peer_memory.py  memory that the GPUs of one host share, and flags in it
+"""

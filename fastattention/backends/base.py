@@ -42,13 +42,6 @@ class Backend(abc.ABC):
         """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""
         return ""
 
-    def prefers_corner(self, corner: Problem) -> bool:
-        """Whether a causal call with more keys than queries is faster as the last seqlen_q keys, and all before them.
-
-        The results are then merged by lse. corner: the call to the last seqlen_q keys; `why_not` accepts the whole.
-        """
-        return False
-
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""
         return None

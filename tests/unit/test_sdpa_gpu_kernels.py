@@ -37,7 +37,6 @@ FULL = Problem(
     return_lse=True,
 )
 SQUARE = replace(FULL, seqlen_k=11, window_right=0)
-CORNER = replace(SQUARE, seqlen_q=600, seqlen_k=600)
 LOWER_RIGHT = replace(FULL, window_right=0)
 
 
@@ -147,17 +146,6 @@ def test_the_kernel_is_one_that_is_switched_on_and_fits_the_gpu(
     with sdpa_kernel(enabled):
         assert gpu_kernels.kernel_of(FULL) == kernel
         assert gpu_kernels.can_serve(FULL) == (kernel is not None)
-        assert SdpaBackend().prefers_corner(CORNER) == (kernel == "cudnn")
-
-
-@pytest.mark.parametrize("changes", REFUSED[1:], ids=str)
-def test_corners_are_preferred_only_where_they_are_served(changes: dict[str, Any]) -> None:
-    assert SdpaBackend().prefers_corner(CORNER)
-    assert not SdpaBackend().prefers_corner(replace(CORNER, **changes))
-
-
-def test_a_corner_of_few_queries_is_no_call_of_its_own() -> None:
-    assert not SdpaBackend().prefers_corner(replace(CORNER, seqlen_q=511, seqlen_k=511))
 
 
 class Kernel:

@@ -8,12 +8,10 @@ from torch.autograd import forward_ad
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
-from fastattention.backends.sdpa import fused, gpu_kernels, math
+from fastattention.backends.sdpa import causal_split, fused, gpu_kernels, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, join, split
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
-
-_LEAST_CORNER = 512  # queries that pay for a second launch and a merge
 
 
 class SdpaBackend(Backend):
@@ -43,6 +41,12 @@ class SdpaBackend(Backend):
         whole = fused.attend_whole(problem, inputs) if by_kernels else None
         if whole is not None:
             return AttentionOutput(whole, None)
+        division = causal_split.divide(problem) if by_kernels else None
+        if division is not None:
+            first, last = causal_split.inputs_of(division, inputs)
+            return causal_split.merge(
+                self.forward(division.rectangle, first), self.forward(division.square, last), problem.return_lse
+            )
         if by_kernels and gpu_kernels.can_serve(problem):
             parts = split(problem, inputs, inputs.q, whole_batch=True)
             return join(problem, inputs, [gpu_kernels.attend(problem, part) for part in parts])
@@ -53,11 +57,6 @@ class SdpaBackend(Backend):
         generator = _generator(problem, inputs)
         parts = split(problem, inputs, q, whole_batch=fits or unmasked)
         return join(problem, inputs, [_attend(problem, part, generator, by_kernels) for part in parts])
-
-    def prefers_corner(self, corner: Problem) -> bool:
-        """Where cuDNN's kernel is there, which knows only squares; fewer queries are one call of FlashAttention."""
-        worth_it = corner.seqlen_q >= _LEAST_CORNER and gpu_kernels.can_serve(corner)
-        return worth_it and gpu_kernels.kernel_of(corner) == "cudnn"
 
     def describe(self) -> str:
         """Version of torch and which of its kernels are switched on."""

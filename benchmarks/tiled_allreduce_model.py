@@ -1,10 +1,10 @@
-"""Does the model of blocks predict what was measured?
+"""Does the model behind `fastattention plan allreduce` predict what was measured?
 
     python benchmarks/tiled_allreduce_model.py
 
 It reads results of tiled_allreduce.py, and predicts what the blocks that ran there take in CUDA graphs: from the
 compute that was measured beside them, and from the transports of the h200 preset among as many ranks. No device is
-needed. Of blocks with attention of several at once there is a model by ring_product alone; others are left out.
+needed. Left out are transports that the preset lacks or that sum whole calls only, and runs that left SMs free.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,14 +20,13 @@ import typer
 from rich.table import Table
 
 from fastattention.cli.console import OUTPUT
-from fastattention.distributed.costs import ComputeCost, RingCost, Workload
-from fastattention.distributed.divisions import Blocks
-from fastattention.distributed.machines import find_machine
-from fastattention.distributed.plan import offer_of
+from fastattention.cli.plan.machines import Machine, find_machine
+from fastattention.cli.plan.overlap_model import Prompt, predict
+from fastattention.distributed.row_partitions import Partition
 
 RESULTS = Path(__file__).parent / "results"
-FILES = [RESULTS / "tiled_allreduce_tp2.json", RESULTS / "tiled_allreduce_tp2_heads_of_4.json"]
-MODELS = {"7B": (4096, 32, 32), "70B": (8192, 64, 8)}  # hidden, nheads, nheads_k
+FILES = [RESULTS / f"tiled_allreduce_{name}.json" for name in ("tp2", "tp2_heads_of_4", "tp4")]
+MODELS = {"7B": (4096, 32), "70B": (8192, 64)}  # hidden, nheads
 HEADDIM, ITEMSIZE = 128, 2
 
 
@@ -47,24 +46,32 @@ class Call:
 
 
 def calls(content: dict[str, Any]) -> Iterator[Call]:
-    """All calls of a file that were divided, and whose transports the preset has."""
+    """All calls of a file that were divided, by transports that the model divides them for."""
     ranks = content["world_size"]
-    machine = find_machine("h200", ranks)
     for row in content["rows"]:
-        hidden, *heads = MODELS[row["model"]]
-        nheads, nheads_k = (max(count // (content["heads_of"] or ranks), 1) for count in heads)
-        sizes = (row["batch_size"], row["seqlen_q"], row["seqlen_k"])
-        workload = Workload(*sizes, nheads, nheads_k, HEADDIM, HEADDIM, hidden, ITEMSIZE, ranks, causal=True)
+        hidden, nheads = MODELS[row["model"]]
+        sizes = (row["batch_size"], row["seqlen_q"], nheads // (content.get("heads_of") or ranks))
+        prompt = Prompt(*sizes, HEADDIM, HEADDIM, hidden, ITEMSIZE, ranks)
         seconds = row["seconds"]["graph"]
-        product = seconds["product"]
-        compute = ComputeCost(seconds["compute"] - product, product, machine.block_seconds)
+        machine = as_measured(prompt, seconds["compute"], seconds["product"])
         for transport in machine.transports:
             ran = row["plans"].get(transport.name, {}).get("graph", {"rows": []})
-            if len(ran["rows"]) > 1 and (isinstance(transport, RingCost) or not ran["attended"]):
-                blocks = Blocks(tuple(ran["rows"]), tuple(ran["attended"]))
-                predicted = offer_of(workload, compute, transport).timeline(blocks).seconds
+            if len(ran["rows"]) > 1 and transport.recipes and not ran.get("room", {}).get("left_free"):
+                partition = Partition(tuple(ran["rows"]), tuple(ran.get("attended", ())))
+                predicted = predict(prompt, machine, transport, partition).seconds
                 heading = f"{row['model']}, {row['batch_size']} x {row['seqlen_q']}"
                 yield Call(heading, transport.name, predicted, seconds[transport.name])
+
+
+def as_measured(prompt: Prompt, compute: float, product: float) -> Machine:
+    """The preset, with rates at which one block takes these seconds of compute, of which `product` for the GEMM."""
+    machine = find_machine("h200", prompt.tp)
+    half = machine.block_seconds / 2
+    return replace(
+        machine,
+        attention_rate=prompt.attention_flop(0, prompt.rows) / (compute - product - half),
+        linear_rate=prompt.linear_flop(prompt.rows) / (product - half),
+    )
 
 
 def main(files: Annotated[list[Path] | None, typer.Argument(help="Results of tiled_allreduce.py.")] = None) -> None:

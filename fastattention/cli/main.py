@@ -279,7 +279,7 @@ def plan_allreduce(
     hardware: Annotated[str, typer.Option(help="Assumed rates: h200, v100-pcie or ascend-910b.")] = "h200",
     output: Annotated[Path | None, typer.Option(help="Draw the timeline: a file ending in .png or .svg.")] = None,
 ) -> None:
-    """Predict row blocks of a prompt, the all-reduce of each overlapped with attention of the next. Needs no device."""
+    """Predict row blocks of a tensor-parallel prompt, and how much of the all-reduce they hide. Needs no device."""
     from fastattention.cli.plan import allreduce as command
 
     options = command.Options(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)

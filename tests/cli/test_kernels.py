@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from build_cubins import Built, cubins_to_build
 
 from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, MergeConfig
+from fastattention.distributed.transports.all_reduce import choose_config, usual_configs
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import cache, compiler, module
 from fastattention.gpu_runtime.chips import CHIPS
@@ -241,6 +244,27 @@ def test_warmup_takes_what_every_kind_of_call_needs(
     appends = [kernel for kernel, _ in loaded if isinstance(kernel, AppendConfig)]
     assert appends == [AppendConfig("float16", cache_format) for cache_format in ("", "int8", "float8")]
     assert MergeConfig("float16", "float16") in [kernel for kernel, _ in loaded]
+    all_reduces = [kernel for kernel, _ in loaded if kernel.source == "all_reduce.cuh"]
+    assert all_reduces == list(usual_configs(CHIPS["T4"], [torch.float16]))
+
+
+def test_warmup_does_without_torch_distributed(
+    run_command: RunCommand,
+    compiled: list[tuple[str, int]],
+    loaded: list[tuple[Variant, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "fastattention.distributed", None)  # importing it raises
+    assert run_command("warmup", "--headdim", 64).exit_code == 0
+    assert {"forward.cuh", "merge.cuh"} <= {kernel.source for kernel, _ in loaded}
+
+
+def test_all_reduces_are_built_ahead_for_every_generation() -> None:
+    built = [one for one in cubins_to_build() if one.kernel.source == "all_reduce.cuh"]
+    assert len(built) == 9 * len({one.target for one in built})
+    for chip, target in (("T4", 75), ("A100", 80), ("H100", 90)):
+        assert Built(choose_config(torch.bfloat16, 4, CHIPS[chip]), target) in built
 
 
 def test_warmup_takes_the_common_head_dimensions_in_both_dtypes(

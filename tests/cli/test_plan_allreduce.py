@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastattention.cli.plan.allreduce import COLUMNS, Options, Outcome
-from fastattention.distributed.machines import find_machine
+from fastattention.cli.plan.allreduce import COLUMNS
 
 from .conftest import Finished
 
@@ -19,26 +18,20 @@ PASSED_ON = "plan allreduce --model llama-2-7b --tp 2 --seqlen 2048 --batch 8".s
 SHORT = "plan allreduce --model llama-2-7b --tp 4 --seqlen 256".split()
 
 
-def outcome(hardware: str) -> Outcome:
-    options = Options("llama-2-70b", 4, 2048, 8, hardware)
-    machine = find_machine(hardware, 4)
-    return Outcome(options.workload, machine.compute(options.workload), machine.transports)
-
-
 def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
     exit_code, output = run_command(*LLAMA)
     assert exit_code == 0
     for said in (
         "llama-2-70b on 4 x h200, 8 x 2048 tokens",
         "attention 500 TFLOPS, product 680",
-        "256.00 MiB by peer_kernel",
-        "blocks 6, of 4096, 2 x 3072, 3 x 2048 rows",
+        "1.33 ms, 256.00 MiB by ring_product",
+        "blocks 2, of 2 x 8192 rows; attention of all rows at once",
         "predicted serial 2.31 ms",
-        "predicted in blocks 1.73 ms, 1.33x",
-        "52% hidden, 631 us exposed",
-        "c10d 2.31 ms 3",
-        "29% copy_engine 2.44 ms",
-        "52% chosen ring_product",
+        "predicted in blocks 1.8 ms, 1.28x",
+        "48% hidden, 694 us exposed",
+        "compute 14% longer",
+        "c10d 2.31 ms 4 1.94 ms 1.19x 30% peer_kernel 2.41 ms 1 2.41 ms 1.00x 0%",
+        "ring_product 2.44 ms 2 1.8 ms 1.35x 48% chosen",
         "Every time is predicted from rates",
     ):
         assert said in output
@@ -46,14 +39,14 @@ def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
 
 def test_bars_show_which_block_runs_when(run_command: RunCommand) -> None:
     """The width is the serial time; a numeral is a block, and its all-reduce begins where its compute ends."""
-    _, output = run_command(*LLAMA)
+    _, output = run_command(*LLAMA, "--hardware", "ascend-910b")
     serial, blocks = output[output.index(" serial compute") :].split(" blocks compute ")
     compute, communication = serial.removeprefix(" serial compute ").split(" all-reduce ")
     assert set(compute + communication.strip()) == {"1"}
     assert len(compute + communication.strip()) == COLUMNS
     compute, communication = blocks.split(" Transports")[0].split(" all-reduce ")
     for lane in (compute, communication.replace(" ", "")):
-        assert [numeral for numeral, _ in groupby(lane)] == list("123456")
+        assert [numeral for numeral, _ in groupby(lane)] == list("12345678")
     assert len(compute) < COLUMNS * 0.8
 
 
@@ -69,18 +62,7 @@ def test_blocks_that_go_round_are_drawn_step_by_step(run_command: RunCommand) ->
 def test_a_block_too_short_for_a_column_has_one(run_command: RunCommand) -> None:
     _, output = run_command(*LLAMA, "--hardware", "v100-pcie", "--batch", 1, "--tp", 8, "--seqlen", 32768)
     compute = output.split(" blocks compute ")[1].split(" all-reduce ")[0]
-    assert [numeral for numeral, _ in groupby(compute)] == list("123456")
-
-
-@pytest.mark.parametrize("hardware", ["h200", "v100-pcie", "ascend-910b"])
-def test_hidden_and_exposed_are_all_of_the_all_reduce(hardware: str) -> None:
-    found = outcome(hardware)
-    assert len(found.plan.rows) > 1
-    assert found.plan.seconds == pytest.approx(found.timeline.seconds)
-    assert found.exposed_seconds == pytest.approx((1 - found.hidden) * found.all_reduce_seconds)
-    assert found.plan.seconds == pytest.approx(found.compute_seconds + found.exposed_seconds)
-    assert 0 < found.hidden < 1
-    assert found.gain > 1
+    assert [numeral for numeral, _ in groupby(compute)] == list("12345678")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from string import ascii_lowercase
@@ -13,12 +13,10 @@ from rich.text import Text
 
 from fastattention.cli.bench.report import in_words
 from fastattention.cli.console import OUTPUT
+from fastattention.cli.plan.machines import Machine, find_machine
+from fastattention.cli.plan.overlap_model import Choice, Event, Prompt, Timeline, choose
 from fastattention.cli.plan.picture import check_output
-from fastattention.distributed.costs import ComputeCost, RingCost, TransportCost, Workload
-from fastattention.distributed.divisions import Blocks
-from fastattention.distributed.machines import Machine, find_machine
-from fastattention.distributed.plan import Plan, choose, offer_of
-from fastattention.distributed.timeline import Event, Timeline
+from fastattention.distributed.row_partitions import Partition
 from fastattention.offload.model_shape import find_model
 from fastattention.sizes import format_bytes
 
@@ -39,21 +37,18 @@ class Options:
     hardware: str
 
     @property
-    def workload(self) -> Workload:
-        """A prompt, as one rank has it. Raises ArgumentError, naming the option, for a wrong one."""
+    def prompt(self) -> Prompt:
+        """As one rank has it. Raises ArgumentError, naming the option, for a wrong one."""
         shape = find_model(self.model).sharded(self.tp)
-        return Workload(
+        return Prompt(
             self.batch_size,
             self.seqlen,
-            self.seqlen,
             shape.nheads,
-            shape.nheads_k,
             shape.headdim,
             shape.headdim_v,
             shape.hidden_size,
             shape.dtype_bytes,
             self.tp,
-            causal=True,
         )
 
     @property
@@ -62,49 +57,19 @@ class Options:
         return f"{self.model} on {self.tp} x {self.hardware}, {self.batch_size} x {self.seqlen} tokens"
 
 
-class Outcome:
-    """A plan of the call, by some of the transports, with what it hides."""
-
-    def __init__(
-        self, workload: Workload, compute: ComputeCost, transports: tuple[TransportCost | RingCost, ...]
-    ) -> None:
-        self.plan: Plan = choose(workload, compute, transports)
-        transport = next(one for one in transports if one.name == self.plan.transport)
-        offer = offer_of(workload, compute, transport)
-        self.timeline: Timeline = offer.timeline(Blocks(self.plan.rows, self.plan.attended))
-        self.compute_seconds = compute.seconds
-        self.all_reduce_seconds = offer.all_reduce_seconds
-
-    @property
-    def exposed_seconds(self) -> float:
-        """What the call takes beyond its compute alone."""
-        return self.plan.seconds - self.compute_seconds
-
-    @property
-    def hidden(self) -> float:
-        """The share of the all-reduce, as long as it takes alone, that the call does not wait for."""
-        return max(0.0, 1 - self.exposed_seconds / self.all_reduce_seconds)
-
-    @property
-    def gain(self) -> float:
-        """How many times faster than serial."""
-        return self.plan.serial_seconds / self.plan.seconds
-
-
 def plan(options: Options, output: Path | None) -> None:
     """Print blocks, times and bars, and draw them to `output` if given. Raises ArgumentError for a wrong option."""
     if output is not None:
         check_output(output)
-    machine, workload = find_machine(options.hardware, options.tp), options.workload
-    compute = machine.compute(workload)
-    outcome = Outcome(workload, compute, machine.transports)
-    timelines = {"serial": _serial_timeline(workload, compute, machine.transports)}
-    if len(outcome.plan.rows) > 1:
-        timelines["blocks"] = outcome.timeline
-    OUTPUT.print(_summary(outcome, machine, workload, options))
+    machine, prompt = find_machine(options.hardware, options.tp), options.prompt
+    choice = choose(prompt, machine)
+    timelines = {"serial": choice.serial.timeline}
+    if len(choice.best.partition.rows) > 1:
+        timelines["blocks"] = choice.best.timeline
+    OUTPUT.print(_summary(choice, machine, prompt, options))
     for name, timeline in timelines.items():
-        OUTPUT.print(_bars(name, timeline, outcome.plan.serial_seconds))
-    OUTPUT.print(_transports(workload, compute, machine, outcome.plan.transport))
+        OUTPUT.print(_bars(name, timeline, choice.serial.seconds))
+    OUTPUT.print(_transports(prompt, machine, choice.best.transport))
     if output is not None:
         from fastattention.cli.plan.overlap import write_overlap  # needs an extra
 
@@ -113,31 +78,23 @@ def plan(options: Options, output: Path | None) -> None:
     OUTPUT.print(NOTE)
 
 
-def _serial_timeline(
-    workload: Workload, compute: ComputeCost, transports: tuple[TransportCost | RingCost, ...]
-) -> Timeline:
-    """One block, by the fastest transport for it."""
-    offers = [offer_of(workload, compute, transport) for transport in transports]
-    return min(offers, key=lambda offer: offer.serial_seconds).timeline(Blocks((workload.rows,)))
-
-
-def _summary(outcome: Outcome, machine: Machine, workload: Workload, options: Options) -> Table:
+def _summary(choice: Choice, machine: Machine, prompt: Prompt, options: Options) -> Table:
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
-    found, size = outcome.plan, format_bytes(workload.rows * workload.row_bytes)
+    best, size = choice.best, format_bytes(prompt.rows * prompt.row_bytes)
     rates = f"attention {machine.attention_rate / 1e12:.4g} TFLOPS, product {machine.linear_rate / 1e12:.4g}"
-    slowed = outcome.timeline.compute[-1].end / outcome.compute_seconds - 1
+    slowed = sum(event.end - event.start for event in best.timeline.compute) / choice.compute_seconds - 1
     rows = {
         "call": options.heading,
         "assumed": f"{rates}, a block {in_words(machine.block_seconds)}",
-        "compute alone": in_words(outcome.compute_seconds),
-        "all-reduce alone": f"{in_words(outcome.all_reduce_seconds)}, {size} by {found.transport}",
-        "blocks": _blocks(found),
-        "predicted serial": in_words(found.serial_seconds),
+        "compute alone": in_words(choice.compute_seconds),
+        "all-reduce alone": f"{in_words(choice.all_reduce_seconds)}, {size} by {best.transport}",
+        "blocks": _blocks(best.partition),
+        "predicted serial": in_words(choice.serial.seconds),
     }
-    if len(found.rows) > 1:
+    if len(best.partition.rows) > 1:
         rows |= {
-            "predicted in blocks": f"{in_words(found.seconds)}, {outcome.gain:.2f}x",
-            "all-reduce": f"{outcome.hidden:.0%} hidden, {in_words(outcome.exposed_seconds)} exposed",
+            "predicted in blocks": f"{in_words(best.seconds)}, {choice.gain:.2f}x",
+            "all-reduce": f"{choice.hidden:.0%} hidden, {in_words(choice.exposed_seconds)} exposed",
             "compute": f"{slowed:.0%} longer, for blocks and the all-reduce beside it",
         }
     for name, value in rows.items():
@@ -145,21 +102,14 @@ def _summary(outcome: Outcome, machine: Machine, workload: Workload, options: Op
     return table
 
 
-def _blocks(found: Plan) -> str:
-    if len(found.rows) == 1:
+def _blocks(partition: Partition) -> str:
+    if len(partition.rows) == 1:
         return "1: more would gain too little"
-    runs = [(rows, len(list(run))) for rows, run in groupby(found.rows)]
+    runs = [(rows, len(list(run))) for rows, run in groupby(partition.rows)]
     sizes = ", ".join(f"{count} x {rows}" if count > 1 else f"{rows}" for rows, count in runs)
-    return f"{len(found.rows)}, of {sizes} rows" + _attended(found)
-
-
-def _attended(found: Plan) -> str:
-    """Where attention is not computed block by block."""
-    if not found.attended:
-        return ""
-    return (
-        "; attention of all rows at once" if len(found.attended) == 1 else f"; attention in {len(found.attended)} parts"
-    )
+    parts = len(partition.attention_rows)
+    attention = ("", "; attention of all rows at once")[parts] if parts < 2 else f"; attention in {parts} parts"
+    return f"{len(partition.rows)}, of {sizes} rows{attention}"
 
 
 def _bars(name: str, timeline: Timeline, seconds: float) -> Text:
@@ -181,16 +131,16 @@ def _lane(events: tuple[Event, ...], seconds: float) -> str:
     return lane
 
 
-def _transports(workload: Workload, compute: ComputeCost, machine: Machine, chosen: str) -> Table:
+def _transports(prompt: Prompt, machine: Machine, chosen: str) -> Table:
     table = Table(title="Transports, predicted", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("transport")
     for heading in ("serial", "blocks", "time", "gain", "hidden"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     for transport in machine.transports:
-        outcome = Outcome(workload, compute, (transport,))
-        found = outcome.plan
-        times = (in_words(found.serial_seconds), str(len(found.rows)), in_words(found.seconds))
-        shares = (f"{outcome.gain:.2f}x", f"{outcome.hidden:.0%}")
+        found = choose(prompt, replace(machine, transports=(transport,)))
+        blocks = len(found.best.partition.rows)
+        times = (in_words(found.serial.seconds), str(blocks), in_words(found.best.seconds))
+        shares = (f"{found.gain:.2f}x", f"{found.hidden:.0%}")
         table.add_row(transport.name, *times, *shares, "chosen" if transport.name == chosen else "")
     return table

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from fastattention.cli.plan.overlap_model import Timeline
 from fastattention.cli.plan.picture import draw_bar
-from fastattention.distributed.timeline import Timeline
 
 COLORS = {"compute": "#55a868", "all-reduce": "#c44e52"}
 

@@ -1,46 +1,54 @@
-"""Presets of machines: what a tensor-parallel call takes where it cannot be measured. Plain Python."""
+"""Machines that `fastattention plan allreduce` knows: rates of their devices, and of what connects these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fastattention.distributed.costs import (
-    ComputeCost,
-    RingCost,
-    Table,
-    TransportCost,
-    Workload,
-    check_not_negative,
-)
+import numpy as np
+
+from fastattention.distributed.row_partitions import OVERLAPPED, RING, Recipe
 from fastattention.errors import ArgumentError
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """A transport that all-reduces each block after its GEMM."""
+
+    name: str
+    table: tuple[tuple[int, float], ...]  # (bytes, seconds) of all-reduces with no compute beside them, bytes ascending
+    recipes: tuple[Recipe, ...] = ()  # what is tried beside all rows in one block
+    slowdown: float = 0.0  # compute beside an all-reduce takes 1 + slowdown times as long
+    own_slowdown: float = 0.0  # an all-reduce beside compute takes 1 + own_slowdown times as long
+
+    def seconds(self, size: int) -> float:
+        """Of an all-reduce of `size` bytes: interpolated; the first entry's below it, in proportion beyond the last."""
+        sizes = [size for size, _ in self.table]
+        return float(np.interp(size, sizes, [seconds for _, seconds in self.table])) * max(size / sizes[-1], 1.0)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A transport whose partial sums go round the ranks, the GEMM of each adding to them."""
+
+    name: str
+    bandwidth: float  # bytes a second that a rank fetches
+    fetch_seconds: float  # what a fetch takes beyond its bytes
+    notice_seconds: float  # from the end of a GEMM to where the next rank fetches what it has computed
+    product_seconds: float  # what a GEMM takes beyond its share of that of all rows
+    slowdown: float  # compute beside fetches takes 1 + slowdown times as long
+    recipes: tuple[Recipe, ...] = RING
+
+
+@dataclass(frozen=True)
 class Machine:
-    """Devices of a host and what connects them. Raises ArgumentError if it cannot be."""
+    """Devices of a host and what connects them."""
 
     name: str
     attention_rate: float  # FLOP a second of causal prompts, hidden pairs not counted
     linear_rate: float  # FLOP a second of the projection
-    block_seconds: float  # as in ComputeCost
-    transports: tuple[TransportCost | RingCost, ...]
+    block_seconds: float  # what a block costs: launches, and waves of CTAs that are not full
+    transports: tuple[AllReduce | Ring, ...]
     tp: int  # ranks among which the tables hold
-
-    def __post_init__(self) -> None:
-        for field in ("attention_rate", "linear_rate"):
-            if not getattr(self, field) > 0:
-                raise ArgumentError(f"{field}={getattr(self, field)} of {self.name} is not positive")
-        if self.tp < 2:
-            raise ArgumentError(f"tp={self.tp} of {self.name} leaves nothing to reduce; use 2 or more")
-        check_not_negative(self, "block_seconds")
-
-    def compute(self, workload: Workload) -> ComputeCost:
-        """Predicted for prompts, whose time is that of their arithmetic and, between the two, that of one block."""
-        return ComputeCost(
-            workload.attention_flop() / self.attention_rate + self.block_seconds / 2,
-            workload.linear_flop() / self.linear_rate + self.block_seconds / 2,
-            self.block_seconds,
-        )
 
     def among(self, tp: int) -> Machine:
         """The same with another number of ranks.
@@ -48,26 +56,23 @@ class Machine:
         A rank moves 2 (tp - 1) / tp bytes for each that is reduced, and what it moves in a second is taken to stay.
         """
         factor = (tp - 1) / tp / ((self.tp - 1) / self.tp)
-
-        def scaled(table: Table) -> Table:
-            return tuple((size, seconds * factor) for size, seconds in table)
-
-        def among(one: TransportCost | RingCost) -> TransportCost | RingCost:
-            if isinstance(one, RingCost):
-                return one
-            return replace(one, table=scaled(one.table), serial_table=scaled(one.serial_table))
-
-        return replace(self, transports=tuple(map(among, self.transports)), tp=tp)
+        transports = tuple(
+            replace(one, table=tuple((size, seconds * factor) for size, seconds in one.table))
+            if isinstance(one, AllReduce)
+            else one
+            for one in self.transports
+        )
+        return replace(self, transports=transports, tp=tp)
 
 
 KIB = 1024
 MIB = 1024 * KIB
 
 
-def _predicted(name: str, bus_bandwidth: float, latency: float, slowdown: float, tp: int) -> TransportCost:
+def _assumed(bus_bandwidth: float, tp: int) -> AllReduce:
     """All-reduces by a latency and the bytes that a rank moves in a second."""
-    table = tuple((size, latency + 2 * (tp - 1) / tp * size / bus_bandwidth) for size in (KIB, 1024 * MIB))
-    return TransportCost(name, table, slowdown)
+    table = tuple((size, 60e-6 + 2 * (tp - 1) / tp * size / bus_bandwidth) for size in (KIB, 1024 * MIB))
+    return AllReduce("c10d", table, OVERLAPPED, slowdown=0.1)
 
 
 # Measured means: on 4 H200 with NVLink (multicast off) and torch 2.11. All else is assumed, unless it has a source.
@@ -80,7 +85,7 @@ MACHINES = {
             linear_rate=680e12,  # measured: 603 to 702
             block_seconds=20e-6,
             transports=(
-                TransportCost(
+                AllReduce(
                     "c10d",  # NCCL
                     (
                         (64 * KIB, 30e-6),  # assumed
@@ -90,22 +95,12 @@ MACHINES = {
                         (256 * MIB, 1206e-6),
                         (512 * MIB, 2460e-6),
                     ),
-                    # Chosen, as that of peer_kernel: what was measured is then predicted best, see
-                    # docs/internals/tensor-parallel-plan.md.
+                    OVERLAPPED,
+                    # Chosen: what was measured is then predicted best, see docs/internals/tensor-parallel-plan.md.
                     slowdown=0.4,
                     own_slowdown=0.35,
                 ),
-                TransportCost(
-                    "copy_engine",
-                    (
-                        (64 * KIB, 100e-6),  # assumed
-                        (64 * MIB, 390e-6),  # measured, and so are all larger
-                        (128 * MIB, 708e-6),
-                        (256 * MIB, 1339e-6),
-                    ),
-                    slowdown=0.1,  # measured: compute 4 to 15% longer in traces, of which some is for blocks
-                ),
-                TransportCost(
+                AllReduce(
                     "peer_kernel",
                     (
                         (128 * KIB, 20e-6),  # measured, and so are all larger: 8 CTAs
@@ -114,10 +109,9 @@ MACHINES = {
                         (64 * MIB, 350e-6),
                         (256 * MIB, 1311e-6),
                     ),
-                    slowdown=0.3,
                 ),
                 # Of two ranks, fitted to twelve calls, which are then predicted within 3%; not measured among more.
-                RingCost(
+                Ring(
                     "ring_product",
                     bandwidth=330e9,
                     fetch_seconds=5e-6,
@@ -133,7 +127,7 @@ MACHINES = {
             attention_rate=35e12,  # PyTorch's CUTLASS kernel, measured by others: docs/internals/volta.md
             linear_rate=83e12,  # cuBLAS, likewise
             block_seconds=40e-6,
-            transports=(_predicted("c10d", 9e9, latency=60e-6, slowdown=0.1, tp=4),),  # PCIe 3, of 16 GB/s on paper
+            transports=(_assumed(9e9, tp=4),),  # PCIe 3, of 16 GB/s on paper
             tp=4,
         ),
         Machine(
@@ -142,7 +136,7 @@ MACHINES = {
             linear_rate=260e12,  # of 354 published
             block_seconds=40e-6,
             # HCCL; so that prompts of LLaMA-2 spend 40 to 87% of their time on it, as in the FastAttention paper.
-            transports=(_predicted("c10d", 100e9, latency=60e-6, slowdown=0.1, tp=8),),
+            transports=(_assumed(100e9, tp=8),),
             tp=8,
         ),
     )
@@ -153,4 +147,6 @@ def find_machine(name: str, tp: int) -> Machine:
     """The preset of that name among `tp` ranks. Raises ArgumentError for another name, or for fewer than two ranks."""
     if name not in MACHINES:
         raise ArgumentError(f"hardware={name!r} is not known; choose from {', '.join(MACHINES)}")
+    if tp < 2:
+        raise ArgumentError(f"tp={tp} of {name} leaves nothing to reduce; use 2 or more")
     return MACHINES[name].among(tp)

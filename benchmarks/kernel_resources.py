@@ -18,6 +18,7 @@ import typer
 from fastattention.backends.cuda.variants import variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.machine import command_line, source_commit
+from fastattention.cli.warmup import all_reduces_of
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.compiler import Resources
@@ -46,7 +47,11 @@ def main(output: Path = RESULTS) -> None:
     """Write kernels_resources.md into `output`."""
     with errors_as_messages():
         chips = [CHIPS[name] for name in CHIP_NAMES]
-        calls = list(dict.fromkeys((kernel, chip.arch) for chip in chips for kernel in variants_of(chip)))
+        calls = list(
+            dict.fromkeys(
+                (kernel, chip.arch) for chip in chips for kernel in (*variants_of(chip), *all_reduces_of(chip))
+            )
+        )
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, progress_bar() as bar:
             measured = pool.map(lambda call: measure(*call), calls)
             usages = list(bar.track(measured, total=len(calls), description="compiling"))

@@ -2,9 +2,11 @@
 
     python benchmarks/tiled_allreduce.py --tp 4
 
-It starts one process for each GPU. "serial" is plain torch: attention, product, all-reduce, nothing of ours. The others
-are attention_linear_allreduce with torch's attention too, so that what differs is the blocks and who sums. All take
-turns, called one by one ("eager") and replayed from CUDA graphs ("graph"). Results are compared with those of serial.
+It starts one process for each GPU. Plain torch, nothing of ours, is "serial": attention, product and NCCL's all-reduce,
+and two more (torch_tensor_parallel.py): "two-shot" sums by symmetric memory, "async" fuses product and reduce-scatter.
+"default" is attention_linear_allreduce as users call it. The others have torch's attention too, so that what differs is
+the blocks and who sums: "auto" chooses, and each transport alone. All take turns, called one by one ("eager") and
+replayed from CUDA graphs ("graph"). Results are compared with those of serial.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tiled_allreduce_trace import trace
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch_tensor_parallel import Project, async_tensor_parallel, two_shot
 
 from fastattention import config
 from fastattention.cli.bench.report import SCHEMA
@@ -36,13 +39,15 @@ from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
 from fastattention.distributed import attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, agreement_of
-from fastattention.distributed.divisions import worth_dividing
+from fastattention.distributed.autotune import Strategy
+from fastattention.distributed.row_partitions import worth_dividing
 from fastattention.distributed.transports import TRANSPORTS
-from fastattention.distributed.trials import Candidate
 from fastattention.errors import UnsupportedError
 
 RESULTS = Path(__file__).parent / "results"
 SERIAL, COMPUTE, ALL_REDUCE = "serial", "compute", "all-reduce"
+OTHERS: dict[str, Callable[[Tensor, Tensor], Project]] = {"two-shot": two_shot, "async": async_tensor_parallel}
+OURS = {"default": ("auto", "auto"), **{name: (name, "sdpa") for name in ("auto", *TRANSPORTS)}}  # transport, backend
 CALLS, SHORT_CALLS = 4, 32  # in a row, timed together; of calls that are not worth dividing, whose time is Python's
 WARM_UP = 2
 LARGEST_DIFFERENCE = (
@@ -140,23 +145,27 @@ class Share:
         self._product(self.attention())
         dist.all_reduce(self.out)
 
-    def ours(self, transport: str) -> None:
-        """In blocks, by the plan that is agreed on."""
+    def projected_by(self, project: Project) -> None:
+        """By another of torch's ways."""
+        project(self.attention())
+
+    def ours(self, transport: str, backend: str) -> None:
+        """In the way that is agreed on."""
         attention_linear_allreduce(
-            self.q, self.k, self.v, self.w_o, causal=True, backend="sdpa", transport=transport, out=self.out
+            self.q, self.k, self.v, self.w_o, causal=True, backend=backend, transport=transport, out=self.out
         )
 
     def _product(self, attended: Tensor) -> None:
         torch.mm(attended, self.w_o.t(), out=self.out.view(-1, self.w_o.shape[0]))
 
 
-def _as_record(one: Candidate) -> dict[str, Any]:
-    room = one.transport.rooms[one.room]._asdict()
-    return {"rows": one.rows, "attended": one.attended, "transport": one.transport.name, "room": room}
+def _as_record(one: Strategy) -> dict[str, Any]:
+    rows, attention_rows = one.partition
+    return {"rows": rows, "attended": attention_rows, "transport": one.transport.name}
 
 
-def agreed_on(share: Share, transport: str) -> Agreed:
-    """The blocks of the call that `share.ours(transport)` has made."""
+def agreed_on(share: Share, transport: str, backend: str) -> Agreed:
+    """What the ranks have agreed on for the call that `share.ours` has made."""
     group = dist.group.WORLD
     assert group is not None
     shapes = (share.q.shape, share.k.shape[1:], share.w_o.shape[0])
@@ -164,9 +173,9 @@ def agreed_on(share: Share, transport: str) -> Agreed:
         one = key.problem
         q_shape = (one.batch_size, one.seqlen_q, one.nheads, one.headdim)
         k_shape = (one.seqlen_k, one.nheads_k, one.headdim)
-        if key.transport == transport and (q_shape, k_shape, key.hidden) == shapes:
+        if (key.transport, key.backend) == (transport, backend) and (q_shape, k_shape, key.hidden) == shapes:
             return agreed
-    raise AssertionError(f"nothing has been agreed on for {transport}")
+    raise AssertionError(f"nothing has been agreed on for {transport} and {backend}")
 
 
 class Contest:
@@ -179,14 +188,19 @@ class Contest:
         share.serial()
         self._expected = share.out.clone()
         eager: dict[str, Work] = {SERIAL: share.serial}
-        for name in ("auto", *TRANSPORTS):
+        for name, make in OTHERS.items():
             try:
-                share.ours(name)
+                eager[name] = partial(share.projected_by, make(share.w_o, share.out))
+            except (RuntimeError, AttributeError) as error:
+                self.refused[name] = str(error).partition("\n")[0]
+        for name, (transport, backend) in OURS.items():
+            try:
+                share.ours(transport, backend)
             except UnsupportedError as error:
                 self.refused[name] = str(error)
                 continue
-            self.plans[name] = agreed_on(share, name)
-            eager[name] = partial(share.ours, name)
+            self.plans[name] = agreed_on(share, transport, backend)
+            eager[name] = partial(share.ours, transport, backend)
         self.kinds = {"eager": {**eager, **share.parts()}}
         if graphs:
             self.kinds["graph"] = dict(self._graphs())
@@ -288,7 +302,7 @@ def derived(contest: Contest, seconds: dict[str, float]) -> dict[str, Any]:
     ours = {name: seconds[name] for name in contest.plans if name in seconds}
     return {
         "bound": max(compute, transfer),
-        "speedup": {name: serial / taken for name, taken in ours.items()},
+        "speedup": {name: serial / seconds[name] for name in (*OTHERS, *ours) if name in seconds},
         "hidden": {name: 1 - (taken - compute) / transfer for name, taken in ours.items()},
     }
 
@@ -303,7 +317,7 @@ def answer(case: Case, options: Options, device: torch.device) -> dict[str, Any]
         "seconds": seconds,
         "derived": {kind: derived(contest, each) for kind, each in seconds.items()},
         "plans": {
-            name: {"eager": _as_record(agreed.called), "graph": _as_record(agreed.captured)}
+            name: {"eager": _as_record(agreed.eager), "graph": _as_record(agreed.graph)}
             for name, agreed in contest.plans.items()
         },
         "refused": contest.refused,

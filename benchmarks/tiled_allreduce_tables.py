@@ -26,9 +26,10 @@ def _show_kind(row: dict[str, Any], kind: str, seconds: dict[str, float]) -> Non
     for name, taken in seconds.items():
         cells = [name, _milliseconds(taken)]
         if name in figures["speedup"]:
+            cells.append(f"{figures['speedup'][name]:.2f}")
+        if name in figures["hidden"]:
             plan = row["plans"][name][kind]
-            blocks = " ".join(_runs(plan["rows"]))
-            cells += [f"{figures['speedup'][name]:.2f}", f"{figures['hidden'][name]:.0%}", plan["transport"], blocks]
+            cells += [f"{figures['hidden'][name]:.0%}", plan["transport"], " ".join(_runs(plan["rows"]))]
         table.add_row(*cells)
     table.add_row("max(compute, all-reduce)", _milliseconds(figures["bound"]))
     OUTPUT.print(table)

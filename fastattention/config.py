@@ -72,7 +72,7 @@ def _switch(name: str, chosen: str | None) -> bool:
 
 
 def kernel_cache() -> Path:
-    """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine, and for what its all-reduces take.
+    """FASTATTENTION_CACHE: folder for GPU kernels compiled on this machine.
 
     Unset or empty: fastattention in XDG_CACHE_HOME, or in ~/.cache. A user without a home has to set it.
     """

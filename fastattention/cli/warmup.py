@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
@@ -14,13 +14,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention import config
-from fastattention.backends.cuda.variants import variants_of
+from fastattention.backends.cuda.variants import DTYPES, variants_of
 from fastattention.cli.compile import check_headdims
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.gpu_runtime import cache, module
 from fastattention.gpu_runtime.cache import Origin
-from fastattention.gpu_runtime.chips import ARCHS
+from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.variant import Variant
 
 
@@ -45,13 +45,23 @@ def warmup(device: str, headdims: list[int], dtypes: list[str]) -> None:
         raise UnsupportedError(
             f"{device} has compute capability {limits.target / 10:.1f}; Pascal (6.0) is the oldest that is served"
         )
-    kernels = variants_of(limits, headdims, [getattr(torch, dtype) for dtype in dtypes], config.cuda_arch())
+    chosen = [getattr(torch, dtype) for dtype in dtypes]
+    kernels = [*variants_of(limits, headdims, chosen, config.cuda_arch()), *all_reduces_of(limits, chosen)]
     with progress_bar() as bar:
         obtained = _obtain_all(kernels, limits.target)
         warmed = list(bar.track(obtained, total=len(kernels), description="compiling"))
         for kernel in bar.track(kernels, description="loading"):
             module.load_kernel(kernel, index)
     _show(device, warmed)
+
+
+def all_reduces_of(limits: Limits, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Variant]:
+    """The kernels that sum over GPUs, for tensor parallelism. None where torch is built without torch.distributed."""
+    if not torch.distributed.is_available():
+        return []
+    from fastattention.distributed.transports.all_reduce import usual_configs
+
+    return list(usual_configs(limits, dtypes))
 
 
 def _device_index(device: str) -> int:

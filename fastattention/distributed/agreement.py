@@ -1,16 +1,16 @@
-"""What the ranks of a group agree on before the first sum of a call: that it is one call, its blocks, its transport.
+"""What the ranks of a group agree on before the first sum of a call: that it is one call, and how it is made.
 
-Collectives match by the order in which they are issued: another plan on one rank would be a wrong sum, or one that
-never comes. A call that is new to a group is therefore compared over all ranks, and its plan made by rank 0 alone.
-What is agreed is kept: later calls with the same key look it up, and communicate nothing but their sums. Since every
-rank makes the same calls in the same order, a key is new to all of them or to none.
+Collectives match by the order in which they are issued: other blocks on one rank would be a wrong sum, or one that
+never comes. A call that is new to a group is therefore compared over all ranks, and its strategies are tried by all of
+them together. What is agreed is kept: later calls with the same key look it up, and communicate nothing but their sums.
+Since every rank makes the same calls in the same order, a key is new to all of them or to none.
 """
 
 from __future__ import annotations
 
-import enum
+import math
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed import calibrate, transports
-from fastattention.distributed.blocks import AttentionLinear
-from fastattention.distributed.costs import TransportCost
-from fastattention.distributed.divisions import Blocks, even, fine, in_a_ring, worth_dividing
-from fastattention.distributed.exchange import check_serves, from_rank_0, gather
-from fastattention.distributed.plan import choose
-from fastattention.distributed.transports import BlockTransport, Transfer, Transport
-from fastattention.distributed.trials import Candidate, Trial
+from fastattention.backends.base import Backend
+from fastattention.backends.registry import select_backend
+from fastattention.distributed import transports
+from fastattention.distributed.autotune import Strategy, Trial
+from fastattention.distributed.object_collectives import check_serves, from_rank_0, gather
+from fastattention.distributed.row_blocks import AttentionLinear, may_cut_sequences
+from fastattention.distributed.row_partitions import Partition, partitions, worth_dividing
+from fastattention.distributed.transports import Transfer, Transport
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import Problem
+from fastattention.problem import Layout, Problem
 
 MOST_KEPT = 4096  # agreements of a group; as many as validated problems
 
 
 class Key(NamedTuple):
-    """Everything that a plan depends on, and all in which the ranks must not differ."""
+    """Everything that a strategy depends on, and all in which the ranks must not differ."""
 
     problem: Problem
     hidden: int
@@ -43,60 +43,29 @@ class Key(NamedTuple):
     rows: tuple[int, ...] | None  # of each block; None for "auto"
 
 
-Looks = tuple[Hashable, ...]  # all that the checks of a call read of its arguments
+CallSignature = tuple[Hashable, ...]  # all that the checks of a call read of its arguments
+Place = tuple[str, int]  # of a strategy: its transport, and a recipe of that; -1: all rows in one block
+WHOLE = -1
 
 
 class Agreed(NamedTuple):
-    """How a call is made: as it is called, and where a CUDA graph is captured, whose launches cost nothing."""
+    """How a call is made: eagerly, and where a CUDA graph is captured, whose launches cost nothing."""
 
-    called: Candidate
-    captured: Candidate
+    eager: Strategy
+    graph: Strategy
 
-    @classmethod
-    def always(cls, candidate: Candidate) -> Agreed:
-        """One way for both."""
-        return cls(candidate, candidate)
-
-    def now(self, device: torch.device) -> Candidate:
-        """The way that is due."""
-        return self.called if self.called is self.captured or not _is_capturing(device) else self.captured
+    def now(self, device: torch.device) -> Strategy:
+        """The one that is due."""
+        return self.eager if self.eager is self.graph or not _is_capturing(device) else self.graph
 
 
-class Repeat(NamedTuple):
-    """What calls come to whose arguments look the same."""
+class CachedCall(NamedTuple):
+    """What calls of a signature come to."""
 
     key: Key
+    backend: Backend
     agreed: Agreed
     cuda_index: int | None  # of the device; None where that is no GPU
-
-
-class Division(enum.Enum):
-    """Into which blocks a call is divided, whatever its lengths."""
-
-    WHOLE = enum.auto()
-    PLANNED = enum.auto()  # as the model chooses
-    EVEN = enum.auto()  # which often does better than the model knows
-    FINE = enum.auto()  # into more blocks, with attention of each or of several at once
-    RING = enum.auto()  # for running sums, to which products add
-
-
-EVEN_BLOCKS = 4
-
-
-class Way(NamedTuple):
-    """How a call can be made."""
-
-    transport: str
-    division: Division
-    room: int = 0  # of the transport's
-    which: int = 0  # of several such divisions
-
-
-class Verdict(NamedTuple):
-    """The ways that have won for calls that are alike."""
-
-    called: Way
-    captured: Way
 
 
 class Agreement:
@@ -106,130 +75,77 @@ class Agreement:
         self.group_size = group_size
         self.transports: dict[tuple[str, torch.device], Transport] = {}
         self.agreed: dict[Key, Agreed] = {}
-        self.repeats: dict[Looks, Repeat] = {}  # only of keys in `agreed`, which are new to all ranks or to none
-        self._costs: dict[tuple[torch.dtype, tuple[str, ...]], tuple[TransportCost, ...]] = {}
-        self._compute_costs = calibrate.ComputeCosts()
-        # By what calls have in common, and the transports that were tried.
-        self._verdicts: dict[tuple[Hashable, tuple[str, ...]], Verdict] = {}
+        self.calls: dict[CallSignature, CachedCall] = {}  # only of keys in `agreed`, which all ranks have or none
+        # Winners, eagerly and in a graph, by what calls have in common and the transports that were tried.
+        self._winners: dict[tuple[Hashable, tuple[str, ...]], tuple[Place, Place]] = {}
 
-    def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Candidate:
-        """The blocks of a call and their transport. Collective the first time, one look-up from then on.
+    def of(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Strategy:
+        """How to make a call. Collective the first time, one look-up from then on.
 
         Raises ArgumentError where the group has no backend for the device, and on all ranks where their calls differ;
         UnsupportedError where no transport can serve it.
         """
+        device = key.problem.device
         known = self.agreed.get(key)
         if known is None:
-            check_serves(group, key.problem.device)
-            _check_not_capturing(key.problem.device)
+            check_serves(group, device)
+            if _is_capturing(device):
+                raise ArgumentError(
+                    "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a plan "
+                    "first. Make the same call once before the capture"
+                )
             _check_same(key, group)
-            measured = len(self._costs), len(self._verdicts)
+            num_trials = len(self._winners)
             known = self._agree(key, call, group)
             if len(self.agreed) == MOST_KEPT:
                 del self.agreed[next(iter(self.agreed))]  # the oldest: on every rank the same
-                self.repeats.clear()
+                self.calls.clear()
             self.agreed[key] = known
-            if (len(self._costs), len(self._verdicts)) != measured:  # which takes memory of all transports
+            if len(self._winners) != num_trials:
                 self._release_unused()
-            self._reserve(key, known.captured)
-        return known.now(key.problem.device)
+            known.graph.transport.reserve(key.problem.total_q * key.hidden * key.problem.dtype.itemsize)
+        return known.now(device)
 
-    def remember(self, looks: Looks, key: Key) -> None:
-        """Calls of these looks have this key. Nothing is kept where nothing has been agreed on for it."""
+    def remember(self, signature: CallSignature, key: Key) -> None:
+        """Calls of this signature have this key. Nothing is kept where nothing has been agreed on for it."""
         agreed = self.agreed.get(key)
         if agreed is not None:
-            if len(self.repeats) >= MOST_KEPT and looks not in self.repeats:
-                self.repeats.clear()
+            if len(self.calls) >= MOST_KEPT and signature not in self.calls:
+                self.calls.clear()
             device = key.problem.device
-            self.repeats[looks] = Repeat(key, agreed, device.index if device.type == "cuda" else None)
+            backend = select_backend(key.problem, key.backend)
+            self.calls[signature] = CachedCall(key, backend, agreed, device.index if device.type == "cuda" else None)
 
     def _release_unused(self) -> None:
-        """The memory of transports that have been measured and tried, and serve no call."""
+        """The memory of transports that have been tried, and serve no call."""
         used = {id(each.transport) for known in self.agreed.values() for each in known}
         for transport in self.transports.values():
             if id(transport) not in used:
                 transport.release()
 
-    def _reserve(self, key: Key, captured: Candidate) -> None:
-        row = key.hidden * key.problem.dtype.itemsize
-        captured.transport.reserve(sum(captured.rows) * row, max(captured.rows) * row)
-
     def _agree(self, key: Key, call: AttentionLinear, group: ProcessGroup) -> Agreed:
-        problem = key.problem
-        transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, self.group_size)
+        """The fastest strategies. Of calls that are alike one is tried: the others are made in the same way."""
+        problem, rows = key.problem, key.rows or (key.problem.total_q,)
+        transfer = Transfer(problem.total_q, key.hidden, problem.dtype, problem.device, len(rows))
         able = self._able(key.transport, transfer, group)
+        places = {(each.name, WHOLE): Strategy(each, Partition(rows, each.attention_rows(rows))) for each in able}
+        kind: Hashable = (transfer.dtype, transfer.hidden, _magnitude(transfer.rows))
         if key.rows is not None:
-            return Agreed.always(Candidate(key.rows, self._quickest(able, transfer, key.rows, group)))
-        kind: Hashable = (transfer.dtype, transfer.hidden, calibrate.magnitude(transfer.rows))
-        ways = {Way(each.name, Division.WHOLE): Blocks((transfer.rows,)) for each in able}
-        if worth_dividing(transfer.rows, transfer.nbytes):
-            costs = self._costs_of(able, transfer, group)
-            kind, divided = from_rank_0(lambda: self._divided(call, transfer, able, costs), group)
-            ways |= divided
-        return self._try(kind, ways, call, transfer, group)
-
-    def _quickest(
-        self, able: Sequence[Transport], transfer: Transfer, rows: Sequence[int], group: ProcessGroup
-    ) -> Transport:
-        """The transport that sums blocks of these rows soonest, of those whose sums have a time of their own.
-
-        Costs are the same on all ranks, so this is too.
-        """
-        if len(able) == 1:
-            return able[0]
-        sizes = [count * transfer.nbytes // transfer.rows for count in rows]
-
-        def seconds(cost: TransportCost) -> float:
-            return sum(map(cost.seconds, sizes)) if len(sizes) > 1 else cost.serial_seconds(sizes[0])
-
-        costs = self._costs_of(able, transfer, group)
-        return self.transports[min(costs, key=seconds).name, transfer.device]
-
-    def _try(
-        self,
-        kind: Hashable,
-        ways: Mapping[Way, Blocks],
-        call: AttentionLinear,
-        transfer: Transfer,
-        group: ProcessGroup,
-    ) -> Agreed:
-        """The ways that win in a trial. Of calls of a kind one is tried: the others are made in the same ways."""
-        candidates = {
-            way: Candidate(blocks.rows, self.transports[way.transport, transfer.device], way.room, blocks.attended)
-            for way, blocks in ways.items()
-        }
-        if len(candidates) == 1:
-            return Agreed.always(*candidates.values())
-        tried = (kind, tuple(way.transport for way in ways if way.division is Division.WHOLE))
-        if tried not in self._verdicts:
-            winners = Trial(list(candidates.values()), call, transfer, group).winners()
-            self._verdicts[tried] = Verdict(*(list(candidates)[place] for place in winners))
-        return Agreed(
-            *(
-                candidates.get(way, candidates[Way(way.transport, Division.WHOLE)])  # too little of it to divide
-                for way in self._verdicts[tried]
-            )
-        )
-
-    def _divided(
-        self, call: AttentionLinear, transfer: Transfer, able: Sequence[Transport], costs: Sequence[TransportCost]
-    ) -> tuple[calibrate.Kind, dict[Way, Blocks]]:
-        """What the call is like, and ways to make it in blocks: by the lengths and clocks of one rank."""
-        workload = calibrate.workload_of(call, transfer.group_size)
-        compute = self._compute_costs.of(call, workload)
-        ways: dict[Way, Blocks] = {}
-        for cost in costs:
-            planned = choose(workload, compute, [cost]).rows
-            for room in range(len(self.transports[cost.name, transfer.device].rooms) if len(planned) > 1 else 0):
-                ways[Way(cost.name, Division.PLANNED, room)] = Blocks(planned)
-                ways[Way(cost.name, Division.EVEN, room)] = Blocks(even(workload, EVEN_BLOCKS))
-                for which, blocks in enumerate(fine(workload)):
-                    ways[Way(cost.name, Division.FINE, room, which)] = blocks
-        for transport in able:
-            if transport.asks_for_shares:
-                for which, blocks in in_a_ring(workload).items():
-                    ways[Way(transport.name, Division.RING, which=which)] = blocks
-        return calibrate.kind_of(call, workload), ways
+            kind = key
+        elif worth_dividing(transfer.rows, transfer.nbytes):
+            kind = from_rank_0(lambda: _kind_of(call), group)  # the lengths of one rank decide
+            for each in able:
+                whole = not may_cut_sequences(problem)
+                for place, one in partitions(each.recipes, problem.batch_size, problem.seqlen_q, whole_sequences=whole):
+                    places[each.name, place] = Strategy(each, one)
+        if len(places) == 1:
+            return Agreed(*2 * tuple(places.values()))
+        tried = (kind, tuple(each.name for each in able))
+        if tried not in self._winners:
+            eager, graph = Trial(list(places.values()), call, transfer, group).winners()
+            self._winners[tried] = list(places)[eager], list(places)[graph]
+        # A call like the one that was tried may be too small for its blocks.
+        return Agreed(*(places.get(won, places[won[0], WHOLE]) for won in self._winners[tried]))
 
     def _able(self, asked: str, transfer: Transfer, group: ProcessGroup) -> list[Transport]:
         """The transports that can serve `transfer`, made if need be."""
@@ -245,15 +161,6 @@ class Agreement:
         if not able:
             raise UnsupportedError("no transport can sum the rows of this call:\n" + "\n".join(reasons))
         return able
-
-    def _costs_of(
-        self, able: Sequence[Transport], transfer: Transfer, group: ProcessGroup
-    ) -> tuple[TransportCost, ...]:
-        measured = [transport for transport in able if isinstance(transport, BlockTransport)]
-        place = (transfer.dtype, tuple(transport.name for transport in measured))
-        if place not in self._costs:
-            self._costs[place] = calibrate.transport_costs(measured, transfer, group)
-        return self._costs[place]
 
 
 _agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
@@ -277,12 +184,25 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _check_not_capturing(device: torch.device) -> None:
-    if _is_capturing(device):
-        raise ArgumentError(
-            "a call of a new shape cannot be captured in a CUDA graph: its ranks have to agree on a plan first. Make "
-            "the same call once before the capture"
-        )
+def _kind_of(call: AttentionLinear) -> Hashable:
+    """What calls have in common that are alike, to a factor of two in each length. Reads the lengths of a cache."""
+    problem, lengths = call.problem, call.inputs.cache_seqlens
+    seqlen_k = problem.seqlen_k
+    if problem.layout is Layout.KVCACHE and lengths is not None:
+        seqlen_k = round(lengths.float().mean().item())
+    like = replace(
+        problem,
+        batch_size=_magnitude(problem.batch_size),
+        seqlen_q=_magnitude(problem.seqlen_q),
+        seqlen_k=_magnitude(seqlen_k),
+        total_q=0,
+    )
+    return like, call.weight.shape[1], call.backend
+
+
+def _magnitude(length: int) -> int:
+    """The nearest power of two, so that lengths on either side of one are alike."""
+    return round(math.log2(max(length, 1)))
 
 
 def _check_same(key: Key, group: ProcessGroup) -> None:

@@ -13,8 +13,7 @@ Arguments of both functions, beside those of `fastattention.interface`:
 - `group`: the torch.distributed.ProcessGroup whose ranks have the heads; None is the default group.
 - `plan`: "auto", or the rows of each block: positive integers that sum to batch_size * seqlen_q. Rows are counted
     through all sequences, one after the other. A single block is computed, then summed. The same on every rank.
-- `transport`: how blocks are summed: "auto", or a name of `fastattention.distributed.transports`. With given blocks
-    "auto" is one that sums them by themselves, not ring_product.
+- `transport`: how blocks are summed: "auto", or a name of `fastattention.distributed.transports`.
 - `out`: contiguous (batch_size, seqlen_q, hidden) for the result, sharing no memory with the other arguments.
 
 All ranks of the group make the same calls in the same order, as with every collective. The first call of a kind
@@ -27,14 +26,14 @@ mistakes of one rank leave the others waiting. Raises UnsupportedError where no 
 call. Both come before any sum has begun.
 
 A sum that fails, or is not done within the timeout of the group, raises what torch.distributed raises; with peer_kernel
-it raises a CUDA error. `out` is then invalid. With NCCL, copy_engine and ring_product it ends the process; only replays
-of CUDA graphs by the last two wait on.
+it raises a CUDA error. `out` is then invalid. With NCCL and ring_product it ends the process; only replays of CUDA
+graphs by the latter wait on.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -42,12 +41,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastattention.backends.base import Backend
 from fastattention.backends.registry import check_name, select_backend
 from fastattention.dispatch import is_observed, require_eager, stop_if_explaining
 from fastattention.distributed import transports
-from fastattention.distributed.agreement import Agreed, Key, Looks, agreement_of
-from fastattention.distributed.blocks import AttentionLinear, cuts_sequences, may_cut_sequences
-from fastattention.distributed.exchange import named_group
+from fastattention.distributed.agreement import Agreed, CallSignature, Key, agreement_of
+from fastattention.distributed.object_collectives import named_group
+from fastattention.distributed.row_blocks import AttentionLinear, may_cut_sequences
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import module
 from fastattention.interface import WindowSize
@@ -98,20 +98,19 @@ def attention_linear_allreduce(
     """
     options = read_options(softmax_scale, causal, window_size, softcap)
     group = named_group(group)
-    looks = None
+    seen = None
     if alibi_slopes is attn_bias is sinks is None and not is_observed():
-        looks = _looks_of(q, k, v, w_o, bias, out, options, plan, backend, transport)
-    if looks is not None:
-        repeat = agreement_of(group).repeats.get(looks)
-        if repeat is not None and (repeat.cuda_index is None or repeat.cuda_index == module.current_device()):
-            return _sum(repeat.key, Inputs(q, k, v), w_o, bias, out, group, repeat.agreed)
+        seen = _signature_of((q, k, v, w_o, bias, out), options, (plan, backend, transport))
+        known = None if seen is None else agreement_of(group).calls.get(seen)
+        if known is not None and (known.cuda_index is None or known.cuda_index == module.current_device()):
+            return _sum(known.key, Inputs(q, k, v), w_o, bias, out, group, known.backend, known.agreed)
     scores = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
     require_eager({"q": q, "k": k, "v": v, "w_o": w_o, "bias": bias, "out": out, **scores})
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
     key = _key_of(problem, w_o, bias, out, plan, backend, transport)
     result = _run(key, inputs, w_o, bias, out, group)
-    if looks is not None and inputs.q is q and inputs.k is k and inputs.v is v:
-        agreement_of(group).remember(looks, key)
+    if seen is not None and inputs.q is q and inputs.k is k and inputs.v is v:
+        agreement_of(group).remember(seen, key)
     return result
 
 
@@ -159,55 +158,36 @@ def attention_linear_allreduce_with_kvcache(
     return _run(key, inputs, w_o, bias, out, named_group(group))
 
 
-def _looks_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w_o: Tensor,
-    bias: Tensor | None,
-    out: Tensor | None,
-    options: Options,
-    plan: str | Sequence[int],
-    backend: str,
-    transport: str,
-) -> Looks | None:
+def _signature_of(tensors: tuple[object, ...], options: Options, names: tuple[object, ...]) -> CallSignature | None:
     """All that the checks of a call read; None where they have to be made.
 
-    Between the launches of a short call whatever Python does takes several times what it takes by itself, in proportion
-    to how many functions it goes through: one look-up in the place of all checks is a tenth of a decoding step.
+    Between the launches of a short call whatever Python does takes several times what it takes by itself: one look-up
+    in the place of all checks is a tenth of a decoding step.
     """
-    tensors = (
-        isinstance(q, Tensor)
-        and isinstance(k, Tensor)
-        and isinstance(v, Tensor)
-        and isinstance(w_o, Tensor)
-        and (bias is None or isinstance(bias, Tensor))
-        and (out is None or isinstance(out, Tensor))
-    )
-    if not (tensors and type(plan) is type(backend) is type(transport) is str):
+    if not all(type(name) is str for name in names):
         return None
+    fields: list[Hashable] = [options, *names]
     try:
-        return (
-            type(q), q.shape, q.dtype, q.device, q.stride(), q.is_neg(),
-            type(k), k.shape, k.dtype, k.device, k.stride(), k.is_neg(),
-            type(v), v.shape, v.dtype, v.device, v.stride(), v.is_neg(),
-            type(w_o), w_o.shape, w_o.dtype, w_o.device, w_o.is_neg(),
-            None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device),
-            None if out is None else (type(out), out.shape, out.dtype, out.device, out.stride()),
-            options, plan, backend, transport,
-        )  # fmt: skip
+        for x in tensors:
+            if isinstance(x, Tensor):
+                fields += (type(x), x.shape, x.dtype, x.device, x.stride(), x.is_neg())
+            elif x is not None:
+                return None
+            else:
+                fields.append(None)
     except RuntimeError:  # of tensors without a shape or strides, which the checks name
         return None
+    return tuple(fields)
 
 
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:
     problem = key.problem
     stop_if_explaining(problem, key.backend)
-    select_backend(problem, key.backend)
-    if problem.device.type == "cuda" and module.current_device() != problem.device.index:
-        with torch.cuda.device(problem.device):  # streams and flags of transports are those of the current one
-            return _sum(key, inputs, w_o, bias, out, group)
-    return _sum(key, inputs, w_o, bias, out, group)
+    chosen = select_backend(problem, key.backend)
+    elsewhere = problem.device.type == "cuda" and module.current_device() != problem.device.index
+    # Streams and flags of transports are those of the current device.
+    with torch.cuda.device(problem.device) if elsewhere else contextlib.nullcontext():
+        return _sum(key, inputs, w_o, bias, out, group, chosen)
 
 
 def _sum(
@@ -217,6 +197,7 @@ def _sum(
     bias: Tensor | None,
     out: Tensor | None,
     group: ProcessGroup,
+    backend: Backend,
     agreed: Agreed | None = None,
 ) -> Tensor:
     """The result of a call whose arguments are all checked.
@@ -227,7 +208,7 @@ def _sum(
     if out is None:
         out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
-        call = AttentionLinear(problem, inputs, w_o, key.backend)
+        call = AttentionLinear(problem, inputs, w_o, key.backend, backend)
         flat = out.view(problem.total_q, key.hidden)
         if agreed is not None:
             agreed.now(problem.device).run(call, flat)
@@ -241,18 +222,9 @@ def _sum(
 
 
 def _key_of(
-    problem: Problem,
-    w_o: Tensor,
-    bias: Tensor | None,
-    out: Tensor | None,
-    plan: str | Sequence[int],
-    backend: str,
-    transport: str,
+    problem: Problem, w_o: Tensor, bias: Tensor | None, out: Tensor | None, plan: Any, backend: str, transport: str
 ) -> Key:
-    """Checks all but the group, and whether a backend serves the call.
-
-    One look-up for all that shapes, dtypes and names tell of a call like another.
-    """
+    """Checks all but the group, and whether a backend serves the call."""
     w_o_signature = signature("w_o", w_o)
     bias_signature = None if bias is None else signature("bias", bias)
     out_signature = None if out is None else signature("out", out)
@@ -263,24 +235,8 @@ def _key_of(
         )
     if out is not None and not out.is_contiguous():
         raise ArgumentError(f"out must be contiguous, got strides {out.stride()}")
-    if not (isinstance(backend, str) and isinstance(transport, str)):  # the look-up wants what can be hashed
-        check_name(backend)  # type: ignore[unreachable]
-        transports.check_name(transport)
-    rows = plan if isinstance(plan, str) else _read_rows(plan)
-    return _checked_key(problem, w_o_signature, bias_signature, out_signature, rows, backend, transport)
-
-
-@functools.lru_cache(maxsize=4096)
-def _checked_key(
-    problem: Problem,
-    w_o: Signature,
-    bias: Signature | None,
-    out: Signature | None,
-    plan: str | tuple[int, ...],
-    backend: str,
-    transport: str,
-) -> Key:
-    hidden = _check_shapes(problem, w_o, bias, out)
+    check_name(backend)
+    hidden = _check_shapes(problem, w_o_signature, bias_signature, out_signature)
     rows = _check_plan(plan, problem)
     transports.check_name(transport)
     return Key(problem, hidden, bias is not None, backend, transport, rows)
@@ -305,27 +261,22 @@ def _check_shapes(problem: Problem, w_o: Signature, bias: Signature | None, out:
     return hidden
 
 
-def _read_rows(plan: Any) -> tuple[int, ...]:
-    if not isinstance(plan, Sequence):
-        raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')
-    return tuple(read_int("plan", count, 'the rows of each block, positive integers, or "auto"') for count in plan)
-
-
-def _check_plan(plan: str | tuple[int, ...], problem: Problem) -> tuple[int, ...] | None:
+def _check_plan(plan: Any, problem: Problem) -> tuple[int, ...] | None:
     """The rows of each block; None for "auto"."""
-    if isinstance(plan, str):
-        if plan != "auto":
-            raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block')
+    if plan == "auto":
         return None
+    if isinstance(plan, str) or not isinstance(plan, Sequence):
+        raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')
+    rows = tuple(read_int("plan", count, 'the rows of each block, positive integers, or "auto"') for count in plan)
     total = problem.total_q
-    if any(count < 1 for count in plan) or sum(plan) != total:
+    if any(count < 1 for count in rows) or sum(rows) != total:
         raise ArgumentError(
-            f"plan={list(plan)} must be positive and sum to batch_size * seqlen_q = {total}; the sum is {sum(plan)}"
+            f"plan={list(rows)} must be positive and sum to batch_size * seqlen_q = {total}; the sum is {sum(rows)}"
         )
-    if not may_cut_sequences(problem) and cuts_sequences(plan, problem.seqlen_q):
-        begins = [start for start in accumulate(plan) if start % problem.seqlen_q]
+    cuts = [start for start in accumulate(rows) if start % problem.seqlen_q]
+    if cuts and not may_cut_sequences(problem):
         raise ArgumentError(
-            f"plan={list(plan)} has a block begin at row {begins[0]}, within a sequence: with alibi_slopes and without "
+            f"plan={list(rows)} has a block begin at row {cuts[0]}, within a sequence: with alibi_slopes and without "
             f"causal every block must begin at a multiple of seqlen_q={problem.seqlen_q}"
         )
-    return plan
+    return rows

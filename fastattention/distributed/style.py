@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from fastattention.distributed import npu, transports
 from fastattention.distributed.deferred import DeferredAttention
-from fastattention.distributed.divisions import worth_dividing
+from fastattention.distributed.row_partitions import worth_dividing
 from fastattention.errors import ArgumentError, UnsupportedError
 
 PlanOf = Callable[[int], Sequence[int]]

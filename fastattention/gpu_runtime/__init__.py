@@ -7,4 +7,5 @@ cache.py        cubins on disk
 module.py       loaded cubins and launches
 streams.py      copies, flags and waits on streams
 peer_memory.py  memory that the GPUs of one host share, and flags in it
+watchdog.py     an end to processes whose GPU waits for ever
 """

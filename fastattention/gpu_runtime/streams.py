@@ -90,14 +90,14 @@ class FlagWaits(FlagOperations):
         super().__init__(_awaited(addresses), "waiting for another GPU")
 
 
-class Meeting(FlagOperations):
-    """A point that streams of several GPUs reach together, without a kernel: each raises a flag at every other.
+class StreamBarrier(FlagOperations):
+    """A barrier of streams of several GPUs, without a kernel: each raises a flag at every other.
 
     What a stream has done before is visible to all, once they go on.
 
     mine: addresses of the flags that others raise, in this GPU's memory; theirs: of those that this one raises. Each is
-    0 at first. They are lowered again before anybody goes on, so that a meeting can be had over and over, also by
-    graphs; but between two of one kind every stream must have had another meeting.
+    0 at first. They are lowered again before anybody goes on, so that a barrier can be used over and over, also by
+    graphs; but between two of one kind every stream must have passed another.
     """
 
     def __init__(self, mine: Sequence[int], theirs: Sequence[int]) -> None:

@@ -16,13 +16,10 @@ from tiers import Tier, deep, slow, thin, tier_of
 
 from fastattention.backends.cuda.kernel_config import (
     MAX_REGISTERS,
-    AllReduceConfig,
     AppendConfig,
     KernelConfig,
     MergeConfig,
-    SumConfig,
 )
-from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.backends.cuda.variants import (
     HEADDIMS,
     UNQUANTISED,
@@ -31,6 +28,7 @@ from fastattention.backends.cuda.variants import (
     choose_feature,
     variants_of,
 )
+from fastattention.distributed.transports.all_reduce import MOST_RANKS, AllReduceConfig, usual_configs
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
@@ -110,19 +108,18 @@ def test_kernels_compile_and_spill_next_to_nothing(headdims: tuple[int, ...], ch
 
 @thin(all=4)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_a_merge_or_a_sum_spills_nothing(chip: str) -> None:
+def test_a_merge_or_an_all_reduce_spills_nothing(chip: str) -> None:
     target = CHIPS[chip].target
     if (reason := compiler.why_not_target(target)) is not None:
         pytest.skip(reason)
-    kinds = MergeConfig | SumConfig | AllReduceConfig
-    merges = [kernel for kernel in variants_of(CHIPS[chip], (64,)) if isinstance(kernel, kinds)]
-    assert len(merges) == 7 + 3 + 3 * 3
-    assert spills([measure(kernel, target) for kernel in merges]) == {}
+    merges = [kernel for kernel in variants_of(CHIPS[chip], (64,)) if isinstance(kernel, MergeConfig)]
+    assert len(merges) == 7
+    assert spills([measure(kernel, target) for kernel in (*merges, *usual_configs(CHIPS[chip]))]) == {}
 
 
 def test_bulk_copies_compile_from_hopper_on() -> None:
     """An error before, rather than machine code without them."""
-    kernel = AllReduceConfig("float16", 4, bulk_copies=True)
+    kernel = AllReduceConfig(torch.float16, 4, bulk_copies=True)
     for target in (80, 89):
         with pytest.raises(CompileError, match=rf"{kernel.name} does not compile for sm_{target}"):
             compiler.compile_kernel(kernel, target)
@@ -130,10 +127,10 @@ def test_bulk_copies_compile_from_hopper_on() -> None:
 
 
 @thin(all=5)
-@pytest.mark.parametrize("num_ranks", range(2, MOST_PARTS + 1))
+@pytest.mark.parametrize("num_ranks", range(2, MOST_RANKS + 1))
 @pytest.mark.parametrize("bulk_copies", [False, True], ids=["registers", "bulk"])
-def test_a_sum_over_gpus_compiles_for_every_number_of_them(num_ranks: int, bulk_copies: bool) -> None:
-    usage = measure(AllReduceConfig("bfloat16", num_ranks, bulk_copies), 90)
+def test_all_reduce_compiles_for_every_number_of_ranks(num_ranks: int, bulk_copies: bool) -> None:
+    usage = measure(AllReduceConfig(torch.bfloat16, num_ranks, bulk_copies), 90)
     assert usage.spill_bytes == 0
     assert usage.resources.keys() == {entry.name for entry in usage.kernel.entries}
 
@@ -159,10 +156,9 @@ def test_the_table_has_the_first_entry_and_the_spills_of_all() -> None:
         choose_decode_feature(75, CHIPS["T4"], torch.bfloat16, 32, Feature.INT8),
         AppendConfig("bfloat16", "float8"),
         MergeConfig("bfloat16", "float32"),
-        SumConfig("bfloat16"),
-        AllReduceConfig("bfloat16", 4, bulk_copies=False),
+        AllReduceConfig(torch.bfloat16, 4, bulk_copies=False),
     ],
-    ids=["forward", "decode", "append", "merge", "sum", "all_reduce"],
+    ids=["forward", "decode", "append", "merge", "all_reduce"],
 )
 def test_machine_code_is_of_the_kernel(kernel: Variant) -> None:
     """And the compiler has nothing to say about it."""

@@ -1,8 +1,7 @@
-"""All ranks have one plan, or none begins."""
+"""All ranks make one call, and make it in one way, or none begins."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,20 +11,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.case import DenseCase
+from conformance.case import DenseCase, KvCacheCase
 
 from distributed.sums import Sum, check, check_repeated, run_part, run_repeated
 from distributed.team import Team
-from fastattention import ArgumentError
-from fastattention.distributed import agreement, calibrate, divisions, trials
-from fastattention.distributed.agreement import Agreed
-from fastattention.distributed.blocks import AttentionLinear
-from fastattention.distributed.costs import ComputeCost, TransportCost
-from fastattention.distributed.plan import Plan, choose
-from fastattention.distributed.transports import Transfer, Transport
+from fastattention import ArgumentError, UnsupportedError
+from fastattention.distributed import agreement, row_partitions
+from fastattention.distributed.agreement import Agreed, Agreement
+from fastattention.distributed.autotune import Strategy, Trial
+from fastattention.distributed.row_partitions import Partition, Recipe
+from fastattention.distributed.transports import Transport
 from fastattention.distributed.transports.c10d import C10d
-from fastattention.distributed.trials import Candidate
-from fastattention.validation import Options, prepare_dense
 
 CASE = DenseCase(name="agreed", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 AUTO = Sum(CASE, "auto")
@@ -35,70 +31,126 @@ def forget() -> None:
     """As if the group were new, but for its communicators."""
     for known in agreement._agreements.values():
         known.agreed.clear()
-        known.repeats.clear()
-        known._costs.clear()
-        known._compute_costs._known.clear()
-        known._verdicts.clear()
-
-
-def rank_dependent_plan(workload: object, compute: ComputeCost, transports: tuple[TransportCost, ...]) -> Plan:
-    """What ranks with clocks of their own might choose: another plan each."""
-    first = 5 + dist.get_rank()
-    return Plan((first, 24 - first), transports[0].name, 0.0, 0.0)
+        known.calls.clear()
+        known._winners.clear()
 
 
 @contextmanager
-def planning(choose: Any = choose) -> Iterator[None]:
-    """Calls so small are planned too, by `choose`."""
+def small_blocks(recipes: tuple[Recipe, ...], eager: int = 1) -> Iterator[mock.Mock]:
+    """Calls so small are divided too, in these ways; the trial, which is yielded, is won by the strategy `eager`."""
     with (
-        mock.patch.object(divisions, "LEAST_BYTES", 1),
-        mock.patch.object(divisions, "LEAST_ROWS", 1),
-        mock.patch.object(agreement, "choose", choose),
-        mock.patch.object(agreement, "even", lambda workload, number: (workload.rows,)),  # no other blocks
-        mock.patch.object(trials, "LEAST_GAIN", -math.inf),  # blocks always win
+        mock.patch.object(row_partitions, "LEAST_BYTES", 1),
+        mock.patch.object(row_partitions, "LEAST_ROWS", 1),
+        mock.patch.object(row_partitions, "CUT_ROWS", 1),
+        mock.patch.object(C10d, "recipes", recipes),
+        mock.patch.object(Trial, "winners", autospec=True, return_value=(eager, eager)) as winners,
     ):
-        yield
+        yield winners
 
 
-def run_with_clocks_of_their_own(one: Sum) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+def strategies() -> list[tuple[tuple[int, ...], str]]:
+    """What the groups of this rank have agreed on: blocks and transport of each call."""
+    agreed = [each for known in agreement._agreements.values() for each in known.agreed.values()]
+    return [(each.eager.partition.rows, each.eager.transport.name) for each in agreed]
+
+
+def run_won_by(one: Sum, recipes: tuple[Recipe, ...], place: int) -> tuple[torch.Tensor, list[Any]]:
     forget()
-    with planning(choose=rank_dependent_plan):
-        out = run_part(one)
-    return out, [agreed.called.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
+    with small_blocks(recipes, place):
+        return run_part(one), strategies()
 
 
-def test_the_plan_is_that_of_rank_0(team: Team) -> None:
-    results = team.run(run_with_clocks_of_their_own, AUTO)
-    assert [plans for _, plans in results] == [[(5, 19)]] * team.size
+@pytest.mark.parametrize(("place", "rows"), [(0, (24,)), (1, (6, 18)), (2, (12, 12))])
+def test_a_call_is_made_as_the_trial_says(team: Team, place: int, rows: tuple[int, ...]) -> None:
+    results = team.run(run_won_by, AUTO, (Recipe((1, 3)), Recipe((1, 1), 1)), place)
+    assert [known for _, known in results] == [[(rows, "c10d")]] * team.size
     check(AUTO, [out for out, _ in results])
 
 
-def run_measured(one: Sum) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+def run_really_tried(one: Sum) -> tuple[torch.Tensor, list[Any]]:
     forget()
-    with planning():
-        out = run_part(one)
-    return out, [agreed.called.rows for known in agreement._agreements.values() for agreed in known.agreed.values()]
+    return run_part(one), strategies()
 
 
-def test_a_measured_plan_gives_the_right_sum(team: Team) -> None:
-    one = Sum(replace(CASE, batch_size=4, seqlen_q=700, seqlen_k=700, headdim=16), "auto")
-    results = team.run(run_measured, one)
-    assert len({str(plans) for _, plans in results}) == 1
-    assert sum(results[0][1][0]) == one.rows
+def test_a_call_that_is_really_tried_gives_the_right_sum(team: Team) -> None:
+    case = replace(CASE, batch_size=4, seqlen_q=700, seqlen_k=700, headdim=16, nheads=2, nheads_k=2)
+    one = Sum(case, "auto", hidden=800)
+    results = team.run(run_really_tried, one)
+    assert len({str(known) for _, known in results}) == 1
+    assert sum(results[0][1][0][0]) == one.rows
     check(one, [out for out, _ in results])
 
 
-def run_without_planning(one: Sum) -> torch.Tensor:
+def count_trials(sums: list[Sum]) -> int:
+    """In which all calls are made."""
     forget()
-    with (
-        mock.patch.object(calibrate, "transport_costs", side_effect=AssertionError("measured")),
-        mock.patch.object(calibrate, "measure_compute", side_effect=AssertionError("measured")),
-    ):
+    with small_blocks((Recipe((1, 3)),)) as winners:
+        for one in sums:
+            run_part(one)
+    return winners.call_count
+
+
+def alike(**changes: Any) -> Sum:
+    return Sum(replace(CASE, **changes), "auto")
+
+
+@pytest.mark.parametrize(
+    ("sums", "trials"),
+    [
+        ([AUTO, alike(seqlen_q=13, seqlen_k=13)], 1),  # to a factor of two
+        ([AUTO, alike(seqlen_q=40, seqlen_k=40)], 2),
+        ([AUTO, alike(batch_size=8)], 2),
+        ([AUTO, alike(causal=False)], 2),
+        ([AUTO, Sum(CASE, "auto", hidden=20)], 2),
+        ([Sum(CASE, (4, 20))] * 2, 0),  # there is one transport for given blocks
+    ],
+)
+def test_of_calls_that_are_alike_one_is_tried(team: Team, sums: list[Sum], trials: int) -> None:
+    assert team.run(count_trials, sums) == [trials] * team.size
+
+
+def run_too_small_for_the_winner() -> list[Any]:
+    forget()
+    with small_blocks((Recipe((1,) * 11),)):
+        for rows in (12, 10):
+            run_part(alike(batch_size=1, seqlen_q=rows))
+    return strategies()
+
+
+def test_a_call_that_is_too_small_for_the_blocks_that_won_has_one(team: Team) -> None:
+    eleven = (*(1,) * 10, 2), "c10d"
+    assert team.run(run_too_small_for_the_winner) == [[eleven, ((10,), "c10d")]] * team.size
+
+
+def kinds_of(seqlens: tuple[int, int]) -> Any:
+    """What calls to a cache are alike to, by the lengths of rank 0; another rank has others."""
+    kinds = []
+    real = agreement._kind_of
+
+    def noted(call: Any) -> Any:
+        kinds.append(real(call))
+        return kinds[-1]
+
+    forget()
+    lengths = seqlens if dist.get_rank() == 0 else (3, seqlens[1])
+    one = Sum(KvCacheCase(name="cache", cache_seqlens=lengths, seqlen_q=3), "auto")
+    with small_blocks(()), mock.patch.object(agreement, "_kind_of", noted):
+        run_part(one)
+    return [kind[0].seqlen_k for kind in kinds]
+
+
+def test_the_lengths_of_a_cache_are_those_of_rank_0(team: Team) -> None:
+    assert team.run(kinds_of, (30, 34)) == [[5], [], [], []]
+
+
+def run_without_trial(one: Sum) -> torch.Tensor:
+    forget()
+    with mock.patch.object(Trial, "winners", side_effect=AssertionError("tried")):
         return run_part(one)
 
 
-def test_a_call_too_small_to_divide_is_not_measured(team: Team) -> None:
-    check(AUTO, team.run(run_without_planning, AUTO))
+def test_a_call_too_small_to_divide_is_not_tried_where_one_transport_serves_it(team: Team) -> None:
+    check(AUTO, team.run(run_without_trial, AUTO))
 
 
 def run_twice(one: Sum) -> torch.Tensor:
@@ -117,23 +169,8 @@ def test_a_known_call_communicates_its_sums_alone(team: Team, plan: tuple[int, .
     check(one, team.run(run_twice, one))
 
 
-def run_alike_twice(one: Sum, longer: Sum) -> int:
-    """How often compute is measured for two calls."""
-    forget()
-    cost = ComputeCost(1.0, 1.0, 0.0)
-    with planning(), mock.patch.object(calibrate, "measure_compute", return_value=cost) as measured:
-        run_part(one)
-        run_part(longer)
-    return measured.call_count
-
-
-def test_calls_that_are_alike_are_measured_once_and_by_rank_0(team: Team) -> None:
-    longer = Sum(replace(CASE, seqlen_q=13, seqlen_k=13), "auto")
-    assert team.run(run_alike_twice, AUTO, longer) == [1, 0, 0, 0]
-
-
 def run_unlike(one: Sum, other: Sum, odd_rank: int) -> torch.Tensor:
-    with mock.patch.object(C10d, "_begin", side_effect=AssertionError("a sum has begun")):
+    with mock.patch.object(C10d, "_all_reduce", side_effect=AssertionError("a sum has begun")):
         return run_part(other if dist.get_rank() == odd_rank else one)
 
 
@@ -146,12 +183,12 @@ def run_unlike(one: Sum, other: Sum, odd_rank: int) -> torch.Tensor:
         (Sum(CASE, "auto"), ("rank 2 has rows=None", "rank 0 has rows=(4, 20)")),
         (Sum(CASE, (4, 20), torch.bfloat16), ("rank 2 has dtype=torch.bfloat16", "rank 0 has dtype=torch.float32")),
         (Sum(CASE, (4, 20), bias=True), ("rank 2 has has_bias=True", "rank 0 has has_bias=False")),
+        (Sum(CASE, (4, 20), hidden=20), ("rank 2 has hidden=20", "rank 0 has hidden=40")),
     ],
-    ids=["shape", "mask", "plan", "auto", "dtype", "bias"],
+    ids=["shape", "mask", "plan", "auto", "dtype", "bias", "hidden"],
 )
 def test_ranks_that_differ_all_fail_before_any_sum_and_are_named(team: Team, other: Sum, says: tuple[str, ...]) -> None:
-    for known in team.outcomes(forget):
-        assert known is None
+    team.run(forget)
     one = Sum(CASE, (4, 20))
     for error in team.outcomes(run_unlike, one, other, 2):
         assert isinstance(error, ArgumentError)
@@ -162,17 +199,17 @@ def test_ranks_that_differ_all_fail_before_any_sum_and_are_named(team: Team, oth
 
 def run_with_broken_rank_0(one: Sum) -> torch.Tensor:
     forget()
-    with planning(choose=mock.Mock(side_effect=MemoryError("no room to measure"))):
+    with small_blocks(()), mock.patch.object(agreement, "_kind_of", side_effect=MemoryError("no room to look")):
         return run_part(one)
 
 
-def test_a_plan_that_rank_0_cannot_make_is_an_error_on_all_ranks(team: Team) -> None:
+def test_an_error_of_rank_0_is_one_on_all_ranks(team: Team) -> None:
     first, *others = team.outcomes(run_with_broken_rank_0, AUTO)
     assert isinstance(first, MemoryError)
     for error in others:
         assert isinstance(error, RuntimeError)
         assert "rank 0" in str(error)
-        assert "MemoryError: no room to measure" in str(error)
+        assert "MemoryError: no room to look" in str(error)
     check(AUTO, team.run(run_part, AUTO))
 
 
@@ -206,88 +243,96 @@ def test_pairs_of_ranks_agree_and_sum_by_themselves(team: Team) -> None:
     assert not torch.equal(outs[0], outs[2])
 
 
-def capture_something_new() -> None:
-    with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("communicated")),
-    ):
-        agreement._check_not_capturing(torch.device("cuda"))
+# --- transports and graphs ---
 
 
-def test_a_new_call_under_graph_capture_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"cannot be captured in a CUDA graph.*once before"):
-        capture_something_new()
+class Fake(Transport):
+    """One that could serve anything, or has a reason."""
+
+    def __init__(self, name: str = "fake", reason: str | None = None) -> None:
+        self.name, self.reason = name, reason  # type: ignore[misc]
+        self.reserve, self.release = mock.Mock(), mock.Mock()  # type: ignore[method-assign]
+
+    def why_not(self, transfer: Any) -> str | None:
+        return self.reason
+
+    def run(self, compute: Any, out: torch.Tensor, rows: tuple[int, ...]) -> None:
+        raise AssertionError("run")
+
+
+def strategy(name: str = "fake") -> Strategy:
+    return Strategy(Fake(name), Partition((24,)))
 
 
 def run_with_another_transport_in_graphs(one: Sum) -> list[Any]:
     """What has been reserved of it after two calls."""
     forget()
     known = agreement.agreement_of(dist.group.WORLD)
-    in_graphs = mock.Mock(spec=C10d)
-    called = Candidate((one.rows,), next(iter(known.transports.values())))
-    with mock.patch.object(known, "_agree", return_value=Agreed(called, Candidate((4, 20), in_graphs))):
+    eager, graph = Strategy(next(iter(known.transports.values())), Partition((one.rows,))), strategy()
+    with mock.patch.object(known, "_agree", return_value=Agreed(eager, graph)):
         run_part(one)
         run_part(one)
-    return [tuple(reserved.args) for reserved in in_graphs.reserve.call_args_list]
+    return [tuple(reserved.args) for reserved in graph.transport.reserve.call_args_list]  # type: ignore[attr-defined]
 
 
 def test_what_graphs_of_a_call_need_is_there_when_it_has_been_made(team: Team) -> None:
     team.run(run_part, AUTO)  # makes the transport
-    row = 4 * AUTO.hidden
-    assert team.run(run_with_another_transport_in_graphs, AUTO) == [[(24 * row, 20 * row)]] * team.size
+    nbytes = 24 * 4 * AUTO.hidden
+    assert team.run(run_with_another_transport_in_graphs, AUTO) == [[(nbytes,)]] * team.size
 
 
-def test_a_call_is_made_in_one_way_where_it_is_called_and_in_another_where_it_is_captured() -> None:
-    known, key, group = agreement.Agreement(2), mock.Mock(), mock.Mock()
+def test_a_call_is_made_in_one_way_eagerly_and_in_another_in_a_graph() -> None:
+    known, key, group = Agreement(2), mock.Mock(), mock.Mock()
     key.problem.device = torch.device("cuda", 0)
-    called, captured = Candidate((1,), mock.Mock(spec=C10d)), Candidate((1,), mock.Mock(spec=C10d))
-    known.agreed[key] = Agreed(called, captured)
-    for capturing, way in ((False, called), (True, captured)):
+    agreed = known.agreed[key] = Agreed(strategy(), strategy())
+    for capturing, expected in ((False, agreed.eager), (True, agreed.graph)):
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing):
-            assert known.of(key, mock.Mock(), group) is way
+            assert known.of(key, mock.Mock(), group) is expected
+
+
+def test_a_new_call_under_graph_capture_is_refused() -> None:
+    key, group = mock.Mock(), mock.Mock()
+    key.problem.device = torch.device("cuda", 0)
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("communicated")),
+        pytest.raises(ArgumentError, match=r"cannot be captured in a CUDA graph.*once before"),
+    ):
+        Agreement(2).of(key, mock.Mock(), group)
 
 
 def test_transports_that_serve_no_call_give_their_memory_back() -> None:
-    known = agreement.Agreement(4)
-    called, captured, loser = (mock.Mock(spec=C10d) for _ in range(3))
-    known.transports = {(str(place), torch.device("cpu")): each for place, each in enumerate((called, captured, loser))}
-    known.agreed[mock.sentinel.key] = Agreed(Candidate((1,), called), Candidate((1,), captured))
+    known, agreed, loser = Agreement(4), Agreed(strategy("eager"), strategy("graph")), Fake("loser")
+    used = [each.transport for each in agreed]
+    known.transports = {(each.name, torch.device("cpu")): each for each in (*used, loser)}
+    known.agreed[mock.sentinel.key] = agreed
     known._release_unused()
-    loser.release.assert_called_once()
-    called.release.assert_not_called()
-    captured.release.assert_not_called()
+    assert [each.release.call_count for each in (*used, loser)] == [0, 0, 1]  # type: ignore[attr-defined]
 
 
-class Adding(Transport):
-    """One that takes part in compute, so that its sums have no time of their own."""
-
-    name, asks_for_shares = "adding", True
-
-    def __init__(self) -> None:
-        pass
-
-    why_not = run = mock.Mock()  # type: ignore[assignment]
-
-
-def test_only_sums_that_have_a_time_of_their_own_are_measured_and_compared_for_blocks_that_are_given() -> None:
-    blockwise = mock.Mock(C10d, asks_for_shares=False)
-    blockwise.name = "blockwise"
-    transfer = Transfer(64, 8, torch.float32, torch.device("cpu"), 2)
-    known, adding = agreement.Agreement(2), Adding()
-    known.transports = {(each.name, transfer.device): each for each in (blockwise, adding)}
-    cost = TransportCost("blockwise", ((1, 1.0),), 0.0)
-    with mock.patch.object(calibrate, "transport_costs", return_value=(cost,)) as measured:
-        assert known._quickest([adding, blockwise], transfer, (32, 32), mock.Mock()) is blockwise
-        assert known._quickest([adding], transfer, (32, 32), mock.Mock()) is adding
-    assert [call.args[0] for call in measured.call_args_list] == [[blockwise]]
+def test_the_reasons_of_all_transports_are_told() -> None:
+    device = torch.device("cpu")
+    known, transfer = Agreement(2), agreement.Transfer(8, 8, torch.float32, device)
+    made = {name: Fake(name, f"no {name}") for name in agreement.transports.TRANSPORTS}
+    known.transports = {(name, device): each for name, each in made.items()}
+    with pytest.raises(UnsupportedError, match=r"c10d: no c10d\n  ring_product: no ring.*\n  peer_kernel: no peer"):
+        known._able("auto", transfer, mock.Mock())
+    made["ring_product"].reason = None
+    assert known._able("auto", transfer, mock.Mock()) == [made["ring_product"]]
+    with pytest.raises(UnsupportedError, match=r"call:\n  c10d: no c10d$"):
+        known._able("c10d", transfer, mock.Mock())
 
 
-def test_transports_that_ask_for_shares_have_divisions_of_their_own() -> None:
-    problem, inputs = prepare_dense(*(torch.zeros(1, 4096, 2, 8) for _ in range(3)), Options(causal=True))
-    call = AttentionLinear(problem, inputs, torch.zeros(8, 16), "cpu")
-    transfer = Transfer(4096, 8, torch.float32, torch.device("cpu"), 2)
-    with mock.patch.object(calibrate, "measure_compute", return_value=ComputeCost(1.0, 1.0, 0.0)):
-        kind, ways = agreement.Agreement(2)._divided(call, transfer, [Adding()], [])
-    assert list(ways.values()) == list(divisions.in_a_ring(calibrate.workload_of(call, 2)).values())
-    assert {(way.transport, way.division) for way in ways} == {("adding", agreement.Division.RING)}
-    assert kind == calibrate.kind_of(call, calibrate.workload_of(call, 2))
+def test_given_blocks_are_tried_by_every_transport_that_serves_them() -> None:
+    problem = mock.Mock(total_q=24, dtype=torch.float32, device=torch.device("cpu"))
+    key = agreement.Key(problem, 8, False, "auto", "auto", (9, 15))
+    known, able = Agreement(2), [Fake("one"), Fake("two")]
+    with (
+        mock.patch.object(known, "_able", return_value=able) as asked,
+        mock.patch.object(agreement, "Trial") as trial,
+    ):
+        trial.return_value.winners.return_value = (1, 0)
+        agreed = known._agree(key, mock.Mock(), mock.Mock())
+    assert [each.partition.rows for each in trial.call_args.args[0]] == [(9, 15), (9, 15)]
+    assert (agreed.eager.transport, agreed.graph.transport) == (able[1], able[0])
+    assert asked.call_args.args[1].num_blocks == 2

@@ -20,7 +20,7 @@ from fastattention.distributed import (
     agreement,
     attention_linear_allreduce,
     attention_linear_allreduce_with_kvcache,
-    exchange,
+    object_collectives,
 )
 
 HIDDEN = 10
@@ -41,7 +41,7 @@ def not_alone(alone: None) -> Iterator[None]:
     with (
         mock.patch.object(dist, "get_world_size", return_value=2),
         mock.patch.object(agreement.Agreement, "of", silent),
-        mock.patch.object(exchange.dist, "all_gather_object", silent),
+        mock.patch.object(object_collectives.dist, "all_gather_object", silent),
     ):
         yield
 
@@ -164,7 +164,7 @@ def test_a_group_without_a_backend_for_the_device_is_refused_before_it_communica
     with (
         mock.patch.object(dist, "get_world_size", return_value=2),
         mock.patch.object(dist.ProcessGroup, "_get_backend", side_effect=RuntimeError("none")),
-        mock.patch.object(exchange.dist, "all_gather_object", silent),
+        mock.patch.object(object_collectives.dist, "all_gather_object", silent),
         pytest.raises(ArgumentError, match="group has no backend for tensors on cpu; its backends are cpu:gloo"),
     ):
         attention_linear_allreduce(**dense())

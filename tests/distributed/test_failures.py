@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,8 +21,8 @@ from tiers import slow
 from distributed.sums import Sum, check, run_part
 from distributed.team import Team
 from fastattention.distributed import agreement
-from fastattention.distributed.blocks import AttentionLinear
-from fastattention.distributed.transports import c10d
+from fastattention.distributed.row_blocks import AttentionLinear
+from fastattention.distributed.transports.c10d import C10d
 
 pytestmark = slow
 
@@ -39,7 +40,7 @@ class Report:
 
 def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> Report:
     """The call; the victim comes to harm when it computes its second block."""
-    real_compute, real_wait, real_init = AttentionLinear.compute, c10d._Work.wait, c10d._Work.__init__
+    real_compute, all_reduce = AttentionLinear.compute, C10d._all_reduce
     begun, waited = [], []
 
     def compute(self: AttentionLinear, start: int, stop: int, partial: Any) -> None:
@@ -47,20 +48,18 @@ def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 
             harm()
         real_compute(self, start, stop, partial)
 
-    def init(self: Any, *arguments: Any) -> None:
-        begun.append(self)
-        real_init(self, *arguments)
+    def begin(self: C10d, rows: torch.Tensor, asynchronous: bool) -> Any:
+        work = all_reduce(self, rows, asynchronous)
+        begun.append(work)
 
-    def wait(self: Any) -> None:
-        waited.append(self)
-        real_wait(self)
+        def wait() -> None:
+            waited.append(work)
+            work.wait()
+
+        return SimpleNamespace(wait=wait)
 
     error = None
-    with (
-        mock.patch.object(AttentionLinear, "compute", compute),
-        mock.patch.object(c10d._Work, "__init__", init),
-        mock.patch.object(c10d._Work, "wait", wait),
-    ):
+    with mock.patch.object(AttentionLinear, "compute", compute), mock.patch.object(C10d, "_all_reduce", begin):
         try:
             run_part(one)
         except Exception as raised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from distributed.team import GPU_PATIENCE, MOST_GPUS, Team, meet, skip_module_wi
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import agreement
-from fastattention.distributed.blocks import AttentionLinear
+from fastattention.distributed.row_blocks import AttentionLinear
 from fastattention.distributed.transports import TRANSPORTS
 
 skip_module_without_two_gpus()
@@ -49,7 +50,7 @@ def cached(name: str, plan: tuple[int, ...], **case: Any) -> Sum:
 def refusal(transport: str) -> str | None:
     """Why a transport serves nothing on these GPUs."""
     try:
-        run_with(dense("small", (1, 3), torch.bfloat16, batch_size=1, seqlen_q=4, seqlen_k=4), transport)
+        run_with(dense("small", (4,), torch.bfloat16, batch_size=1, seqlen_q=4, seqlen_k=4), transport)
     except UnsupportedError as error:
         return str(error)
     return None
@@ -85,14 +86,19 @@ BIASED = Sum(DenseCase(name="bias", **UNEVEN), (5, 23, 23), BRAIN, bias=True, hi
 
 @pytest.mark.parametrize("one", [*SUMS, BIASED], ids=lambda one: one.case.name)
 def test_the_sum_is_right_and_the_same_on_all_ranks(gpus: Team, transport: str, one: Sum) -> None:
-    row_bytes = one.hidden * one.dtype.itemsize
-    if transport == "nccl_symmetric" and row_bytes % 16:
-        why = f"rows of {row_bytes} bytes; its kernels sum wrongly what is not aligned to 16"
-        for error in gpus.outcomes(run_with, one, transport):
-            assert isinstance(error, UnsupportedError)
-            assert str(error) == f"no transport can sum the rows of this call:\n  {transport}: {why}"
-        return
+    one = served(one, transport)
     check(one, gpus.run(run_with, one, transport))
+
+
+def served(one: Sum, transport: str) -> Sum:
+    """The call in blocks, or whole by the transport that has no blocks."""
+    return replace(one, plan=(one.rows,)) if transport == "peer_kernel" and one.plan != "auto" else one
+
+
+def test_peer_kernel_refuses_blocks(gpus: Team) -> None:
+    for error in gpus.outcomes(run_with, SUMS[0], "peer_kernel"):
+        assert isinstance(error, UnsupportedError)
+        assert "it sums a call as a whole, and plan has 3 blocks" in str(error) or "cannot read" in str(error)
 
 
 def run_with(one: Sum, transport: str, backend: str = "auto") -> Tensor:
@@ -137,15 +143,15 @@ def run_in_a_row(sums: list[Sum], transport: str) -> list[Tensor]:
 
 
 def test_calls_of_other_sizes_follow_each_other_at_once(gpus: Team, transport: str) -> None:
-    results = gpus.run(run_in_a_row, [*GROWING, *GROWING[::-1]], transport)
-    for one, *outs in zip([*GROWING, *GROWING[::-1]], *results, strict=True):
+    sums = [served(one, transport) for one in [*GROWING, *GROWING[::-1]]]
+    for one, *outs in zip(sums, *gpus.run(run_in_a_row, sums, transport), strict=True):
         check(one, outs)
 
 
 @pytest.fixture
-def one() -> Sum:
+def one(transport: str) -> Sum:
     """Values that are multiplied by a power of two multiply the result by exactly that: it has no bias."""
-    return dense("again", (500, 100, 700, 500), BRAIN, hidden=1000, **LONG)
+    return served(dense("again", (500, 100, 700, 500), BRAIN, hidden=1000, **LONG), transport)
 
 
 def check_again_and_again(one: Sum, results: list[list[Tensor]]) -> None:
@@ -206,7 +212,7 @@ def run_captured(one: Sum, transport: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("plan", [(500, 100, 700, 500), (1800,)], ids=["blocks", "one-block"])
 def test_a_captured_call_is_replayed_with_other_values(gpus: Team, transport: str, plan: tuple[int, ...]) -> None:
-    one = dense("captured", plan, BRAIN, hidden=1000, **LONG)
+    one = served(dense("captured", plan, BRAIN, hidden=1000, **LONG), transport)
     check_again_and_again(one, gpus.run(run_captured, one, transport))
 
 
@@ -224,7 +230,7 @@ def test_a_new_call_is_not_captured(gpus: Team, transport: str) -> None:
         assert "cannot be captured in a CUDA graph" in str(error)
 
 
-def run_counting_corners(one: Sum, transport: str, backend: str) -> tuple[Tensor, int]:
+def run_counting_kernels(one: Sum, transport: str, backend: str) -> tuple[Tensor, int]:
     """The result, and how many calls torch's kernels with lse have served."""
     with mock.patch.object(gpu_kernels, "attend", wraps=gpu_kernels.attend) as attend:
         return run_with(one, transport, backend), attend.call_count
@@ -235,12 +241,11 @@ def run_counting_corners(one: Sum, transport: str, backend: str) -> tuple[Tensor
 def test_blocks_that_begin_within_causal_sequences(
     gpus: Team, transport: str, backend: str, dtype: torch.dtype
 ) -> None:
-    one = dense("corners", (200, 900, 700), dtype, hidden=256, **LONG)  # two begin within: at 200, and at 1100
-    results = gpus.run(run_counting_corners, one, transport, backend)
+    # Two begin within: at 200, and at 1100.
+    one = served(dense("within", (200, 900, 700), dtype, hidden=256, **LONG), transport)
+    results = gpus.run(run_counting_kernels, one, transport, backend)
     check(one, [out for out, _ in results])
-    # The 200 rows at the end of the second block are one call of FlashAttention.
-    has_cudnn = torch.cuda.get_device_capability() >= (9, 0)
-    assert {calls for _, calls in results} == {2 if backend == "sdpa" and has_cudnn else 0}
+    assert {calls > 0 for _, calls in results} == {backend == "sdpa" and len(one.plan) > 1}
 
 
 def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ...], str]:
@@ -249,7 +254,7 @@ def run_planned(one: Sum, transport: str) -> tuple[Tensor, Tensor, tuple[int, ..
     before = set(known.agreed)
     outs = [run_with(one, transport) for _ in range(2)]
     [key] = set(known.agreed) - before
-    return *outs, known.agreed[key].called.rows, known.agreed[key].called.transport.name
+    return *outs, known.agreed[key].eager.partition.rows, known.agreed[key].eager.transport.name
 
 
 PLANNED = {"batch_size": 4, "seqlen_q": 1024, "seqlen_k": 1024, "nheads": 4, "nheads_k": 2, "headdim": 64}
@@ -285,7 +290,7 @@ def run_beside_the_current_device(one: Sum, transport: str) -> Tensor:
 
 def test_the_current_device_may_be_another(gpus: Team, transport: str) -> None:
     """Streams and flags are those of the tensors' device."""
-    one = dense("elsewhere", (900, 300, 600), BRAIN, hidden=2048, **LONG)
+    one = served(dense("elsewhere", (900, 300, 600), BRAIN, hidden=2048, **LONG), transport)
     for _ in range(2):
         check(one, gpus.run(run_beside_the_current_device, one, transport))
 
@@ -315,11 +320,12 @@ def run_alone(one: Sum, transport: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("plan", [(5, 23, 23), (51,)], ids=["blocks", "one-block"])
 @pytest.mark.parametrize(
-    ("transport", "end"), [("copy_engine", "died"), ("ring_product", "died"), ("peer_kernel", "CUDA")]
+    ("transport", "plan", "end"),
+    [("ring_product", (5, 23, 23), "died"), ("ring_product", (51,), "died"), ("peer_kernel", (51,), "CUDA")],
+    ids=["ring-blocks", "ring-one-block", "kernel"],
 )
-def test_a_call_fails_when_a_rank_never_comes(abandoned: Team, transport: str, end: str, plan: tuple[int, ...]) -> None:
+def test_a_call_fails_when_a_rank_never_comes(abandoned: Team, transport: str, plan: tuple[int, ...], end: str) -> None:
     """The team's patience is longer than the timeout of the group, and beyond it a rank hangs."""
     one = dense("abandoned", plan, BRAIN, **UNEVEN)
     for _ in range(2):

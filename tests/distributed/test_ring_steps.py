@@ -1,8 +1,7 @@
-"""What ring_product has prepared for calls of a kind, on pretended GPUs."""
+"""What ring_product has prepared for calls of a kind, on fake GPUs."""
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,126 +9,68 @@ from unittest import mock
 import pytest
 import torch
 from cuda.bindings import driver
-from torch import Tensor
 
-from distributed.pretended_calls import BRAIN, HALF, SINGLE, check, sum_on
-from distributed.pretended_gpus import Host, Stream
-from fastattention.distributed.transports import ring_product, ring_steps
+from distributed.fake_calls import BRAIN, Call, check_calls, sum_on
+from distributed.fake_gpus import Host, Stream
+from fastattention.distributed.transports import ring_steps
 from fastattention.distributed.transports.ring_product import RingProduct
-from fastattention.distributed.transports.ring_steps import Kind
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import streams
-from fastattention.gpu_runtime.peer_memory import PeerMemory
 
-SIZE = 3
-BLOCKS = (5, 23, 1, 7)
-Call = tuple[tuple[int, ...], dict[str, Any]]  # rows of each block, and their numbers
-Kept = list[tuple[Kind, int]]  # each kind, and which steps they are
+FIRST = Call((5, 23, 1, 7), 5)
 
 
-def kept_after_each(calls: list[Call]) -> list[list[Kept]]:
-    """By rank and call, what is kept then. All calls are right."""
+def kept_after_each(*calls: Call) -> list[list[list[tuple[tuple[int, ...], int]]]]:
+    """By rank and call, which steps are kept then, by the rows of their kind. All calls are right."""
 
-    def task(transport: RingProduct, rank: int, stream: Stream) -> tuple[list[Tensor], list[Kept]]:
-        results, kept = [], []
-        for call, (blocks, like) in enumerate(calls):
-            results.append(sum_on(transport, rank, stream, call, blocks, **like))
-            assert transport._steps is not None
-            kept.append([(kind, id(steps)) for kind, (_, steps) in transport._steps._kept.items()])
-        return results, kept
+    def kept(transport: RingProduct) -> list[tuple[tuple[int, ...], int]]:
+        assert transport._steps is not None
+        return [(kind.rows, id(steps)) for kind, (_, steps) in transport._steps._kept.items()]
 
-    ranks = Host(SIZE, RingProduct).run(task)
-    for results, _ in ranks:
-        for call, ((blocks, like), found) in enumerate(zip(calls, results, strict=True)):
-            check(found, RingProduct, SIZE, call, blocks, **like)
-    return [kept for _, kept in ranks]
+    return check_calls(Host(3, RingProduct), calls, kept)
 
 
 def test_calls_of_a_kind_have_the_same_steps_whatever_their_result() -> None:
-    alike: list[Call] = [(BLOCKS, {"hidden": 5, "dtype": HALF})] * 3
-    for first, *others in kept_after_each(alike):
-        assert [kind.rows for kind, _ in first] == [BLOCKS]
+    for first, *others in kept_after_each(FIRST, FIRST, FIRST):
+        assert [rows for rows, _ in first] == [FIRST.blocks]
         assert others == [first, first]
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        ((5, 23, 8), {"hidden": 5, "dtype": HALF}),
-        (BLOCKS, {"hidden": 4, "dtype": HALF}),
-        (BLOCKS, {"hidden": 5, "dtype": BRAIN}),
-    ],
+    [FIRST._replace(blocks=(5, 23, 8)), FIRST._replace(hidden=4), FIRST._replace(dtype=BRAIN)],
     ids=["blocks", "hidden", "dtype"],
 )
 def test_calls_of_another_kind_have_their_own(other: Call) -> None:
-    first: Call = (BLOCKS, {"hidden": 5, "dtype": HALF})
-    for _, *kept in kept_after_each([other, first, other, first]):
-        assert [len(each) for each in kept] == [2, 2, 2]
-
-
-def test_calls_on_another_stream_have_their_own() -> None:
-    like = {"hidden": 5, "dtype": HALF}
-    host = Host(SIZE, RingProduct)
-
-    def task(transport: RingProduct, rank: int, stream: Stream) -> list[tuple[int, int]]:
-        host.here.streams.insert(1, Stream())
-        for call in range(4):
-            host.here.streams[:2] = host.here.streams[1::-1]  # the first is the current one
-            sum_on(transport, rank, host.here.streams[0], call, BLOCKS, **like)
-        assert transport._steps is not None
-        kept = transport._steps._kept.items()
-        assert {kind.stream for kind, _ in kept} == {one.cuda_stream for one in host.here.streams[:2]}
-        return [(kind.stream, on.cuda_stream) for kind, (on, _) in kept]
-
-    for pairs in host.run(task):
-        assert [first for first, _ in pairs] == [second for _, second in pairs]
-
-
-def test_calls_in_inference_mode_have_their_own_whose_views_are_of_that_mode() -> None:
-    """A view that was made in that mode cannot be written out of it."""
-
-    def task(transport: RingProduct, rank: int, stream: Stream) -> dict[bool, set[bool]]:
-        for call, mode in enumerate((True, False, True)):
-            with torch.inference_mode(mode):
-                sum_on(transport, rank, stream, call, BLOCKS, hidden=5, dtype=HALF)
-        assert transport._steps is not None
-        kept = transport._steps._kept.items()
-        return {kind.is_inference: {step.sum.is_inference() for step in steps} for kind, (_, steps) in kept}
-
-    for modes in Host(SIZE, RingProduct).run(task):
-        assert modes == {True: {True}, False: {False}}
-
-
-def test_memory_is_given_back_before_larger_is_taken_in_its_place() -> None:
-    def task(transport: RingProduct, rank: int, stream: Stream) -> None:
-        sum_on(transport, rank, stream, 0, BLOCKS, hidden=5, dtype=HALF)
-        kept = weakref.ref(transport._peers)
-        assert kept() is not None
-
-        def take(*arguments: Any) -> PeerMemory:
-            assert kept() is None
-            return PeerMemory(*arguments)
-
-        with mock.patch.object(ring_product, "PeerMemory", take):
-            sum_on(transport, rank, stream, 1, (300, 300), hidden=2000, dtype=SINGLE)
-
-    Host(1, RingProduct).run(task)
-
-
-def test_larger_memory_has_steps_of_its_own() -> None:
-    small: Call = (BLOCKS, {"hidden": 5, "dtype": HALF})
-    large: Call = ((300, 300), {"hidden": 2000, "dtype": SINGLE})
-    for before, with_large, again in kept_after_each([small, large, small]):
-        assert [kind.rows for kind, _ in with_large] == [(300, 300)]
-        assert [kind.rows for kind, _ in again] == [(300, 300), BLOCKS]
-        assert before[0][0] == again[1][0]
+    for kept in kept_after_each(other, FIRST, other, FIRST):
+        assert [len(each) for each in kept] == [1, 2, 2, 2]
 
 
 def test_what_is_kept_stays_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_steps, "MOST_KEPT", 2)
-    calls: list[Call] = [((rows, 2), {"hidden": 5, "dtype": HALF}) for rows in (1, 2, 3, 1)]
-    for kept in kept_after_each(calls):
-        assert [[kind.rows[0] for kind, _ in each] for each in kept] == [[1], [1, 2], [3], [3, 1]]
+    for kept in kept_after_each(*(Call((rows, 2), 5) for rows in (1, 2, 3, 1))):
+        assert [[rows[0] for rows, _ in each] for each in kept] == [[1], [1, 2], [3], [3, 1]]
+
+
+def test_calls_on_another_stream_or_in_inference_mode_have_their_own() -> None:
+    """A view that was made in that mode cannot be written out of it."""
+    host = Host(3, RingProduct)
+
+    def task(transport: RingProduct, rank: int, stream: Stream) -> None:
+        here = host.here.streams
+        here.insert(1, Stream())
+        for number in range(8):
+            here[0], here[1] = here[1], here[0]  # the first is the current one
+            with torch.inference_mode(number // 2 % 2 == 1):
+                sum_on(transport, rank, here[0], FIRST, number)
+        assert transport._steps is not None
+        kept = transport._steps._kept
+        assert len(kept) == 4
+        for kind, (on, steps) in kept.items():
+            assert kind.stream == on.cuda_stream
+            assert {step.sum.is_inference() for step in steps} == {kind.is_inference}
+
+    host.run(task)
 
 
 def test_an_error_of_the_driver_ends_what_is_enqueued_and_is_raised() -> None:

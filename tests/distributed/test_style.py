@@ -86,7 +86,7 @@ def short(size: int, limit: str) -> None:
     block = whole()
     made = parallel(block, size, TilingAllReduce())
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, told(None):
-        patch.setattr(f"fastattention.distributed.divisions.{limit}", 1)
+        patch.setattr(f"fastattention.distributed.row_partitions.{limit}", 1)
         patch.setattr(DeferredAttention, "project", lambda *_, **__: pytest.fail("it was divided into blocks"))
         for x in (tokens(3, 1), tokens(1, 1), tokens(3, 11)):
             assert_as_exact_as(made(x), block(x), exact(block, x))
@@ -104,7 +104,7 @@ def long(size: int) -> None:
     project = DeferredAttention.project
     x = torch.randn(2, 600, HIDDEN)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch, told(None):
-        patch.setattr("fastattention.distributed.divisions.LEAST_BYTES", 1)
+        patch.setattr("fastattention.distributed.row_partitions.LEAST_BYTES", 1)
         patch.setattr(DeferredAttention, "project", lambda *a, **k: calls.append(k["plan"]) or project(*a, **k))
         assert_as_exact_as(made(x), block(x), exact(block, x))
     assert calls == ["auto"]

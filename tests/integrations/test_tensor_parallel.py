@@ -209,8 +209,8 @@ def without_a_plan() -> None:
         assert_same(model(ids).logits, pair("qwen3").eager(ids).logits)
         assert (calls.count, calls.reasons) == (0, set())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fastattention.distributed.divisions.LEAST_BYTES", 1)
-            patch.setattr("fastattention.distributed.divisions.LEAST_ROWS", 48)
+            patch.setattr("fastattention.distributed.row_partitions.LEAST_BYTES", 1)
+            patch.setattr("fastattention.distributed.row_partitions.LEAST_ROWS", 48)
             assert_same(model(long).logits, pair("qwen3").eager(long).logits)
     assert (calls.count, calls.reasons) == (LAYERS, set())
 

@@ -111,7 +111,7 @@ def test_a_list_has_the_features_that_are_asked_for() -> None:
         variants = variants_of(CHIPS["T4"], headdims=(64,), features=features)
         return {(variant.source, getattr(variant, "cache_format", "")) for variant in variants}
 
-    sources = ("forward.cuh", "decode.cuh", "append.cuh", "merge.cuh", "sum_parts.cuh", "all_reduce.cuh")
+    sources = ("forward.cuh", "decode.cuh", "append.cuh", "merge.cuh")
     assert kinds(*UNQUANTISED) == {(source, "") for source in sources}
     assert kinds(Feature.INT8) == {("decode.cuh", "int8"), ("append.cuh", "int8")}
     assert kinds() == set()

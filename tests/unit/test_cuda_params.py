@@ -1,4 +1,4 @@
-"""params.py says what kernels/params.h says: names, order, places and sizes; and how kernels divide."""
+"""Structures say what the headers of kernels say: names, order, places and sizes; and how kernels divide."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ import pytest
 
 import fastattention
 from fastattention.backends.common.params import Params
-from fastattention.backends.cuda.params import (
-    AllReduceParams,
-    AppendParams,
-    AttentionParams,
-    MergeParams,
-    SumParams,
-)
+from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
+from fastattention.backends.cuda.params import AppendParams, AttentionParams, MergeParams
 from fastattention.backends.cuda.plan import divisor
+from fastattention.distributed.transports.all_reduce import AllReduceParams
 
-HEADER = Path(fastattention.__file__).parent / "backends" / "cuda" / "kernels" / "params.h"
+PACKAGE = Path(fastattention.__file__).parent
+PARAMS = PACKAGE / "backends" / "cuda" / "kernels" / "params.h"
+ALL_REDUCE = PACKAGE / "distributed" / "kernels" / "all_reduce_params.h"
+HEADERS: dict[type[Params], Path] = {
+    AttentionParams: PARAMS,
+    AppendParams: PARAMS,
+    MergeParams: PARAMS,
+    AllReduceParams: ALL_REDUCE,
+}
 
-STRUCTS = (AttentionParams, AppendParams, MergeParams, AllReduceParams, SumParams)
-
-every_struct = pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+every_struct = pytest.mark.parametrize("struct", HEADERS, ids=lambda struct: struct.__name__)
 
 
 def names_in_header(struct: type[Params]) -> list[str]:
     """The fields of a struct, in their order."""
-    text = re.sub(r"//[^\n]*", "", HEADER.read_text())
+    text = re.sub(r"//[^\n]*", "", HEADERS[struct].read_text())
     found = re.search(rf"struct {struct.__name__} \{{(.*?)\}};", text, re.DOTALL)
     assert found is not None
     statements = (statement for statement in found[1].split(";") if statement.strip())
@@ -41,8 +43,9 @@ def names(struct: type[Params]) -> list[str]:
     return [field[0] for field in struct._fields_]
 
 
-def test_the_header_has_no_other_struct() -> None:
-    assert re.findall(r"struct (\w+) \{", HEADER.read_text()) == [struct.__name__ for struct in STRUCTS]
+def test_the_headers_have_no_other_struct() -> None:
+    found = [name for header in (PARAMS, ALL_REDUCE) for name in re.findall(r"struct (\w+) \{", header.read_text())]
+    assert found == [struct.__name__ for struct in HEADERS]
 
 
 @every_struct
@@ -57,11 +60,14 @@ def test_fields_lie_where_the_compiler_puts_them(struct: type[Params], tmp_path:
         f'printf("{name} %zu %zu\\n", offsetof({struct.__name__}, {name}), sizeof({struct.__name__}::{name}));'
         for name in names_in_header(struct)
     ]
-    includes = f'#include "{HEADER}"\n#include <cstddef>\n#include <cstdio>\nusing fastattention::{struct.__name__};\n'
+    headers = "".join(f"#include {header}\n" for header in (f'"{HEADERS[struct]}"', "<cstddef>", "<cstdio>"))
+    includes = f"{headers}using fastattention::{struct.__name__};\n"
     size = f'printf("all 0 %zu\\n", sizeof({struct.__name__}));'
     source, program = tmp_path / "layout.cpp", tmp_path / "layout"
     source.write_text(includes + "int main() {\n" + "\n".join([*lines, size]) + "\n}\n")
-    subprocess.run(["c++", "-std=c++17", "-Wall", "-Werror", str(source), "-o", str(program)], check=True)
+    folders = [f"-I{folder}" for folder in KERNEL_FOLDERS]
+    command = ["c++", "-std=c++17", "-Wall", "-Werror", *folders, str(source), "-o", str(program)]
+    subprocess.run(command, check=True)
     printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
 
     fields = [(name, getattr(struct, name)) for name in names(struct)]

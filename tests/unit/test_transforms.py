@@ -78,7 +78,6 @@ def test_vmap(name: str, backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of torch's own kernels
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch itself
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_derivatives(name: str, backend: str) -> None:

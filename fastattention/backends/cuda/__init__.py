@@ -7,7 +7,6 @@ decode_heuristics.py     chooses the variant of the decode kernel, and its split
 kernel_config.py         the variants and their macros; variants.py lists those that calls ask for
 params.py                the arguments of kernels
 memory.py, counters.py   tensors and counters as kernels need them
-merging.py, summing.py   launches of the merge and of the sum of parts
-all_reduce.py            the launch of the all-reduce over the GPUs of a host
+merging.py               the launch of the merge of parts
 kernels/                 the CUDA C++ sources; arch/ has what differs among architectures
 """

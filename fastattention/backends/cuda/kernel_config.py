@@ -1,4 +1,4 @@
-"""The configurations of kernels (attention, append, merge, sum, all-reduce) and their macros."""
+"""The configurations of kernels (attention, append, merge) and their macros."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
 APPEND_WARPS = 4  # likewise kernels/append.cuh
 MERGE_WARPS = 4  # likewise kernels/merge.cuh
 MERGE_COLUMNS = 128  # that each of them takes
-SUM_WARPS = 8  # likewise kernels/sum_parts.cuh
-FIRST_WITH_BULK_COPIES = 90  # compute capability
-ALL_REDUCE_WARPS = 16  # likewise kernels/all_reduce.cuh
 
 
 @dataclass(frozen=True)
@@ -263,87 +260,6 @@ class MergeConfig:
             "FA_FLOAT32_PARTS": str(int(self.parts_dtype == "float32")),
             "FA_FLOAT32_OUT": str(int(self.out_dtype == "float32")),
         }
-
-
-@dataclass(frozen=True)
-class SumConfig:
-    """One variant of kernels/sum_parts.cuh. dtype: "float16", "bfloat16" or "float32"."""
-
-    include_folders: ClassVar = KERNEL_FOLDERS
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"sum_parts_{self.dtype}"
-
-    @property
-    def source(self) -> str:
-        """The header in kernels/ that is compiled."""
-        return "sum_parts.cuh"
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Its one function."""
-        return (Entry("fastattention_sum_parts", 32 * SUM_WARPS, 0),)
-
-    def macros(self) -> dict[str, str]:
-        """What kernels/element.cuh and kernels/columns.cuh are compiled with."""
-        return {
-            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
-            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
-            "FA_FLOAT32_PARTS": str(int(self.dtype == "float32")),
-        }
-
-
-@dataclass(frozen=True)
-class AllReduceConfig:
-    """One variant of kernels/all_reduce.cuh. dtype: "float16", "bfloat16" or "float32"."""
-
-    include_folders: ClassVar = KERNEL_FOLDERS
-    dtype: str
-    num_ranks: int
-    bulk_copies: bool
-
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"all_reduce_{self.dtype}_{self.num_ranks}_ranks{'_bulk' * self.bulk_copies}"
-
-    @property
-    def source(self) -> str:
-        """The header in kernels/ that is compiled."""
-        return "all_reduce.cuh"
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a CTA; kernels/peer_reads.cuh asserts the same."""
-        at_once = 2 if self.num_ranks <= 4 else 1
-        stages = 24 // (at_once * self.num_ranks)
-        stage = self.num_ranks * at_once * 16 * 32 * ALL_REDUCE_WARPS + 8
-        return stages * stage if self.bulk_copies else 0
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Its one function."""
-        return (Entry("fastattention_all_reduce", 32 * ALL_REDUCE_WARPS, self.shared_bytes),)
-
-    def macros(self) -> dict[str, str]:
-        """What kernels/element.cuh, kernels/columns.cuh and kernels/peer_reads.cuh are compiled with."""
-        return {
-            **SumConfig(self.dtype).macros(),
-            "FA_RANKS": str(self.num_ranks),
-            "FA_BULK_COPIES": str(int(self.bulk_copies)),
-            "FA_SHARED_BYTES": str(self.shared_bytes),
-        }
-
-
-def all_reduce_config(dtype: str, num_ranks: int, limits: Limits) -> AllReduceConfig:
-    """The variant for a GPU: with bulk copies, where there are such and shared memory for them."""
-    bulk = AllReduceConfig(dtype, num_ranks, bulk_copies=True)
-    if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_cta:
-        return bulk
-    return AllReduceConfig(dtype, num_ranks, bulk_copies=False)
 
 
 def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:

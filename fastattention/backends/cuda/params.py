@@ -5,9 +5,8 @@ from __future__ import annotations
 from fastattention.backends.common.params import Params, fields, formats
 
 MOST_PARTS = 8  # of a launch; kernels/params.h says the same
-MOST_BLOCKS = 16  # likewise
 
-_LENGTHS = {"parts": MOST_PARTS, "blocks": MOST_BLOCKS}
+_LENGTHS = {"parts": MOST_PARTS}
 
 
 class AttentionParams(Params):
@@ -58,23 +57,4 @@ class MergeParams(Params):
         lses_stride_batch[parts] lses_stride_head[parts] lses_stride_row[parts]""",
         i="num_parts batch_size tokens nheads headdim_v",
     )
-    _pointers, _rest = formats(_fields_)
-
-
-class AllReduceParams(Params):
-    """Of all_reduce.cuh."""
-
-    _fields_ = fields(
-        _LENGTHS,
-        Q="parts[parts] arrivals[parts] out ready steps finished",
-        q="ends[blocks] patience",
-        i="num_ctas num_blocks rank whole",
-    )
-    _pointers, _rest = formats(_fields_)
-
-
-class SumParams(Params):
-    """Of sum_parts.cuh."""
-
-    _fields_ = fields(_LENGTHS, Q="parts[parts] shared out", q="count", i="num_parts")
     _pointers, _rest = formats(_fields_)

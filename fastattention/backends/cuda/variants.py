@@ -15,8 +15,6 @@ from fastattention.backends.cuda.kernel_config import (
     AppendConfig,
     KernelConfig,
     MergeConfig,
-    SumConfig,
-    all_reduce_config,
 )
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Variant
@@ -158,7 +156,7 @@ def variants_of(
     arch: int | None = None,
     features: Sequence[Feature] = tuple(Feature),
 ) -> list[Variant]:
-    """Every variant that such calls can need on a GPU, each once: forwards, decodes, appends, merges and sums.
+    """Every variant that such calls can need on a GPU, each once: forwards, decodes, appends and merges.
 
     arch: the code path; None is the GPU's own.
     """
@@ -176,7 +174,6 @@ def variants_of(
         ),
         (AppendConfig(*append) for append in itertools.product(names, formats, columns)),
         _merges_of(names) if Feature.PLAIN in features else (),
-        _sums_of(names, limits) if Feature.PLAIN in features else (),
     )
     return list(dict.fromkeys(variants))
 
@@ -188,11 +185,3 @@ def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:
         yield MergeConfig(dtype, dtype)
         yield MergeConfig(dtype, "float32")
         yield MergeConfig("float32", dtype)
-
-
-def _sums_of(dtypes: Sequence[str], limits: Limits) -> Iterator[Variant]:
-    """Of parts, and over as many GPUs as hosts usually have. Others are compiled when they are asked for."""
-    for dtype in ("float32", *dtypes):
-        yield SumConfig(dtype)
-        for num_ranks in (2, 4, 8):
-            yield all_reduce_config(dtype, num_ranks, limits)

@@ -1,4 +1,4 @@
-"""The transports there are, and which of them can serve a call."""
+"""The transports there are."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import importlib
 import torch
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed.transports.base import BlockTransport, Pending, Room, Transfer, Transport
+from fastattention.distributed.transports.base import Compute, Transfer, Transport
 from fastattention.errors import ArgumentError
 
 # Name -> module:class. Modules are imported when first asked for.
 TRANSPORTS: dict[str, str] = {
     "c10d": "fastattention.distributed.transports.c10d:C10d",
-    "copy_engine": "fastattention.distributed.transports.copy_engine:CopyEngine",
     "ring_product": "fastattention.distributed.transports.ring_product:RingProduct",
     "peer_kernel": "fastattention.distributed.transports.peer_kernel:PeerKernel",
-    "nccl_symmetric": "fastattention.distributed.transports.nccl_symmetric:NcclSymmetric",
 }
 
 
@@ -36,4 +34,4 @@ def make(name: str, group: ProcessGroup, device: torch.device) -> Transport:
     return transport
 
 
-__all__ = ["TRANSPORTS", "BlockTransport", "Pending", "Room", "Transfer", "Transport", "check_name", "make"]
+__all__ = ["TRANSPORTS", "Compute", "Transfer", "Transport", "check_name", "make"]

@@ -1,16 +1,15 @@
-"""Transport: who sums rows over the ranks of a group."""
+"""Transport: computes this rank's part of a sum block by block, and sums the blocks over the ranks of a group."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed.products import products_leave_free
+from fastattention.distributed.row_partitions import Recipe
 
 
 class Compute(Protocol):
@@ -27,31 +26,12 @@ class Transfer(NamedTuple):
     hidden: int
     dtype: torch.dtype
     device: torch.device
-    group_size: int
+    num_blocks: int = 1  # that the caller has asked for
 
     @property
     def nbytes(self) -> int:
         """Bytes of all rows on one rank."""
         return self.rows * self.hidden * self.dtype.itemsize
-
-
-class Room(NamedTuple):
-    """What sums have of a GPU to themselves while later blocks are computed."""
-
-    ctas: int = 0  # of the transport's own kernel, if it has one
-    left_free: int = 0  # multiprocessors that matrix products leave to sums
-
-
-class Pending(abc.ABC):
-    """A sum that has begun. It keeps alive the memory it uses."""
-
-    def advance(self) -> None:
-        """Does what a sum needs of the current stream on its way. Called once more of the compute is enqueued."""
-        return
-
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Has the current stream wait for the sum; on the CPU, the caller. Raises what the collective raised."""
 
 
 class Transport(abc.ABC):
@@ -63,8 +43,7 @@ class Transport(abc.ABC):
     """
 
     name: ClassVar[str]
-    asks_for_shares: ClassVar[bool] = False  # of a block one after the other, and others in between
-    rooms: tuple[Room, ...] = (Room(),)  # a call is made with one of them; the same on every rank
+    recipes: ClassVar[tuple[Recipe, ...]] = ()  # partitions to try, beside all rows in one block
 
     @abc.abstractmethod
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -74,20 +53,23 @@ class Transport(abc.ABC):
     def why_not(self, transfer: Transfer) -> str | None:
         """Why this transport cannot serve `transfer`, or None. The answer is the same on every rank."""
 
-    def reserve(self, nbytes: int, largest_block: int) -> None:
-        """Takes what a call of so many bytes needs, in blocks of so many at most, if it is not there. Collective.
+    def attention_rows(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """Rows of which attention is computed at once, where blocks are given; () where `run` asks block by block."""
+        return ()
+
+    def reserve(self, nbytes: int) -> None:
+        """Takes the memory that a call of so many bytes needs, if it is not there. Collective.
 
         A graph can capture the call then, though another transport has served it.
         """
         return
 
     @abc.abstractmethod
-    def run(self, compute: Compute, out: Tensor, rows: Sequence[int], room: int = 0) -> None:
+    def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
         """Fills `out` with the sum over all ranks of what `compute` gives, block by block.
 
-        out: contiguous (rows, hidden).
-        rows: of each block; the same on every rank.
-        room: which of `rooms` the sums have; likewise.
+        out: contiguous (rows, hidden)
+        rows: of each block; the same on every rank
 
         Every sum that has begun is waited for, also when something fails; then the first error is raised.
         """
@@ -99,55 +81,3 @@ class Transport(abc.ABC):
     def close(self) -> None:
         """Releases what the transport holds, once the user's group is gone."""
         return
-
-
-class BlockTransport(Transport):
-    """One that sums what has been computed, whatever it is: while a block is summed, the next one is computed."""
-
-    def run(self, compute: Compute, out: Tensor, rows: Sequence[int], room: int = 0) -> None:
-        """One block is computed, then summed."""
-        partials = self.begin(out, rows, room)
-        if len(rows) == 1:
-            compute(0, rows[0], partials)
-            self.all_reduce_now(partials, out)
-            return
-        pending: list[Pending] = []
-        first_error: BaseException | None = None
-        try:
-            start = 0
-            for count in rows:
-                stop = start + count
-                with products_leave_free(self.rooms[room].left_free if pending else 0, out.device):
-                    compute(start, stop, partials[start:stop])
-                pending.append(self.all_reduce(partials[start:stop], out[start:stop]))
-                for before in pending[-2:-1]:
-                    before.advance()
-                start = stop
-        except BaseException as error:
-            first_error = error
-        for each in pending:
-            try:
-                each.wait()
-            except BaseException as error:
-                first_error = first_error or error
-        if first_error is not None:
-            raise first_error
-
-    @abc.abstractmethod
-    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
-        """Begins a call that sums into `out` (rows, hidden), in blocks of so many rows.
-
-        room: which of `rooms` it has.
-        Returns memory like `out` for this rank's parts: `out` itself, or memory that peers read.
-        """
-
-    @abc.abstractmethod
-    def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
-        """Begins to sum `partial` (rows, hidden) over all ranks into `out`, once the current stream has computed it.
-
-        Both are the next block of the call that has begun: of its `out`, and of the memory for its parts.
-        """
-
-    def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
-        """The same with nothing to overlap: what follows on the current stream finds the sum in `out`."""
-        self.all_reduce(partial, out).wait()

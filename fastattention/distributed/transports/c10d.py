@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,17 +11,19 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, _DistributedBackendOptions
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from fastattention.distributed.exchange import from_rank_0, timeout_of
-from fastattention.distributed.transports.base import BlockTransport, Pending, Room, Transfer
-
-# NCCL takes some two dozen CTAs. Products that leave all of these to it are slower by more than they gain.
-NCCL_ROOMS = (Room(), Room(left_free=16))
+from fastattention.distributed.object_collectives import from_rank_0, timeout_of
+from fastattention.distributed.row_partitions import OVERLAPPED
+from fastattention.distributed.transports.base import Compute, Transfer, Transport
 
 
-class C10d(BlockTransport):
-    """In place, asynchronous. Sums neither wait for the user's collectives nor hold them up."""
+class C10d(Transport):
+    """In place, asynchronous: while a block is summed, the next one is computed.
+
+    Sums neither wait for the user's collectives nor hold them up.
+    """
 
     name = "c10d"
+    recipes = OVERLAPPED
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         """The communicator has the backend of `group` for `device`, and its timeout.
@@ -40,50 +41,49 @@ class C10d(BlockTransport):
         options.group_id = name
         options.global_ranks_in_group = dist.get_process_group_ranks(group)
         self._communicator = _communicator(theirs.name(), options)
-        if theirs.name() == "nccl":
-            self.rooms = NCCL_ROOMS
 
     def why_not(self, transfer: Transfer) -> str | None:
         """None: whatever the backend of the group sums."""
         return None
 
-    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
-        """`out` itself."""
-        return out
+    def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
+        """One block is computed, then summed on the current stream, where the backend can."""
+        if len(rows) == 1:
+            compute(0, rows[0], out)
+            if (work := self._all_reduce(out, asynchronous=False)) is not None:
+                work.wait()
+            return
+        pending: list[Any] = []
+        first_error: BaseException | None = None
+        try:
+            start = 0
+            for count in rows:
+                block = out[start : start + count]
+                compute(start, start + count, block)
+                pending.append(self._all_reduce(block, asynchronous=True))
+                start += count
+        except BaseException as error:
+            first_error = error
+        for work in pending:
+            try:
+                work.wait()
+            except BaseException as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
-    def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
-        """On the communicator's stream."""
-        return _Work(self._begin(partial, out, asynchronous=True), out)
-
-    def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
-        """On the current stream, where the backend can."""
-        work = self._begin(partial, out, asynchronous=False)
-        if work is not None:
-            work.wait()
-
-    def _begin(self, partial: Tensor, out: Tensor, asynchronous: bool) -> Any:
-        # gloo takes rows with gaps, and changes what lies between them.
-        assert out.is_contiguous()
-        assert partial.data_ptr() == out.data_ptr()
+    def _all_reduce(self, rows: Tensor, asynchronous: bool) -> Any:
+        assert rows.is_contiguous()  # gloo takes rows with gaps, and changes what lies between them
         options = dist.AllreduceOptions()
         if hasattr(options, "asyncOp"):  # torch 2.7; before, every sum was asynchronous
             options.asyncOp = asynchronous
-        return self._communicator.allreduce([out], options)
+        return self._communicator.allreduce([rows], options)
 
     def close(self) -> None:
         """Ends the communicator."""
         if hasattr(self._communicator, "shutdown"):
             self._communicator.shutdown()
         self._communicator = None
-
-
-class _Work(Pending):
-    def __init__(self, work: Any, rows: Tensor) -> None:
-        self._work = work
-        self._rows = rows
-
-    def wait(self) -> None:
-        self._work.wait()
 
 
 def _communicator(backend: str, options: Any) -> Any:

@@ -20,50 +20,55 @@ Sums are rounded to their dtype after every rank, as in NCCL's rings. Every rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.distributed.exchange import timeout_of
+from fastattention.distributed.object_collectives import timeout_of
+from fastattention.distributed.row_partitions import RING
 from fastattention.distributed.transports.base import Compute
-from fastattention.distributed.transports.on_one_host import OnOneHost
+from fastattention.distributed.transports.p2p_base import PeerToPeer
+from fastattention.distributed.transports.ring_order import joined
 from fastattention.distributed.transports.ring_steps import Copy, Flags, Gather, Kind, PassOn, RingSteps
-from fastattention.distributed.transports.watch import Watch
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.peer_memory import PeerMemory
 from fastattention.gpu_runtime.streams import copy_async, enqueue_all
+from fastattention.gpu_runtime.watchdog import Watchdog
 
 
-class RingProduct(OnOneHost):
+class RingProduct(PeerToPeer):
     """Between GPUs of one host that can read each other's memory.
 
-    The process of a rank that waits for another longer than the timeout of the group ends, unless it is a graph that
-    waits (watch.py). It keeps the bytes of the largest call that it has served, and what CUDA graphs use.
+    The process of a rank that waits for another longer than the timeout of the group ends (gpu_runtime/watchdog.py),
+    unless a graph waits. It keeps the bytes of the largest call that it has served, and what CUDA graphs use.
     """
 
     name = "ring_product"
-    asks_for_shares = True
+    recipes = RING
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._steps: RingSteps | None = None  # as long as there is memory that peers read
         if self._reason is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self._gathering = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             # Recorded again and again, as making them takes longer: where one stream follows another, and in turns
             # where the sum of a step is here.
             self._following = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._here = [[torch.cuda.Event() for _ in range(self._size)] for _ in range(2)]  # type: ignore[no-untyped-call]
-            self._watch = Watch(self.name, device, timeout_of(group._get_backend(device)).total_seconds())
+            self._watchdog = Watchdog(self.name, device, timeout_of(group._get_backend(device)).total_seconds())
 
-    def run(self, compute: Compute, out: Tensor, rows: Sequence[int], room: int = 0) -> None:
+    def attention_rows(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """Of each block at once: ranks ask for its shares in different orders, and attention comes with the first."""
+        return joined(rows)
+
+    def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
         """One block goes round as well, with nothing to be computed meanwhile."""
-        self._follow_last_call()
-        self._keep_for_graphs(self._memory_of(out.nbytes))
+        self._begin(out.nbytes)
         assert self._steps is not None
         is_inference = torch.is_inference_mode_enabled()
-        kind = Kind(tuple(rows), out.shape, out.dtype, is_inference, module.current_stream(self._device.index))
+        kind = Kind(rows, out.shape, out.dtype, is_inference, module.current_stream(self._device.index))
         stream, steps = self._steps.of(kind, out)
         self._follow(stream, self._stream, self._gathering)  # a graph that is captured has to have all three
         try:
@@ -115,7 +120,7 @@ class RingProduct(OnOneHost):
         assert self._steps is not None
         self._steps.flags.read.enqueue(self._gathering.cuda_stream)
         if not self._is_captured:
-            self._watch.finish(self._gathering.cuda_stream)
+            self._watchdog.finish(self._gathering.cuda_stream)
         self._follow(self._gathering, stream)
 
     def _follow(self, first: torch.cuda.Stream, *others: torch.cuda.Stream) -> None:
@@ -125,7 +130,6 @@ class RingProduct(OnOneHost):
             self._following.wait(other)
 
     def _take(self, nbytes: int) -> PeerMemory:
-        self._steps = None  # which keep the memory in whose place this comes
         memory = PeerMemory(nbytes, Flags.needed(self._size), self._device, self._group_name)
         self._steps = RingSteps(memory, self._rank, self._size, self._here, self._stream, self._gathering)
         return memory

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.distributed.ring_order import MOST_BLOCKS, Share, shares_of, steps
+from fastattention.distributed.transports.ring_order import MOST_BLOCKS, Share, shares_of, steps
 from fastattention.gpu_runtime.peer_memory import PeerMemory
-from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, Meeting, Operation, copy_operation
+from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, Operation, StreamBarrier, copy_operation
 
 MOST_KEPT = 64  # kinds of calls
 
@@ -153,9 +153,9 @@ class Flags:
             FlagWrites([memory.flag(rank, kind + number) for number in range(MOST_BLOCKS * size)], 0)
             for kind in (0, complete)
         ]
-        # After a call; before that after one that failed, as between two meetings of a kind there must be another.
+        # After a call; before that after one that failed, as between two barriers of a kind there must be another.
         self.read, self.failed = (
-            Meeting(
+            StreamBarrier(
                 [memory.flag(rank, kind + other) for other in others],
                 [memory.flag(other, kind + rank) for other in others],
             )

@@ -52,7 +52,7 @@ def on_a_rank() -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]]:
     expected = whole(x).double()
     block = parallelize_module(whole, mesh, styles)
     with pytest.MonkeyPatch.context() as patch, Recorder() as recorder:
-        patch.setattr("fastattention.distributed.divisions.LEAST_BYTES", 1)
+        patch.setattr("fastattention.distributed.row_partitions.LEAST_BYTES", 1)
         patch.setattr(npu, "why_not", lambda *_: None)  # tensors are not on an NPU
         patch.setattr(npu, "communicator_name", lambda group: "gloo")
         out = block(x)

@@ -1,4 +1,4 @@
-// The library of one variant of the kernel that sums over GPUs.
+// The library of one variant of the all-reduce kernel.
 #include "all_reduce.cuh"
 
 #include "launch.hpp"

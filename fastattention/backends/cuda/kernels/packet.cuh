@@ -30,12 +30,12 @@ public:
         for (int i = 0; i < kNumbers; ++i) sum[i] += Format::widen(item(i));
     }
 
-    // Numbers [first, end) of it to their places in the packet at `to`, which need not be aligned.
-    FA_DEVICE void write(Item* to, int64_t first, int64_t end) const {
-        if (first <= 0 && end >= kNumbers && reinterpret_cast<int64_t>(to) % 16 == 0) return store_global_128(to, words_);
+    // Its first `count` numbers, or all, to `to`, which need not be aligned.
+    FA_DEVICE void write(Item* to, int64_t count) const {
+        if (count >= kNumbers && reinterpret_cast<int64_t>(to) % 16 == 0) return store_global_128(to, words_);
 #pragma unroll
         for (int i = 0; i < kNumbers; ++i)
-            if (first <= i && i < end) to[i] = item(i);
+            if (i < count) to[i] = item(i);
     }
 
 private:

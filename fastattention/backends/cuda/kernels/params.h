@@ -120,33 +120,4 @@ struct MergeParams {
     int32_t batch_size, tokens, nheads, headdim_v;
 };
 
-// Of all_reduce.cuh.
-constexpr int kMostBlocks = 16;
-
-struct AllReduceParams {
-    void* parts[kMostParts];        // (count), of each rank: what it has computed. Its sums take the place of its own
-    int32_t* arrivals[kMostParts];  // (CTAs, kMostParts), in the memory of each rank: the last step of every rank's CTAs
-    void* out;                      // (count)
-    int32_t* ready;     // (num_blocks): raised by this rank's stream when it has computed a block; null: all are computed
-    int32_t* steps;     // (CTAs): the last step of each
-    int32_t* finished;  // counts CTAs; 0 before and after
-
-    int64_t ends[kMostBlocks];  // of blocks, in numbers
-    int64_t patience;           // nanoseconds for which a rank is waited for
-
-    int32_t num_ctas;
-    int32_t num_blocks;
-    int32_t rank;
-    int32_t whole;  // every rank adds up all numbers, instead of its share
-};
-
-// Of sum_parts.cuh.
-struct SumParams {
-    const void* parts[kMostParts];
-    void *shared, *out;  // each gets the sum; `shared` may be a part
-
-    int64_t count;  // of numbers
-    int32_t num_parts;
-};
-
 }  // namespace fastattention

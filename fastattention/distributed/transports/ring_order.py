@@ -1,7 +1,4 @@
-"""Who computes which part of a block when, where a running sum goes round the ranks: see transports/ring_product.py.
-
-Plain Python.
-"""
+"""Who computes which part of a block when, where a running sum goes round the ranks (ring_product.py)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.distributed import corner
+from fastattention.backends.base import Backend
+from fastattention.backends.registry import select_backend
 from fastattention.problem import Inputs, Layout, Problem
 
 
@@ -39,11 +40,12 @@ class Piece(NamedTuple):
         return (self.end_sequence - self.first_sequence) * (self.end_row - self.first_row)
 
 
-class PieceProblem(NamedTuple):
+class PieceCall(NamedTuple):
     """A piece as a call of its own."""
 
     problem: Problem
     cut_keys: int  # keys at the end of every sequence that no row of the piece sees
+    backend: Backend
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,13 +66,8 @@ def may_cut_sequences(problem: Problem) -> bool:
     return not problem.has_alibi or problem.window_right == 0
 
 
-def cuts_sequences(rows: Sequence[int], seqlen_q: int) -> bool:
-    """Whether a block of these numbers of rows begins within a sequence."""
-    return any(start % seqlen_q for start in accumulate(rows))
-
-
 @functools.lru_cache(maxsize=4096)
-def piece_problem(problem: Problem, piece: Piece) -> PieceProblem:
+def piece_call(problem: Problem, piece: Piece, backend: str) -> PieceCall:
     """The call that a piece is. Wherever cutting is exact, that is where `may_cut_sequences`, or none is cut."""
     after = problem.seqlen_q - piece.end_row
     kept = after if problem.window_right == -1 else min(after, problem.window_right)
@@ -87,10 +84,10 @@ def piece_problem(problem: Problem, piece: Piece) -> PieceProblem:
         window_left=-1 if problem.window_left == -1 else problem.window_left + kept,
         window_right=-1 if problem.window_right == -1 else problem.window_right - kept,
     )
-    return PieceProblem(smaller, after - kept)
+    return PieceCall(smaller, after - kept, select_backend(smaller, backend))
 
 
-def piece_inputs(inputs: Inputs, piece: Piece, call: PieceProblem) -> Inputs:
+def piece_inputs(inputs: Inputs, piece: Piece, call: PieceCall) -> Inputs:
     """The tensors of a piece: views, apart from the lengths of a cache."""
     sequences, rows = slice(piece.first_sequence, piece.end_sequence), slice(piece.first_row, piece.end_row)
     slopes, bias = inputs.alibi_slopes, inputs.attn_bias
@@ -135,31 +132,31 @@ def _some(tensor: Tensor | None, sequences: slice) -> Tensor | None:
 class AttentionLinear:
     """One rank's part of a call, by blocks of rows: attention of its heads, times its columns of the projection."""
 
-    def __init__(self, problem: Problem, inputs: Inputs, w_o: Tensor, backend: str) -> None:
-        """`problem` and `inputs` are validated; w_o: (hidden, nheads * headdim_v)."""
+    def __init__(
+        self, problem: Problem, inputs: Inputs, w_o: Tensor, backend: str, chosen: Backend | None = None
+    ) -> None:
+        """`problem` and `inputs` are validated; w_o: (hidden, nheads * headdim_v); chosen: the backend, where known."""
         self.problem = problem
         self.inputs = inputs
         self.weight = w_o.t()
         self.backend = backend
+        self._chosen = chosen or select_backend(problem, backend)
 
     def attend(self, piece: Piece) -> Tensor:
         """Attention of a piece: (rows, nheads * headdim_v)."""
-        problem, inputs, num_rows = self.problem, self.inputs, piece.num_rows
-        if num_rows != problem.total_q:
-            call = piece_problem(problem, piece)
-            problem, inputs = call.problem, piece_inputs(inputs, piece, call)
-        return corner.attend(problem, inputs, self.backend).view(num_rows, -1)
+        problem, inputs, backend = self.problem, self.inputs, self._chosen
+        if piece.num_rows != problem.total_q:
+            call = piece_call(problem, piece, self.backend)
+            problem, inputs, backend = call.problem, piece_inputs(inputs, piece, call), call.backend
+        return backend.forward(problem, inputs).out.view(problem.total_q, -1)
 
     def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
         """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""
-        if stop - start == self.problem.total_q:  # what can be left out here is a tenth of a decoding step
-            attended = corner.attend(self.problem, self.inputs, self.backend)
-            self.multiply(attended.view(stop, -1), partial, adds)
-            return
         first = 0
         for piece in pieces(start, stop, self.problem.seqlen_q):
             end = first + piece.num_rows
-            self.multiply(self.attend(piece), partial[first:end], adds)
+            # Nearly always all: a view of it would take as long as a launch.
+            self.multiply(self.attend(piece), partial if end - first == stop - start else partial[first:end], adds)
             first = end
 
     def multiply(self, attended: Tensor, partial: Tensor, adds: bool) -> None:
@@ -170,7 +167,7 @@ class AttentionLinear:
             torch.mm(attended, self.weight, out=partial)
 
 
-class AttentionAhead:
+class CoarseAttention:
     """`AttentionLinear.compute` with attention of several blocks at once, when the first of their rows are asked for.
 
     Attention of few rows leaves much of a GPU idle; a product does so only with far fewer. What is attended is kept, as

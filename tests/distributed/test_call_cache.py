@@ -1,4 +1,4 @@
-"""Calls that look like an earlier one: they are not checked again, and are right; wrong ones are refused as ever."""
+"""Calls of a known signature: not checked again, and right; wrong ones are refused as ever."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from distributed.test_arguments import HIDDEN, WRONG, dense
 from fastattention import ArgumentError, UnsupportedError, explain, fast_attn_func
 from fastattention.distributed import agreement, attention_linear, attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, Agreement, Key
-from fastattention.distributed.transports import BlockTransport, Pending, Transfer
-from fastattention.distributed.trials import Candidate
+from fastattention.distributed.autotune import Strategy
+from fastattention.distributed.row_partitions import Partition
+from fastattention.distributed.transports import Compute, Transfer, Transport
 from fastattention.gpu_runtime import module
 
 
-class Doubled(BlockTransport):
+class Doubled(Transport):
     """A sum with another rank that has the same numbers."""
 
     name = "doubled"
@@ -35,22 +36,20 @@ class Doubled(BlockTransport):
     def why_not(self, transfer: Transfer) -> str | None:
         return None
 
-    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
-        return torch.full_like(out, torch.nan)
-
-    def all_reduce(self, partial: Tensor, out: Tensor) -> Pending:
-        raise AssertionError("calls have one block")
-
-    def all_reduce_now(self, partial: Tensor, out: Tensor) -> None:
+    def run(self, compute: Compute, out: Tensor, rows: tuple[int, ...]) -> None:
+        partial = torch.full_like(out, torch.nan)
+        compute(0, sum(rows), partial)
         torch.mul(partial, 2.0, out=out)
+
+
+def agreed_on(rows: int) -> Agreed:
+    return Agreed(*2 * (Strategy(Doubled(), Partition((rows,))),))
 
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agreement]:
     """Of a group that seems to be of two, whose calls have one block."""
-    monkeypatch.setattr(
-        Agreement, "_agree", lambda self, key, call, group: Agreed.always(Candidate((key.problem.total_q,), Doubled()))
-    )
+    monkeypatch.setattr(Agreement, "_agree", lambda self, key, call, group: agreed_on(key.problem.total_q))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = agreement.agreement_of(dist.GroupMember.WORLD)
     found.group_size = 2
@@ -111,18 +110,18 @@ OTHERS = {name: changes for name, changes in (KINDS | SAME_STRIDES).items() if c
 @torch.no_grad()
 def test_a_call_like_an_earlier_one_is_right_and_not_checked_again(known: Agreement, changes: dict[str, Any]) -> None:
     attention_linear_allreduce(**dense(**changes))
-    (looks,) = known.repeats
+    (signature,) = known.calls
     again = {name: with_other_numbers(value) for name, value in dense(**changes).items()}
     with unchecked():
         out = attention_linear_allreduce(**again)
     assert out is again.pop("out", out)
-    assert list(known.repeats) == [looks]
+    assert list(known.calls) == [signature]
     check(out, again)
 
 
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 @torch.no_grad()
-def test_a_call_that_looks_different_is_another(known: Agreement, changes: dict[str, Any]) -> None:
+def test_a_call_of_another_signature_is_another(known: Agreement, changes: dict[str, Any]) -> None:
     attention_linear_allreduce(**dense())
     with unchecked(), pytest.raises(AssertionError, match="checked"):
         attention_linear_allreduce(**dense(**changes))
@@ -134,7 +133,7 @@ def test_wrong_arguments_are_refused_after_right_ones(known: Agreement, refusal:
     with torch.no_grad():
         attention_linear_allreduce(**dense(out=out))
         attention_linear_allreduce(**dense(out=out, bias=torch.ones(HIDDEN)))
-    assert len(known.repeats) == 2
+    assert len(known.calls) == 2
     out.fill_(7.0)
     with contextlib.nullcontext() if "gradient" in refusal.name else torch.no_grad():
         assert_refused(lambda: attention_linear_allreduce(**(dense(out=out) | refusal.changes)), refusal)
@@ -169,7 +168,6 @@ def test_a_single_tensor_that_does_not_fit_is_refused_after_those_that_do(
         attention_linear_allreduce(**fitting | change)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # by torch, of its own
 @torch.no_grad()
 def test_a_tangent_is_refused_after_tensors_without(known: Agreement) -> None:
     attention_linear_allreduce(**dense())
@@ -183,9 +181,10 @@ def test_a_tangent_is_refused_after_tensors_without(known: Agreement) -> None:
 def test_what_is_remembered_knows_its_gpu(device: str, index: int | None) -> None:
     made = Agreement(2)
     key = Key(mock.Mock(device=torch.device(device)), HIDDEN, False, "auto", "auto", None)
-    made.agreed[key] = Agreed.always(Candidate((1,), Doubled()))
-    made.remember(("looks",), key)
-    assert made.repeats["looks",].cuda_index == index
+    made.agreed[key] = agreed_on(1)
+    with mock.patch.object(agreement, "select_backend"):
+        made.remember(("signature",), key)
+    assert made.calls["signature",].cuda_index == index
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "w_o"])
@@ -214,7 +213,7 @@ def test_a_known_call_is_refused_where_it_is_traced_and_only_explained_where_it_
         attention_linear_allreduce(**arguments)
     with FakeTensorMode(), pytest.raises(UnsupportedError, match="being traced"):
         attention_linear_allreduce(**arguments)
-    with mock.patch.object(Doubled, "all_reduce_now", side_effect=AssertionError("summed")):
+    with mock.patch.object(Doubled, "run", side_effect=AssertionError("summed")):
         assert explain(**arguments, function=attention_linear_allreduce).backend == "cpu"
 
 
@@ -232,8 +231,8 @@ def test_a_known_call_to_another_gpu_than_the_current_one_goes_the_longer_way(
 ) -> None:
     arguments = dense()
     attention_linear_allreduce(**arguments)
-    ((looks, repeat),) = known.repeats.items()
-    known.repeats[looks] = repeat._replace(cuda_index=1)
+    ((signature, cached),) = known.calls.items()
+    known.calls[signature] = cached._replace(cuda_index=1)
     monkeypatch.setattr(module, "current_device", lambda: 1)
     with unchecked():
         attention_linear_allreduce(**arguments)
@@ -256,7 +255,7 @@ def test_a_known_call_to_another_gpu_than_the_current_one_goes_the_longer_way(
 @torch.no_grad()
 def test_calls_that_need_more_are_checked_every_time(known: Agreement, changes: dict[str, Any]) -> None:
     attention_linear_allreduce(**dense(**changes))
-    assert not known.repeats
+    assert not known.calls
     assert len(known.agreed) == 1
 
 
@@ -264,7 +263,7 @@ def test_calls_that_need_more_are_checked_every_time(known: Agreement, changes: 
 def test_a_rank_that_is_alone_has_agreed_on_nothing(known: Agreement) -> None:
     known.group_size = 1
     attention_linear_allreduce(**dense())
-    assert not known.repeats
+    assert not known.calls
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -277,21 +276,21 @@ def test_a_strided_last_axis_is_still_copied(known: Agreement, name: str) -> Non
 
 
 @torch.no_grad()
-def test_what_ranks_no_longer_agree_on_is_not_repeated(known: Agreement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_no_longer_agree_on_is_forgotten(known: Agreement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MOST_KEPT", 2)
     kept = []
     for seqlen_q, plan in ((1, "auto"), (2, [4]), (3, "auto"), (4, [8]), (3, "auto")):
         attention_linear_allreduce(**dense(q=torch.randn(2, seqlen_q, 4, 8), plan=plan))
-        assert {repeat.key for repeat in known.repeats.values()} <= set(known.agreed)
-        kept.append([repeat.key.problem.seqlen_q for repeat in known.repeats.values()])
+        assert {call.key for call in known.calls.values()} <= set(known.agreed)
+        kept.append([call.key.problem.seqlen_q for call in known.calls.values()])
     assert kept == [[1], [1], [3], [], [3]]
 
 
 @torch.no_grad()
-def test_looks_of_one_kind_of_call_are_bounded(known: Agreement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signatures_of_one_kind_of_call_are_bounded(known: Agreement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "MOST_KEPT", 2)
     for count in range(3):
         room = torch.randn(2, 6 + count, 4, 8)
         attention_linear_allreduce(**dense(q=room[:, :6]))
     assert len(known.agreed) == 1
-    assert len(known.repeats) == 1
+    assert len(known.calls) == 1

@@ -1,15 +1,14 @@
-"""Ranks that are threads, each with GPU streams that are threads too: what transports enqueue runs as late as it may.
+"""Fake GPUs: ranks are threads, and so are their streams, which run what transports enqueue as late as they may.
 
 Memory is the process's own, so that all ranks reach it. Streams carry out operations in order and know nothing of each
 other but events and flags; each now and then stops for a while. The driver's copies and flags are done by ctypes, as
-are the kernels (pretended_kernels.py).
+is the kernel (fake_kernels.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import queue
 import random
 import threading
@@ -26,19 +25,12 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
-from distributed import pretended_kernels
-from distributed.pretended_kernels import PATIENCE, flag_at
-from fastattention.backends.cuda import all_reduce, summing
-from fastattention.backends.cuda.kernel_config import AllReduceConfig
-from fastattention.backends.cuda.params import AllReduceParams
-from fastattention.distributed.transports import on_one_host, peer_kernel
-from fastattention.distributed.transports.copy_engine import CopyEngine
-from fastattention.distributed.transports.on_one_host import OnOneHost
+from distributed.fake_kernels import PATIENCE, all_reduce, await_flag, flag_at
+from fastattention.distributed.transports import p2p_base, peer_kernel
+from fastattention.distributed.transports.all_reduce import AllReduceConfig, AllReduceParams
+from fastattention.distributed.transports.p2p_base import PeerToPeer
 from fastattention.gpu_runtime import module, streams
 from fastattention.gpu_runtime.chips import CHIPS
-from fastattention.gpu_runtime.module import KernelLaunch
-
-DELAY = 2e-3
 
 _WRITE = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
 
@@ -55,12 +47,11 @@ class Event:
 
     def wait(self, stream: Stream) -> None:
         happened = self.happened
-        stream.enqueue(lambda: await_it(happened))
 
+        def await_it() -> None:
+            assert happened.wait(PATIENCE), "an event never happens"
 
-def await_it(happened: threading.Event) -> None:
-    if not happened.wait(PATIENCE):
-        raise TimeoutError("an event never happens")
+        stream.enqueue(await_it)
 
 
 class Stream:
@@ -68,21 +59,20 @@ class Stream:
 
     streams: list[Stream] = []  # noqa: RUF012
 
-    def __init__(self, *_: object, **__: object) -> None:
-        self.cuda_stream = len(Stream.streams) + 1
+    def __init__(self) -> None:
         Stream.streams.append(self)
+        self.cuda_stream = len(Stream.streams)
         self.error: Exception | None = None
         self.is_stopped = False  # nothing more is carried out
         self.kept: list[Tensor] = []  # what operations still use that a failed test has forgotten
         self._operations: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._random = random.Random(self.cuda_stream)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while (operation := self._operations.get()) is not None and not self.is_stopped:
             if self._random.random() < 0.3:
-                time.sleep(DELAY * self._random.random())
+                time.sleep(2e-3 * self._random.random())
             try:
                 with torch.inference_mode():
                     operation()
@@ -93,20 +83,15 @@ class Stream:
     def enqueue(self, operation: Callable[[], object]) -> None:
         self._operations.put(operation)
 
-    def record_event(self) -> Event:
+    def wait_stream(self, other: Stream) -> None:
         event = Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
+        event.record(other)
         event.wait(self)
 
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
-
     def synchronize(self) -> None:
-        event = self.record_event()
-        while not event.happened.wait(0.01):
+        event = Event()
+        event.record(self)
+        while not event.happened.wait(0.01) and not self.is_stopped:
             for stream in Stream.streams:
                 if stream.error is not None:
                     raise stream.error
@@ -120,7 +105,7 @@ def stream_of(handle: int) -> Stream:
 
 
 class Driver:
-    """What streams.py asks of the CUDA driver."""
+    """What gpu_runtime/streams.py asks of the CUDA driver."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(driver, name)
@@ -130,7 +115,7 @@ class Driver:
         return (0,)
 
     def cuStreamWriteValue32(self, stream: int, address: int, number: int, _: int) -> tuple[int]:  # noqa: N802
-        stream_of(stream).enqueue(lambda: write(address, number))
+        stream_of(stream).enqueue(lambda: write_flag(address, number))
         return (0,)
 
     def cuStreamBatchMemOp(self, stream: int, count: int, operations: Sequence[Any], _: int) -> tuple[int]:  # noqa: N802
@@ -140,25 +125,22 @@ class Driver:
         return (0,)
 
 
-def write(address: int, number: int) -> None:
+def write_flag(address: Any, number: int) -> None:
     flag_at(address).value = number
 
 
 def carry_out(operation: Any) -> None:
     """Writes a flag, or waits for one."""
     if operation.operation == _WRITE:
-        write(operation.writeValue.address, int(operation.writeValue.value))
-        return
-    flag, deadline = flag_at(operation.waitValue.address), time.monotonic() + PATIENCE
-    while flag.value != int(operation.waitValue.value):
-        if time.monotonic() > deadline:
-            raise TimeoutError("a flag is never raised")
-        time.sleep(0)
+        write_flag(operation.writeValue.address, int(operation.writeValue.value))
+    else:
+        await_flag(operation.waitValue.address, int(operation.waitValue.value).__eq__)
 
 
 class Launch(NamedTuple):
     """Of the kernel by which peer_kernel sums."""
 
+    config: AllReduceConfig
     params: AllReduceParams
     stream: Stream
 
@@ -166,24 +148,21 @@ class Launch(NamedTuple):
 class Host:
     """The ranks of one host. `here` is what a thread knows of its own rank.
 
-    gpu: which of gpu_runtime/chips.py they have; timeout: of the group, in seconds.
+    gpus: by rank or for all, of gpu_runtime/chips.py; timeout: of the group, in seconds.
     """
 
     def __init__(
-        self, size: int, transport: type[OnOneHost] = CopyEngine, gpu: str = "H100", timeout: float = PATIENCE
+        self, size: int, kind: type[PeerToPeer], gpus: str | Sequence[str] = "H100", timeout: float = PATIENCE
     ) -> None:
-        self.size = size
+        self.size, self.kind = size, kind
         self.here = threading.local()
-        self.on_launch: Callable[[Launch], None] = lambda launch: None  # called behind it
-        self._make, self._limits = transport, CHIPS[gpu]
-        options = SimpleNamespace(_timeout=timedelta(seconds=timeout))
-        self._group: Any = SimpleNamespace(
-            group_name="pretended", _get_backend=lambda device: SimpleNamespace(options=options)
-        )
+        self.launches: list[list[Launch]] = [[] for _ in range(size)]  # by rank
+        self._gpus = [gpus] * size if isinstance(gpus, str) else gpus
+        backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=timeout)))
+        self._group: Any = SimpleNamespace(group_name="fake", _get_backend=lambda device: backend)
         self._barrier = threading.Barrier(size)
-        self._addresses = [0] * size
-        self._taken: list[Tensor] = []
-        self._empty = torch.empty
+        self._given: list[Any] = [None] * size
+        self._taken: list[Tensor] = []  # kept, as streams may still use what is freed
 
     def synchronize(self, *_: object) -> None:
         for stream in self.here.streams:
@@ -193,29 +172,41 @@ class Host:
         self.here.streams.append(Stream())
         return self.here.streams[-1]  # type: ignore[no-any-return]
 
-    def rendezvous(self, memory: Tensor, _: object) -> SimpleNamespace:
-        self._addresses[self.here.rank] = memory.data_ptr()
+    def gather(self, value: Any, _: object) -> list[Any]:
+        """What each rank gives."""
+        self._given[self.here.rank] = value
         self._barrier.wait(PATIENCE)
-        addresses = list(self._addresses)
-        self._barrier.wait(PATIENCE)  # before anybody writes another
-        return SimpleNamespace(buffer_ptrs=addresses, memory=memory)
+        values = list(self._given)
+        self._barrier.wait(PATIENCE)  # before anybody gives another
+        return values
 
-    def take(self, *shape: int, **like: Any) -> Tensor:
-        """Memory full of what nobody has written: NaN as floats. It is kept, as streams may still use what is freed."""
-        self._taken.append(self._empty(*shape, **like).fill_(0xFF))
+    def rendezvous(self, memory: Tensor, group: object) -> SimpleNamespace:
+        return SimpleNamespace(buffer_ptrs=self.gather(memory.data_ptr(), group), memory=memory)
+
+    def take(self, nbytes: int, **like: Any) -> Tensor:
+        """Memory full of what nobody has written: NaN as floats."""
+        self._taken.append(torch.empty(nbytes, **like).fill_(0xFF))
         return self._taken[-1]
 
-    def launch(self, step: KernelLaunch, params: AllReduceParams, stream: int) -> None:
-        """Launches kernels/all_reduce.cuh; `params` is copied before this returns."""
-        config = step.variant
-        assert isinstance(config, AllReduceConfig)
-        assert (config.num_ranks, step.num_ctas) == (self.size, params.num_ctas)
-        assert params.rank == self.here.rank
-        launched = AllReduceParams.from_buffer_copy(params)
-        dtype = getattr(torch, config.dtype)
-        stream_of(stream).enqueue(lambda: pretended_kernels.AllReduce(launched, dtype, self.size).run())
-        self.here.launches.append(Launch(launched, stream_of(stream)))
-        self.on_launch(self.here.launches[-1])
+    def load_kernel(self, config: AllReduceConfig, _: object) -> SimpleNamespace:
+        """With its function, whose parameters are copied before a launch returns."""
+
+        def launch(params: AllReduceParams, num_ctas: int, stream: int) -> None:
+            assert (config.num_ranks, params.num_ctas, params.rank) == (self.size, num_ctas, self.here.rank)
+            one = Launch(config, AllReduceParams.from_buffer_copy(params), stream_of(stream))
+            one.stream.enqueue(lambda: all_reduce(one.params, config))
+            self.launches[self.here.rank].append(one)
+
+        return SimpleNamespace(functions=[SimpleNamespace(launch=launch)])
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """This rank's calls are captured in a CUDA graph, and run all the same."""
+        self.here.captures = True
+        try:
+            yield
+        finally:
+            self.here.captures = False
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -225,24 +216,21 @@ class Host:
         here = self.here
         with contextlib.ExitStack() as stack:
             for where, name, what in (
-                (torch, "empty", self.take),
                 (torch.cuda, "Event", Event),
                 (torch.cuda, "Stream", self.make_stream),
-                (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
                 (torch.cuda, "current_stream", lambda device: here.streams[0]),
                 (torch.cuda, "synchronize", self.synchronize),
-                (torch.cuda, "is_current_stream_capturing", lambda: False),
+                (torch.cuda, "is_current_stream_capturing", lambda: here.captures),
                 (dist, "get_rank", lambda group: here.rank),
                 (dist, "get_world_size", lambda group: self.size),
                 (_symmetric_memory, "empty", self.take),
                 (_symmetric_memory, "rendezvous", self.rendezvous),
-                (on_one_host, "_why_not_group", lambda group, device: None),
-                (peer_kernel, "gather", lambda mine, group: [mine] * self.size),
+                (p2p_base, "_why_not_group", lambda group, device: None),
+                (peer_kernel, "gather", self.gather),
                 (streams, "driver_bindings", Driver),
                 (module, "current_stream", lambda index: here.streams[0].cuda_stream),
-                (module, "device_limits", lambda index: self._limits),
-                (summing, "sum_parts", sum_parts),
-                (all_reduce, "launcher", lambda step, params, index: functools.partial(self.launch, step, params)),
+                (module, "device_limits", lambda index: CHIPS[self._gpus[here.rank]]),
+                (module, "load_kernel", self.load_kernel),
             ):
                 stack.enter_context(mock.patch.object(where, name, what))
             yield
@@ -251,8 +239,8 @@ class Host:
         """What task(transport, rank, stream of the compute) returns on each rank, all of them at once."""
 
         def on(rank: int) -> Any:
-            self.here.rank, self.here.streams, self.here.launches = rank, [Stream()], []
-            transport = self._make(self._group, torch.device("cpu"))
+            self.here.rank, self.here.streams, self.here.captures = rank, [Stream()], False
+            transport = self.kind(self._group, torch.device("cpu"))
             try:
                 answer = task(transport, rank, self.here.streams[0])
                 self.synchronize()
@@ -268,10 +256,3 @@ class Host:
         Stream.streams.clear()
         with self.patched(), ThreadPoolExecutor(self.size) as ranks:
             return list(ranks.map(on, range(self.size)))
-
-
-def sum_parts(
-    parts: Sequence[int], shared: int, out: int, count: int, dtype: torch.dtype, device_index: int | None, stream: int
-) -> None:
-    """Launches the kernel of that name."""
-    stream_of(stream).enqueue(lambda: pretended_kernels.sum_parts(parts, shared, out, count, dtype))

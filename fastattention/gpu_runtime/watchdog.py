@@ -1,4 +1,4 @@
-"""Watch: an end to processes whose GPU waits for flags that no other rank raises any more."""
+"""Watchdog: an end to processes whose GPU waits for flags that no other rank raises any more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_REST = 1.0  # seconds from look to look
 _log = logging.getLogger(__name__)
 
 
-class Watch:
+class Watchdog:
     """Ends the process when its GPU finishes no call within a timeout, as the watchdog of torch's NCCL does.
 
     The GPU writes the number of every call that it has finished to memory of the host, where a thread looks now and
@@ -66,13 +66,13 @@ class Watch:
             os.abort()
 
 
-def _watch(reference: weakref.ref[Watch], rest: float) -> None:
-    """Until nobody has the watch any more."""
+def _watch(reference: weakref.ref[Watchdog], rest: float) -> None:
+    """Until nobody has the watchdog any more."""
     seen, since = 0, time.monotonic()
-    while (watch := reference()) is not None:
-        if watch.is_idle or watch.finished != seen:
-            seen, since = watch.finished, time.monotonic()
+    while (watchdog := reference()) is not None:
+        if watchdog.is_idle or watchdog.finished != seen:
+            seen, since = watchdog.finished, time.monotonic()
         else:
-            watch.check(since)
-        del watch
+            watchdog.check(since)
+        del watchdog
         time.sleep(rest)

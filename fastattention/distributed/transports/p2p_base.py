@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import abc
 import socket
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention import config
-from fastattention.backends.cuda.merging import DTYPE_NAMES
-from fastattention.backends.cuda.params import MOST_PARTS
-from fastattention.distributed.exchange import gather
+from fastattention.distributed.object_collectives import gather
+from fastattention.distributed.transports.all_reduce import DTYPES, MOST_RANKS
 from fastattention.distributed.transports.base import Transfer, Transport
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.peer_memory import PeerMemory
 
 
-class OnOneHost(Transport):
+class PeerToPeer(Transport):
     """Sums of what is computed in PeerMemory, which grows to the largest call and is kept; also what graphs use."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -32,72 +29,56 @@ class OnOneHost(Transport):
         self._peers: PeerMemory | None = None
         self._last: torch.cuda.Stream | None = None  # of the call before
         self._is_captured = False  # the call that has begun
-        self._in_graphs: set[object] = set()  # memory that graphs need, though larger may have taken its place
-        if self._reason is None:
-            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._in_graphs: set[PeerMemory] = set()  # that graphs need, though larger may have taken its place
 
     def why_not(self, transfer: Transfer) -> str | None:
         """Of the group, the same for every transfer; or its dtype."""
-        if self._reason is None and transfer.dtype not in DTYPE_NAMES:
+        if self._reason is None and transfer.dtype not in DTYPES:
             return f"{transfer.dtype} is not added up; float16, bfloat16 and float32 are"
         return self._reason
 
-    def begin(self, out: Tensor, rows: Sequence[int], room: int = 0) -> Tensor:
-        """Rows that peers can read."""
-        self._follow_last_call()
-        return self._memory_of(out.nbytes).like(out)
-
-    def _follow_last_call(self) -> None:
-        """The current stream goes on when the call before is over: all use one memory, whichever stream they are on."""
-        self._is_captured = torch.cuda.is_current_stream_capturing()
-        if self._is_captured:
-            return  # of replays the order is the user's
-        if self._last is None or self._last.cuda_stream != module.current_stream(self._device.index):
-            stream = torch.cuda.current_stream(self._device)
-            if self._last is not None:
-                stream.wait_stream(self._last)
-            self._last = stream
-
-    def reserve(self, nbytes: int, largest_block: int) -> None:
-        """Memory that peers can read."""
-        self._memory_of(nbytes)
-
-    def _memory_of(self, nbytes: int) -> PeerMemory:
-        """As many bytes or more, larger ones in the place of what there is."""
+    def reserve(self, nbytes: int) -> None:
+        """Memory that peers can read: so many bytes or more, larger ones in the place of what there is."""
         if self._peers is None or self._peers.nbytes < nbytes:
-            check_not_capturing()
-            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
-            self._peers = None
+            if torch.cuda.is_current_stream_capturing():
+                raise ArgumentError(
+                    "memory that peers read cannot be made while a CUDA graph is captured: make the largest call once "
+                    "before"
+                )
+            self.release()
             self._peers = self._take(nbytes)
-        return self._peers
 
     @abc.abstractmethod
     def _take(self, nbytes: int) -> PeerMemory:
         """Memory for a call, and the flags that sums in it need. Collective."""
 
-    def _keep_for_graphs(self, *memory: object) -> None:
-        """Of a call that has begun while a graph is captured: memory that it will use."""
+    def _begin(self, nbytes: int) -> PeerMemory:
+        """The memory of a call on the current stream, which follows the call before: all use one memory."""
+        self._is_captured = torch.cuda.is_current_stream_capturing()
+        # Of replays the order is the user's.
+        if not self._is_captured and (
+            self._last is None or self._last.cuda_stream != module.current_stream(self._device.index)
+        ):
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None:
+                stream.wait_stream(self._last)
+            self._last = stream
+        self.reserve(nbytes)
+        assert self._peers is not None
         if self._is_captured:
-            self._in_graphs.update(memory)
+            self._in_graphs.add(self._peers)
+        return self._peers
 
     def release(self) -> None:
         """Gives back what peers read."""
         if self._peers is not None:
-            torch.cuda.synchronize(self._device)  # as with any new memory: nobody uses the old any more
+            torch.cuda.synchronize(self._device)  # nobody uses the old memory any more
             self._peers = None
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Gives all memory back."""
         self._in_graphs.clear()
         self.release()
-
-
-def check_not_capturing() -> None:
-    """Raises ArgumentError where memory that peers read would have to be made during a capture."""
-    if torch.cuda.is_current_stream_capturing():
-        raise ArgumentError(
-            "memory that peers read cannot be made while a CUDA graph is captured: make the largest call once before"
-        )
 
 
 def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
@@ -109,7 +90,7 @@ def _why_not_group(group: ProcessGroup, device: torch.device) -> str | None:
     hosts = {host for host, _ in answers}
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts, and GPUs read each other's memory within one"
-    return f"it adds up {MOST_PARTS} parts at most, of {len(answers)} ranks" if len(answers) > MOST_PARTS else None
+    return f"it sums over {MOST_RANKS} ranks at most, got {len(answers)}" if len(answers) > MOST_RANKS else None
 
 
 def _why_not_device(device: torch.device) -> str | None:

@@ -75,7 +75,7 @@ class PeerReads {
     static constexpr int kStageBytes = 16 * kStagePackets;
     static constexpr int kStages = 24 / (kAtOnce * kRanks);
     static constexpr int kCounters = kStages * kRanks * kStageBytes;  // where they are
-    static_assert(FA_SHARED_BYTES == kCounters + kStages * 8, "kernel_config.py counts shared memory otherwise");
+    static_assert(FA_SHARED_BYTES == kCounters + kStages * 8, "transports/all_reduce.py counts shared memory otherwise");
 
 public:
     FA_DEVICE PeerReads(int cta, int num_ctas)

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastattention.distributed.blocks import (
-    AttentionAhead,
+from fastattention.distributed.row_blocks import (
     AttentionLinear,
+    CoarseAttention,
     Piece,
-    cuts_sequences,
     may_cut_sequences,
+    piece_call,
     piece_inputs,
-    piece_problem,
     pieces,
 )
 from fastattention.problem import Inputs, Problem
@@ -83,7 +82,7 @@ def cached_calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
 def attention_of_rows(problem: Problem, inputs: Inputs, start: int, stop: int) -> Tensor:
     parts = []
     for piece in pieces(start, stop, problem.seqlen_q):
-        smaller = piece_problem(problem, piece)
+        smaller = piece_call(problem, piece, "auto")
         part = reference_attention(smaller.problem, piece_inputs(inputs, piece, smaller))
         parts.append(part.out.flatten(0, 1))
     return torch.cat(parts)
@@ -141,23 +140,16 @@ def test_whole_sequences_are_one_piece() -> None:
 def test_a_causal_block_is_given_no_key_that_none_of_its_rows_sees() -> None:
     problem, inputs = prepare_dense(*(random(1, 8, 2, 8) for _ in range(3)), Options(causal=True))
     piece = Piece(0, 1, 2, 5)
-    assert piece_inputs(inputs, piece, piece_problem(problem, piece)).k.shape[1] == 5
+    assert piece_inputs(inputs, piece, piece_call(problem, piece, "auto")).k.shape[1] == 5
 
 
 def test_no_tensor_of_a_dense_block_is_a_copy() -> None:
     bias = random(1, 1, 8, 1)
     problem, inputs = prepare_dense(*(random(2, 8, 2, 8) for _ in range(3)), Options(causal=True), attn_bias=bias)
     piece = Piece(1, 2, 2, 5)
-    part = piece_inputs(inputs, piece, piece_problem(problem, piece))
+    part = piece_inputs(inputs, piece, piece_call(problem, piece, "auto"))
     for name in ("q", "k", "v", "attn_bias"):
         assert getattr(part, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("rows", "cuts"), [((5, 10), False), ((15,), False), ((5, 5, 5), False), ((4, 11), True), ((10, 4, 1), True)]
-)
-def test_blocks_that_cut_sequences_are_known(rows: tuple[int, ...], cuts: bool) -> None:
-    assert cuts_sequences(rows, 5) is cuts
 
 
 def call_of_three_sequences(causal: bool) -> AttentionLinear:
@@ -187,7 +179,7 @@ def test_attention_of_several_blocks_at_once_is_that_of_each(
     call.compute(0, 21, expected)
     out = torch.full_like(expected, torch.nan)
     with mock.patch.object(call, "attend", wraps=call.attend) as attend:
-        compute = AttentionAhead(call, attended).compute
+        compute = CoarseAttention(call, attended).compute
         for start, stop in pairwise([0, *accumulate(blocks)]):
             compute(start, stop, out[start:stop])
     torch.testing.assert_close(out, expected)
@@ -202,7 +194,7 @@ def test_attention_that_is_ahead_serves_rows_in_any_order_and_its_products_add()
     call.compute(0, 21, expected)
     out = torch.full_like(expected, torch.nan)
     with mock.patch.object(call, "attend", wraps=call.attend) as attend:
-        compute = AttentionAhead(call, (10, 11)).compute
+        compute = CoarseAttention(call, (10, 11)).compute
         for start, stop in ((3, 5), (14, 21), (9, 14), (5, 9), (0, 3)):
             compute(start, stop, out[start:stop])
         compute(2, 12, out[2:12], adds=True)

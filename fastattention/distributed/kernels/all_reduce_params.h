@@ -1,0 +1,24 @@
+// What all_reduce.cuh is told. fastattention/distributed/transports/all_reduce.py has the same fields.
+#pragma once
+
+#include "integers.h"
+
+namespace fastattention {
+
+constexpr int kMostRanks = 8;
+
+struct AllReduceParams {
+    void* parts[kMostRanks];        // (count), of each rank: what it has computed. Its sums take the place of its own
+    int32_t* arrivals[kMostRanks];  // (CTAs, kMostRanks), in the memory of each rank: the last step of every rank's CTAs
+    void* out;                      // (count)
+    int32_t* steps;                 // (CTAs): the last step of each
+
+    int64_t count;     // of numbers
+    int64_t timeout;  // nanoseconds for which a rank is waited for
+
+    int32_t num_ctas;
+    int32_t rank;
+    int32_t one_shot;  // every rank adds up all numbers, instead of its share
+};
+
+}  // namespace fastattention

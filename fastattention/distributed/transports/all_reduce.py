@@ -1,0 +1,122 @@
+"""Launches kernels/all_reduce.cuh: its variants, flags and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from fastattention.backends.common.params import Params, fields, formats
+from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.variant import Entry
+
+MOST_RANKS = 8  # kernels/all_reduce_params.h says the same
+WARPS = 16  # of a CTA; kernels/peer_reads.cuh says the same
+MOST_CTAS = 64
+PACKET_BYTES = 16  # that a thread reads at a time
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FIRST_WITH_BULK_COPIES = 90  # compute capability
+
+
+@dataclass(frozen=True)
+class AllReduceConfig:
+    """One variant of kernels/all_reduce.cuh."""
+
+    include_folders: ClassVar = (Path(__file__).parents[1] / "kernels", *KERNEL_FOLDERS)
+    source: ClassVar = "all_reduce.cuh"
+
+    dtype: torch.dtype
+    num_ranks: int
+    bulk_copies: bool
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"all_reduce_{dtype}_{self.num_ranks}_ranks{'_bulk' * self.bulk_copies}"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA; kernels/peer_reads.cuh asserts the same."""
+        at_once = 2 if self.num_ranks <= 4 else 1
+        stages = 24 // (at_once * self.num_ranks)
+        stage = self.num_ranks * at_once * PACKET_BYTES * 32 * WARPS + 8
+        return stages * stage if self.bulk_copies else 0
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_all_reduce", 32 * WARPS, self.shared_bytes),)
+
+    def macros(self) -> dict[str, str]:
+        """What it and the headers of the cuda backend that it includes are compiled with."""
+        return {
+            "FA_BFLOAT16": str(int(self.dtype is torch.bfloat16)),
+            "FA_CACHE_FORMAT": "0",
+            "FA_FLOAT32_PARTS": str(int(self.dtype is torch.float32)),
+            "FA_RANKS": str(self.num_ranks),
+            "FA_BULK_COPIES": str(int(self.bulk_copies)),
+            "FA_SHARED_BYTES": str(self.shared_bytes),
+        }
+
+
+def choose_config(dtype: torch.dtype, num_ranks: int, limits: Limits) -> AllReduceConfig:
+    """The variant for a GPU: with bulk copies, where there are such and shared memory for them."""
+    bulk = AllReduceConfig(dtype, num_ranks, bulk_copies=True)
+    if limits.target >= FIRST_WITH_BULK_COPIES and bulk.shared_bytes <= limits.shared_per_cta:
+        return bulk
+    return AllReduceConfig(dtype, num_ranks, bulk_copies=False)
+
+
+def usual_configs(limits: Limits, dtypes: Iterable[torch.dtype] = DTYPES) -> Iterator[AllReduceConfig]:
+    """For as many GPUs as hosts usually have, to compile them ahead. Others are compiled when they are asked for.
+
+    dtypes: besides float32, which sums of float32 partial results need
+    """
+    chosen = dict.fromkeys((torch.float32, *dtypes))
+    return (choose_config(dtype, num_ranks, limits) for dtype in chosen for num_ranks in (2, 4, 8))
+
+
+class Flags:
+    """Numbers of a rank's flags, of 32 bits each and 0 at first."""
+
+    ARRIVALS = 0
+    STEPS = ARRIVALS + MOST_CTAS * MOST_RANKS
+    COUNT = STEPS + MOST_CTAS
+
+
+class AllReduceParams(Params):
+    """Of kernels/all_reduce_params.h."""
+
+    _fields_ = fields(
+        {"ranks": MOST_RANKS},
+        Q="parts[ranks] arrivals[ranks] out steps",
+        q="count timeout",
+        i="num_ctas rank one_shot",
+    )
+    _pointers, _rest = formats(_fields_)
+
+
+def make_params(
+    parts: tuple[int, ...], flags: tuple[int, ...], rank: int, count: int, num_ctas: int, timeout: int, one_shot: bool
+) -> AllReduceParams:
+    """Parameters of a launch; `out`, the address of the result, is left to be set.
+
+    parts, flags: addresses by rank, as this one reaches them: multiples of PACKET_BYTES, and Flags
+    timeout: nanoseconds for which a rank waits for another
+    one_shot: every rank adds up everything, in the place of its share
+    """
+    unused = (0,) * (MOST_RANKS - len(parts))
+    template = AllReduceParams.template(count, timeout, num_ctas, rank, int(one_shot))
+    return AllReduceParams.make(template, *parts, *unused, *flags, *unused, 0, flags[rank] + 4 * Flags.STEPS)
+
+
+def ctas_for(nbytes: int, num_ranks: int, at_most: int, one_shot: bool) -> int:
+    """CTAs that have something to do, where each thread takes a packet of every rank at a time."""
+    packets = -(-nbytes // PACKET_BYTES)
+    of_a_rank = packets if one_shot else -(-packets // num_ranks)
+    return max(min(at_most, -(-of_a_rank // (32 * WARPS))), 1)

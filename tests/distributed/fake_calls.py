@@ -1,0 +1,123 @@
+"""Calls of transports on fake GPUs, and what they must return."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distributed.fake_gpus import Host, Stream
+from fastattention.distributed.transports.p2p_base import PeerToPeer
+from fastattention.distributed.transports.ring_order import shares_of
+from fastattention.distributed.transports.ring_product import RingProduct
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+AROUND = 16  # numbers before and behind a result, which stay what they are
+
+
+class Call(NamedTuple):
+    """Rows of each block, and their numbers."""
+
+    blocks: tuple[int, ...]
+    hidden: int = 24
+    dtype: torch.dtype = HALF
+
+    def rows(self, kind: type[PeerToPeer]) -> tuple[int, ...]:
+        """Of blocks, which ring_product alone takes."""
+        return self.blocks if kind is RingProduct else (sum(self.blocks),)
+
+
+CALLS = {
+    "even": Call((8, 8, 8), 16, BRAIN),
+    "uneven": Call((5, 23, 1, 7), 37, BRAIN),
+    "one block": Call((33,)),
+    "one block of a few hundred KiB": Call((150,), 501, SINGLE),
+    "two blocks": Call((2, 33), 40, SINGLE),
+    "less than a share": Call((1, 1, 2), 3),
+    "one number": Call((1,), 1, BRAIN),
+    "many blocks": Call((1, 3, 2) * 7, 5),
+    "more than a granule": Call((700, 300, 200), 500, SINGLE),
+}
+
+
+def part_of(rank: int, call: Call, number: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(sum(call.blocks), call.hidden, generator=generator).to(call.dtype)
+
+
+def summed(host: Host, call: Call, number: int = 0) -> Tensor:
+    """In float32 in the order of the ranks, rounded once. In a ring from the rank after the owner, rounded by each."""
+    parts = [part_of(rank, call, number) for rank in range(host.size)]
+    if host.kind is not RingProduct:
+        return reduce(torch.add, (part.float() for part in parts)).to(call.dtype)
+    total = torch.empty_like(parts[0])
+    for shares in shares_of(call.blocks, host.size):
+        for owner, share in enumerate(shares):
+            rows = slice(*share)
+            ranks = ((owner + step) % host.size for step in range(1, host.size + 1))
+            total[rows] = reduce(torch.add, (parts[rank][rows] for rank in ranks))
+    return total
+
+
+def sum_on(
+    transport: PeerToPeer,
+    rank: int,
+    stream: Stream,
+    call: Call,
+    number: int = 0,
+    *,
+    fails_at: int | None = None,
+    before: Callable[[int, Tensor], None] = lambda block, out: None,
+) -> Tensor:
+    """One call, for which the host does not wait: what the stream of the compute then finds, with AROUND.
+
+    fails_at: a block whose compute raises; before(block, result): called on the stream before it computes any of it.
+    """
+    mine, rows = part_of(rank, call, number), call.rows(type(transport))
+    around = torch.full((mine.numel() + 2 * AROUND,), 7.0, dtype=mine.dtype)
+    out = around[AROUND:-AROUND].view(mine.shape)
+    stream.kept.append(around)
+    ends = list(accumulate(rows))
+
+    def compute(start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
+        block = bisect_left(ends, stop)
+        if block == fails_at:
+            raise MemoryError(f"no memory for block {block}")
+        stream.enqueue(lambda: before(block, out))
+        stream.enqueue(lambda: (partial.add_ if adds else partial.copy_)(mine[start:stop]))
+
+    transport.run(compute, out, rows)
+    found = torch.empty_like(around)
+    stream.enqueue(lambda: found.copy_(around))
+    return found
+
+
+def check(found: Tensor, host: Host, call: Call, number: int = 0) -> None:
+    """What the stream has found is the sum, and nothing around it has been written."""
+    expected = summed(host, call, number)
+    assert torch.equal(found[AROUND:-AROUND].view(expected.shape), expected), f"call {number}: {call}"
+    assert (found[:AROUND] == 7.0).all()
+    assert (found[-AROUND:] == 7.0).all()
+
+
+def check_all(ranks: Sequence[Sequence[Tensor]], host: Host, calls: Sequence[Call]) -> None:
+    """What the streams of all ranks have found of calls 0, 1, ..."""
+    for results in ranks:
+        for number, (call, found) in enumerate(zip(calls, results, strict=True)):
+            check(found, host, call, number)
+
+
+def check_calls(host: Host, calls: Sequence[Call], look: Callable[[Any], Any] = lambda transport: None) -> list[Any]:
+    """Calls one after the other are right on every rank. Returns what look(transport) did after each, by rank."""
+
+    def task(transport: PeerToPeer, rank: int, stream: Stream) -> list[tuple[Tensor, Any]]:
+        return [(sum_on(transport, rank, stream, call, number), look(transport)) for number, call in enumerate(calls)]
+
+    ranks = host.run(task)
+    check_all([[found for found, _ in results] for results in ranks], host, calls)
+    return [[seen for _, seen in results] for results in ranks]

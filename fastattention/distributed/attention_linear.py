@@ -263,7 +263,7 @@ def _check_shapes(problem: Problem, w_o: Signature, bias: Signature | None, out:
 
 def _check_plan(plan: Any, problem: Problem) -> tuple[int, ...] | None:
     """The rows of each block; None for "auto"."""
-    if plan == "auto":
+    if isinstance(plan, str) and plan == "auto":  # arrays compare by elements
         return None
     if isinstance(plan, str) or not isinstance(plan, Sequence):
         raise ArgumentError(f'plan={plan!r} must be "auto" or the rows of each block, a sequence of integers')

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple, NoReturn
 
@@ -14,8 +15,11 @@ from torch.autograd import forward_ad
 from fastattention.backends.registry import Verdict, check_name, select_backend, verdicts
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.validation.common import is_differentiating
+from fastattention.validation import KvCacheArguments, PanelCache, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.validation.common import Options, as_kernels_read, is_differentiating
 from fastattention.validation.kinds import check_kinds, check_readable
+from fastattention.validation.kvcache import given_inputs
+from fastattention.validation.lengths import check_cache, check_varlen
 
 
 class Explanation(NamedTuple):
@@ -48,6 +52,7 @@ class _Explained(BaseException):
 
 # What fast_attn_with_kvcache calls the fields of Inputs.
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
+Signature = tuple[object, ...]
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_profiling = torch._C._autograd._profiler_enabled
@@ -70,25 +75,196 @@ def explain_call(call: Callable[[], object]) -> Explanation:
     )
 
 
-def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
-    """Serves a validated call with the backend of that name, or with the first that can for "auto".
+class Plan:
+    """How calls of one signature are served: by one look-up, checks of numbers, and a launch."""
 
-    Profilers see a range with the backend's name.
+    def __init__(self, problem: Problem, inputs: Inputs, given: Inputs, backend: str) -> None:
+        """inputs: as kernels read them; given: what they were made from."""
+        if not isinstance(backend, str):  # the look-up wants what can be hashed
+            check_name(backend)  # type: ignore[unreachable]
+        chosen = select_backend(problem, backend)
+        self.problem = problem
+        self._range = f"fastattention::{chosen.name}"
+        self._forward = chosen.plan(problem, inputs)
+        self._is_direct = all(map(operator.is_, given, inputs))
+
+    def run(self, inputs: Inputs) -> AttentionOutput:
+        """Serves a call with the tensors that were given. Profilers see a range with the backend's name."""
+        try:
+            if not self._is_direct:
+                inputs = as_kernels_read(self.problem, inputs)
+            if _is_profiling():
+                with torch.profiler.record_function(self._range):
+                    return self._forward(inputs)
+            return self._forward(inputs)
+        except RuntimeError:
+            names = _KVCACHE_NAMES if self.problem.layout is Layout.KVCACHE else {}
+            check_readable({names.get(name, name): tensor for name, tensor in inputs._asdict().items()})
+            raise
+
+
+_MOST_PLANS = 4096
+_plans: dict[object, Plan] = {}
+
+
+def forget_plans() -> None:
+    """Makes the next calls choose their backends again."""
+    _plans.clear()
+
+
+def signature_of(tensors: Sequence[object], backend: object, *scalars: Hashable) -> Signature | None:
+    """All that validation and plans read of a call but the numbers in index tensors and addresses.
+
+    None where a call has to be looked at more closely: while something follows it, as in `runs_eagerly`, and for all
+    but plain tensors that hold data. scalars: of the types that validation makes of them, since 1 == 1.0 == True
     """
+    first = tensors[0]
+    if (
+        type(backend) is not str
+        or is_traced()
+        or _transform_level() is not None
+        or forward_ad._current_level >= 0
+        or type(first) not in _PLAIN_TYPES
+        or first.is_meta  # type: ignore[attr-defined]
+        or _explaining.get()
+    ):
+        return None
+    records = torch.is_grad_enabled()
+    needs_grad = False
+    looks: list[object] = []
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                looks.append(None)
+            elif type(tensor) in _PLAIN_TYPES and not tensor.is_neg():  # type: ignore[attr-defined]
+                looks.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))  # type: ignore[attr-defined]
+                needs_grad |= records and tensor.requires_grad  # type: ignore[attr-defined]
+            else:
+                return None
+    except RuntimeError:  # of tensors without a shape or strides, which validation names
+        return None
+    return (needs_grad, backend, scalars, *looks)
+
+
+def attend_dense(
+    signature: Signature | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    options: Options,
+    backend: str,
+) -> AttentionOutput:
+    """fast_attn_func, now. signature: of the tensors from q to sinks, the options and the backend."""
+    plan = _plans.get(signature)
+    given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed)
+    if plan is not None:
+        return plan.run(given)
+    problem, inputs = prepare_dense(
+        q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed
+    )
+    return _run_new(signature, problem, inputs, given, backend)
+
+
+def attend_varlen(
+    signature: Signature | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    attn_bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout_seed: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    options: Options,
+    backend: str,
+) -> AttentionOutput:
+    """fast_attn_varlen_func, likewise. The numbers of cu_seqlens and block_table are checked in every call."""
+    plan = _plans.get(signature)
+    given = Inputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
+        attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+    )  # fmt: skip
+    if plan is not None:
+        try:
+            longest = check_varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+            is_served = longest == (plan.problem.seqlen_q, plan.problem.seqlen_k)
+        except (RuntimeError, TypeError):  # validation names the tensor at fault
+            is_served = False
+        if is_served:
+            return plan.run(given)
+    problem, inputs = prepare_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
+        alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+    )  # fmt: skip
+    return _run_new(signature, problem, inputs, given, backend)
+
+
+def attend_kvcache(
+    signature: Signature | None,
+    arguments: KvCacheArguments,
+    options: Options,
+    rotary_interleaved: bool,
+    num_splits: int,
+    backend: str,
+    panels: PanelCache | None = None,
+) -> AttentionOutput:
+    """fast_attn_with_kvcache, likewise. Lengths, indices and shared memory are checked in every call."""
+    plan = _plans.get(signature)
+    given = given_inputs(arguments)
+    if plan is not None:
+        try:
+            given = check_cache(plan.problem, given, arguments.cache_seqlens)
+        except (RuntimeError, TypeError):  # validation names the tensor at fault
+            plan = None
+        else:
+            return plan.run(given)
+    problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits, panels)
+    if given.cache_seqlens is None:
+        given = given._replace(cache_seqlens=inputs.cache_seqlens)
+    return _run_new(signature, problem, inputs, given, backend)
+
+
+def kvcache_signature(
+    arguments: KvCacheArguments,
+    options: Options,
+    rotary_interleaved: bool,
+    num_splits: int,
+    backend: str,
+    panels: PanelCache | None = None,
+) -> Signature | None:
+    """`signature_of` a call with a cache."""
+    if not (type(rotary_interleaved) is bool and type(num_splits) is int):
+        return None
+    has_one_length = type(arguments.cache_seqlens) is int
+    if has_one_length:
+        arguments = arguments._replace(cache_seqlens=None)
+    return signature_of(arguments, backend, options, rotary_interleaved, num_splits, panels, has_one_length)
+
+
+def _run_new(
+    signature: Signature | None, problem: Problem, inputs: Inputs, given: Inputs, backend: str
+) -> AttentionOutput:
     if _explaining.get():
         _stop(problem, backend)
-    if not isinstance(backend, str):  # the look-up wants what can be hashed
-        check_name(backend)  # type: ignore[unreachable]
-    chosen = select_backend(problem, backend)
-    try:
-        if _is_profiling():
-            with torch.profiler.record_function(f"fastattention::{chosen.name}"):
-                return chosen.forward(problem, inputs)
-        return chosen.forward(problem, inputs)
-    except RuntimeError:
-        names = _KVCACHE_NAMES if problem.layout is Layout.KVCACHE else {}
-        check_readable({names.get(name, name): tensor for name, tensor in inputs._asdict().items()})
-        raise
+    plan = Plan(problem, inputs, given, backend)
+    if signature is not None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[signature] = plan
+    return plan.run(inputs)
+
+
+def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
+    """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
+    return _run_new(None, problem, inputs, inputs, backend)
 
 
 def is_observed() -> bool:

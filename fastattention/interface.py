@@ -63,10 +63,19 @@ from torch.autograd.graph import increment_version
 
 from fastattention import ops
 from fastattention.backends.registry import check_name
-from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
+from fastattention.dispatch import (
+    Explanation,
+    attend_dense,
+    attend_kvcache,
+    attend_varlen,
+    explain_call,
+    kvcache_signature,
+    runs_eagerly,
+    signature_of,
+)
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput
-from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.validation import KvCacheArguments
 from fastattention.validation.common import is_functionalizing, read_options, require_tensor
 from fastattention.validation.kinds import check_kinds, check_readable
 
@@ -105,11 +114,9 @@ def fast_attn_func(
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
-    if runs_eagerly(q, k, v, alibi_slopes, attn_bias, sinks):
-        problem, inputs = prepare_dense(
-            q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed
-        )
-        result = run(problem, inputs, backend)
+    signature = signature_of((q, k, v, alibi_slopes, attn_bias, sinks), backend, options)
+    if signature is not None or runs_eagerly(q, k, v, alibi_slopes, attn_bias, sinks):
+        result = attend_dense(signature, q, k, v, alibi_slopes, attn_bias, sinks, seed, options, backend)
     else:
         tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
         _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
@@ -215,12 +222,11 @@ def fast_attn_varlen_func(
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
-    if runs_eagerly(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks):
-        problem, inputs = prepare_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
-            alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed,
-        )  # fmt: skip
-        result = run(problem, inputs, backend)
+    looks = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks)
+    longest = (max_seqlen_q, max_seqlen_k) if type(max_seqlen_q) is type(max_seqlen_k) is int else None
+    signature = signature_of(looks, backend, options, longest)
+    if signature is not None or runs_eagerly(*looks):
+        result = attend_varlen(signature, *looks, seed, max_seqlen_q, max_seqlen_k, options, backend)
     else:
         tensors = {
             "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
@@ -371,10 +377,10 @@ def fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
-    if runs_eagerly(*arguments):
-        problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
-        result = run(problem, inputs, backend)
-        if problem.seqlen_new:
+    signature = kvcache_signature(arguments, options, rotary_interleaved, num_splits, backend)
+    if signature is not None or runs_eagerly(*arguments):
+        result = attend_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend)
+        if k is not None and k.shape[1]:
             _count_writes(k_cache, v_cache, k_scale, v_scale)
     else:
         _check_traceable(arguments._asdict(), backend)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattention import flops
-from fastattention.dispatch import run
+from fastattention.dispatch import attend_dense, attend_kvcache, attend_varlen, kvcache_signature, signature_of
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.validation.common import read_int
@@ -98,7 +98,19 @@ def attention(
 
 
 def _run_attention(tensors: Tensors, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
-    return run(*_prepare_attention(tensors, max_seqlens, options), backend)
+    *looks, dropout_seed = tensors
+    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks = looks
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        signature = signature_of((q, k, v, alibi_slopes, attn_bias, sinks), backend, options)
+        return attend_dense(signature, q, k, v, alibi_slopes, attn_bias, sinks, dropout_seed, options, backend)
+    signature = signature_of(looks, backend, options, max_seqlens)
+    return attend_varlen(
+        signature, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed,
+        *max_seqlens, options, backend,
+    )  # fmt: skip
 
 
 def _prepare_attention(tensors: Tensors, max_seqlens: MaxSeqlens, options: Options) -> tuple[Problem, Inputs]:
@@ -285,8 +297,8 @@ def attention_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
-    problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
-    return _outputs(run(problem, inputs, backend), q)
+    signature = kvcache_signature(arguments, options, rotary_interleaved, num_splits, backend)
+    return _outputs(attend_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend), q)
 
 
 @attention_kvcache.register_fake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.errors import ArgumentError
-from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
+from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Inputs, Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
@@ -32,11 +32,8 @@ class Options(NamedTuple):
     return_lse: bool = False
 
 
-SignatureFields = tuple[torch.Size, torch.dtype, torch.device]
-
-
 class Signature(NamedTuple):
-    """What the cached checks need of a tensor: SignatureFields by name, as which they are equal."""
+    """What checks of shapes, dtypes and devices need of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,7 +58,7 @@ class Scores(NamedTuple):
 def require_tensor(name: str, value: object) -> None:
     """Raises ArgumentError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise _not_a_tensor(name, value)
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def require_tensors(**values: object) -> None:
@@ -72,14 +69,9 @@ def require_tensors(**values: object) -> None:
 
 def signature(name: str, value: object) -> Signature:
     """The Signature of a tensor; raises ArgumentError naming anything else."""
-    if not isinstance(value, Tensor):
-        raise _not_a_tensor(name, value)
-    # Every call makes three or more of these: tuple.__new__ takes a third of the time of Signature(...).
-    return tuple.__new__(Signature, (value.shape, value.dtype, value.device))
-
-
-def _not_a_tensor(name: str, value: object) -> ArgumentError:
-    return ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    require_tensor(name, value)
+    assert isinstance(value, Tensor)
+    return Signature(value.shape, value.dtype, value.device)
 
 
 def read_options(
@@ -97,7 +89,7 @@ def read_options(
         left, right = _window_pair(window_size)
     if not (softmax_scale is None or type(softmax_scale) is float):
         softmax_scale = _number("softmax_scale", softmax_scale)
-    read = (
+    return Options(
         softmax_scale,
         causal if type(causal) is bool else read_flag("causal", causal),
         left,
@@ -107,7 +99,6 @@ def read_options(
         deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
         return_lse,
     )
-    return tuple.__new__(Options, read)  # in half the time of Options(...), which short calls notice
 
 
 def read_int(name: str, value: object, allowed: str = "an integer") -> int:
@@ -276,8 +267,17 @@ def check_index(name: str, tensor: Signature, q: Signature, shape: tuple[int, ..
 
 def last_axis_contiguous(tensor: Tensor) -> Tensor:
     """`tensor`, copied only when its last axis is strided; kernels take any other strides."""
-    # stride(-1) takes twice as long
     return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def as_kernels_read(problem: Problem, inputs: Inputs) -> Inputs:
+    """Tensors as they were given, in the strides and dtypes that backends take: nothing is copied that has them."""
+    made: dict[str, Tensor] = {}
+    for names, convert in _CONVERSIONS:
+        made |= {name: convert(tensor) for name in names if (tensor := getattr(inputs, name)) is not None}
+    if inputs.attn_bias is not None:
+        made["attn_bias"] = inputs.attn_bias.expand(problem.bias_shape)
+    return inputs._replace(**made)
 
 
 def needs_grad(*arguments: object) -> bool:
@@ -308,6 +308,25 @@ def _is_within(*transforms: object) -> bool:
     return any(level.key() in transforms for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
-def as_float32(tensor: Tensor) -> Tensor:
+def _as_float32(tensor: Tensor) -> Tensor:
     """Per-head values in the dtype in which kernels read them."""
     return tensor.to(torch.float32).contiguous()
+
+
+# Caches and scales are written in place and never copied: checks refuse those that kernels cannot read.
+_CONVERSIONS: tuple[tuple[tuple[str, ...], Callable[[Tensor], Tensor]], ...] = (
+    (("q", "k", "v", "k_new", "v_new", "block_table"), last_axis_contiguous),
+    (
+        (
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+            "cache_seqlens",
+            "cache_batch_idx",
+            "cache_leftpad",
+            "rotary_cos",
+            "rotary_sin",
+        ),
+        Tensor.contiguous,
+    ),
+    (("alibi_slopes", "sinks"), _as_float32),
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,17 +12,14 @@ from fastattention.validation import lengths
 from fastattention.validation.common import (
     Options,
     Signature,
-    SignatureFields,
-    as_float32,
+    as_kernels_read,
     check_bias,
     check_index,
     check_options,
     check_qkv,
     check_rank,
     check_score_tensors,
-    last_axis_contiguous,
     needs_grad,
-    read_int,
     require_tensors,
     signature,
 )
@@ -44,48 +40,38 @@ def prepare_dense(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_func."""
-    # Short calls take less time than this does, and functions called here would take most of it: hence few are.
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        require_tensors(q=q, k=k, v=v)  # type: ignore[unreachable]
+    tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
+    require_tensors(q=q, k=k, v=v)
     try:
         problem = _dense_problem(
-            ((q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)),
+            signature("q", q),
+            signature("k", k),
+            signature("v", v),
             None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
             None if attn_bias is None else signature("attn_bias", attn_bias),
             None if sinks is None else signature("sinks", sinks),
             options,
-            needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
+            needs_grad(*tensors.values()),
         )
-        if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
-            q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
-        if alibi_slopes is attn_bias is sinks is dropout_seed is None:
-            return problem, Inputs(q, k, v)
-        if attn_bias is not None:
-            attn_bias = attn_bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
-        return problem, Inputs(
-            q,
-            k,
-            v,
-            alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
-            attn_bias=attn_bias,
-            sinks=None if sinks is None else as_float32(sinks),
-            dropout_seed=dropout_seed,
-        )
+        inputs = Inputs(
+            q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed
+        )  # fmt: skip
+        return problem, as_kernels_read(problem, inputs)
     except (RuntimeError, TypeError):
-        check_readable({"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks})
+        check_readable(tensors)
         raise
 
 
-@functools.lru_cache(maxsize=4096)
 def _dense_problem(
-    qkv: tuple[SignatureFields, SignatureFields, SignatureFields],
+    q: Signature,
+    k: Signature,
+    v: Signature,
     alibi_slopes: Signature | None,
     attn_bias: Signature | None,
     sinks: Signature | None,
     options: Options,
     needs_grad: bool,
 ) -> Problem:
-    q, k, v = (Signature(*fields) for fields in qkv)
     check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
     check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")
     check_rank("v", v, "batch_size, seqlen_k, nheads_k, headdim_v")
@@ -148,30 +134,16 @@ def prepare_varlen(
             None if sinks is None else signature("sinks", sinks),
         )
         _check_varlen_shapes(shapes)
-        longest_q, longest_k = _check_varlen_lengths(
+        longest_q, longest_k = lengths.check_varlen(
             q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
         )
-        problem = _varlen_problem(
-            shapes,
-            longest_q,
-            longest_k,
-            options,
-            needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
-        )
-        if attn_bias is not None:
-            attn_bias = attn_bias.expand(problem.nheads, problem.total_q, problem.seqlen_k)
-        return problem, Inputs(
-            last_axis_contiguous(q),
-            last_axis_contiguous(k),
-            last_axis_contiguous(v),
-            cu_seqlens_q=cu_seqlens_q.contiguous(),
-            cu_seqlens_k=cu_seqlens_k.contiguous(),
-            block_table=None if block_table is None else last_axis_contiguous(block_table),
-            alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
-            attn_bias=attn_bias,
-            sinks=None if sinks is None else as_float32(sinks),
-            dropout_seed=dropout_seed,
-        )
+        grad = needs_grad(q, k, v, alibi_slopes, attn_bias, sinks)
+        problem = _varlen_problem(shapes, longest_q, longest_k, options, grad)
+        inputs = Inputs(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
+            attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+        )  # fmt: skip
+        return problem, as_kernels_read(problem, inputs)
     except (RuntimeError, TypeError):
         tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks)
         check_readable(dict(zip(_VarlenSignatures._fields, tensors, strict=True)))
@@ -190,7 +162,6 @@ class _VarlenSignatures(NamedTuple):
     sinks: Signature | None
 
 
-@functools.lru_cache(maxsize=4096)
 def _check_varlen_shapes(s: _VarlenSignatures) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table = s[:6]
     check_rank("q", q, "total_q, nheads, headdim")
@@ -214,37 +185,6 @@ def _check_varlen_shapes(s: _VarlenSignatures) -> None:
             raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
 
 
-def _check_varlen_lengths(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    block_table: Tensor | None,
-) -> tuple[int, int]:
-    """Maxima of the batch. Off the CPU the numbers are read only when a maximum is missing."""
-    if max_seqlen_q is not None:
-        max_seqlen_q = read_int("max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k is not None:
-        max_seqlen_k = read_int("max_seqlen_k", max_seqlen_k)
-    if max_seqlen_q is not None and max_seqlen_k is not None and not lengths.are_checked(q):
-        lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, 0)
-        lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
-        return max_seqlen_q, max_seqlen_k
-    longest_q = lengths.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    longest_k = lengths.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0] if block_table is None else None)
-    if block_table is not None:
-        seqlens = cu_seqlens_k.diff().tolist()
-        lengths.check_paged_lengths("cu_seqlens_k", seqlens, block_table.shape[1] * k.shape[1])
-        lengths.check_block_table(block_table, seqlens, k.shape[1], k.shape[0])
-    return (
-        lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, longest_q),
-        lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, longest_k),
-    )
-
-
-@functools.lru_cache(maxsize=4096)
 def _varlen_problem(
     s: _VarlenSignatures, max_seqlen_q: int, max_seqlen_k: int, options: Options, needs_grad: bool
 ) -> Problem:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fastattention.problem import Inputs
@@ -32,13 +35,19 @@ def pointers(*tensors: Tensor | None) -> list[int]:
 
     Raises RuntimeError for any other without memory, of which kernels would read what lies at 0.
     """
-    return [0 if tensor is None else tensor.data_ptr() or _null(tensor) for tensor in tensors]
+    return [0 if tensor is None else tensor.data_ptr() or null_of(tensor) for tensor in tensors]
 
 
-def _null(tensor: Tensor) -> int:
+def null_of(tensor: Tensor) -> int:
+    """0, the address of a tensor that has no elements. Raises RuntimeError for any other."""
     if tensor.numel():
         raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} has no memory")
     return 0
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor, as torch has them: an axis without elements counts as one."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:

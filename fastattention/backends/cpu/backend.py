@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastattention.backends.base import Backend
 from fastattention.backends.cpu.library import load_library
-from fastattention.backends.cpu.params import attention_params
+from fastattention.backends.cpu.plan import CpuPlan
 from fastattention.backends.cpu.prepared import PreparedCall
 from fastattention.errors import LibraryError
 from fastattention.problem import AttentionOutput, Inputs, Problem
@@ -42,16 +41,17 @@ class CpuBackend(Backend):
         library = load_library()
         return f"{library.isa} of {', '.join(library.isas)}; {get_num_threads()} threads"
 
-    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+    def plan(self, problem: Problem, inputs: Inputs) -> CpuPlan:
         """One call of the native library, appending included."""
-        out = torch.empty(problem.out_shape, dtype=problem.dtype, device=problem.device)
-        lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device) if problem.return_lse else None
-        load_library().forward(attention_params(problem, inputs, out, lse, get_num_threads()))
-        return AttentionOutput(out, lse)
+        return CpuPlan(problem, inputs)
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        """Likewise, for a single call."""
+        return CpuPlan(problem, inputs)(inputs)
 
     def prepare(self, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
         """One call of the native library with a cache, to be run later: lengths and pages are those of now.
 
         out, lse: contiguous, as `forward` gives them; num_threads: at most, the thread that runs it included
         """
-        return PreparedCall(attention_params(problem, inputs, out, lse, num_threads), (inputs, out, lse))
+        return CpuPlan(problem, inputs).prepare(inputs, out, lse, num_threads)

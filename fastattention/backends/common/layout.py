@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastattention.problem import Inputs
 
-# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table, scales; then
-# the rows of its rotary tables, which limit what a cache may hold.
+# Strides of what a call has, None for what it has not: q, k, v, new tokens, bias with its dtype, slopes, block table,
+# scales; then the rows of its rotary tables, which limit what a cache may hold.
 Strides = tuple[object, ...]
 
 
@@ -21,6 +21,8 @@ def strides_of(inputs: Inputs) -> Strides:
         inputs.q.stride(),
         inputs.k.stride(),
         inputs.v.stride(),
+        None if inputs.k_new is None else inputs.k_new.stride(),
+        None if inputs.v_new is None else inputs.v_new.stride(),
         None if bias is None else (bias.stride(), bias.dtype),
         None if alibi is None else alibi.stride(),
         None if table is None else table.stride(),

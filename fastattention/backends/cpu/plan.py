@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import operator
-import struct
-
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import contiguous_strides, null_of, pointers
+from fastattention.backends.common.layout import contiguous_strides
+from fastattention.backends.common.params import Addresses
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.params import AttentionParams, attention_params
 from fastattention.backends.cpu.prepared import PreparedCall
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.threads import get_num_threads
-
-# Fields of Inputs whose addresses the library takes. Those of out and lse come before them.
-_TENSORS = [name for name, type_ in AttentionParams._fields_ if type_ is ctypes.c_void_p][2:]
 
 
 class CpuPlan:
@@ -26,9 +20,7 @@ class CpuPlan:
     def __init__(self, problem: Problem, inputs: Inputs) -> None:
         self._params = attention_params(problem, inputs)
         self._forward = load_library().forward(self._params)
-        given = [name for name in _TENSORS if getattr(inputs, name) is not None]
-        self._given = operator.attrgetter(*given)
-        self._addresses = struct.Struct("QQ" + "".join("Q" if name in given else "8x" for name in _TENSORS))
+        self._addresses = Addresses(AttentionParams, inputs)
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
 
@@ -37,8 +29,8 @@ class CpuPlan:
         q = inputs.q
         out = q.new_empty_strided(*self._out)  # in half the time of torch.empty
         lse = None if self._lse is None else q.new_empty_strided(*self._lse, dtype=torch.float32)
-        given = [tensor.data_ptr() or null_of(tensor) for tensor in self._given(inputs)]
-        addresses = self._addresses.pack(out.data_ptr(), 0 if lse is None else lse.data_ptr(), *given)
+        results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        addresses = self._addresses.pack(*results, *self._addresses.of(inputs))
         if self._forward(addresses, get_num_threads()) != 0:
             raise MemoryError("fastattention could not get memory for its packed keys and values")
         return AttentionOutput(out, lse)
@@ -46,6 +38,6 @@ class CpuPlan:
     def prepare(self, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
         """One call of the native library, to be run later."""
         params = AttentionParams.from_buffer_copy(self._params)
-        self._addresses.pack_into(params, 0, *pointers(out, lse, *self._given(inputs)))
+        self._addresses.pack_into(params, 0, out.data_ptr(), lse.data_ptr(), *self._addresses.of(inputs))
         params.num_threads = num_threads
         return PreparedCall(params, (inputs, out, lse))

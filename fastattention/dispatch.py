@@ -18,7 +18,6 @@ from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.validation import KvCacheArguments, PanelCache, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.validation.common import Options, as_kernels_read, is_differentiating
 from fastattention.validation.kinds import check_kinds, check_readable
-from fastattention.validation.kvcache import given_inputs
 from fastattention.validation.lengths import check_cache, check_varlen
 
 
@@ -218,7 +217,7 @@ def attend_kvcache(
 ) -> AttentionOutput:
     """fast_attn_with_kvcache, likewise. Lengths, indices and shared memory are checked in every call."""
     plan = _plans.get(signature)
-    given = given_inputs(arguments)
+    given = arguments.inputs()
     if plan is not None:
         try:
             given = check_cache(plan.problem, given, arguments.cache_seqlens)

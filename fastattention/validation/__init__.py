@@ -6,8 +6,8 @@ numbers (cu_seqlens, cache_seqlens, page indices), which only the CPU can do wit
 written before all have passed.
 """
 
-from fastattention.validation.common import Options
-from fastattention.validation.kvcache import KvCacheArguments, PanelCache, prepare_kvcache
+from fastattention.validation.common import KvCacheArguments, Options
+from fastattention.validation.kvcache import PanelCache, prepare_kvcache
 from fastattention.validation.prefill import prepare_dense, prepare_varlen
 
 __all__ = ["KvCacheArguments", "Options", "PanelCache", "prepare_dense", "prepare_kvcache", "prepare_varlen"]

@@ -32,6 +32,36 @@ class Options(NamedTuple):
     return_lse: bool = False
 
 
+class KvCacheArguments(NamedTuple):
+    """The tensors of fast_attn_with_kvcache, in its order; `cache_seqlens` may be one length for all sequences."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    cache_seqlens: Tensor | int | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    attn_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def inputs(self) -> Inputs:
+        """The tensors as they were given; cache_seqlens is missing unless it is one."""
+        lengths = self.cache_seqlens if isinstance(self.cache_seqlens, Tensor) else None
+        return Inputs(
+            self.q, self.k_cache, self.v_cache, None, None, lengths, self.cache_batch_idx, self.cache_leftpad,
+            self.block_table, self.k, self.v, self.rotary_cos, self.rotary_sin, self.alibi_slopes, self.attn_bias,
+            self.sinks, None, self.k_scale, self.v_scale,
+        )  # fmt: skip
+
+
 class Signature(NamedTuple):
     """What checks of shapes, dtypes and devices need of a tensor."""
 

@@ -12,6 +12,7 @@ from fastattention.errors import ArgumentError
 from fastattention.problem import Inputs, Layout, Problem
 from fastattention.validation import lengths
 from fastattention.validation.common import (
+    KvCacheArguments,
     Options,
     Signature,
     as_kernels_read,
@@ -32,27 +33,6 @@ from fastattention.validation.common import (
 from fastattention.validation.kinds import check_readable
 from fastattention.validation.prefill import PAGED_AXES
 from fastattention.validation.quantised import check_cache_dtype, check_not_expanded, check_scale
-
-
-class KvCacheArguments(NamedTuple):
-    """The tensors of fast_attn_with_kvcache, in its order; `cache_seqlens` may be one length for all sequences."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor | None = None
-    v: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-    cache_seqlens: Tensor | int | None = None
-    cache_batch_idx: Tensor | None = None
-    cache_leftpad: Tensor | None = None
-    block_table: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    attn_bias: Tensor | None = None
-    sinks: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
 
 
 class _Signatures(NamedTuple):
@@ -108,20 +88,11 @@ def prepare_kvcache(
             0 if panels is None else panels.panel_size,
         )
         _check_strides(a)
-        inputs = lengths.check_cache(problem, given_inputs(a), a.cache_seqlens)
+        inputs = lengths.check_cache(problem, a.inputs(), a.cache_seqlens)
         return problem, as_kernels_read(problem, inputs)
     except (RuntimeError, TypeError):
         check_readable(a._asdict())
         raise
-
-
-def given_inputs(a: KvCacheArguments) -> Inputs:
-    """The tensors as they were given; cache_seqlens is missing unless it is one."""
-    lengths = a.cache_seqlens if isinstance(a.cache_seqlens, Tensor) else None
-    return Inputs(
-        a.q, a.k_cache, a.v_cache, None, None, lengths, a.cache_batch_idx, a.cache_leftpad, a.block_table, a.k, a.v,
-        a.rotary_cos, a.rotary_sin, a.alibi_slopes, a.attn_bias, a.sinks, None, a.k_scale, a.v_scale,
-    )  # fmt: skip
 
 
 def _signatures(a: KvCacheArguments) -> _Signatures:

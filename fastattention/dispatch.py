@@ -6,19 +6,21 @@ import contextlib
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.registry import Verdict, check_name, select_backend, verdicts
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.validation import KvCacheArguments, PanelCache, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache, prepare_prefill
 from fastattention.validation.common import Options, as_kernels_read, is_differentiating
 from fastattention.validation.kinds import check_kinds, check_readable
 from fastattention.validation.lengths import check_cache, check_varlen
+from fastattention.validation.prefill import MaxSeqlens
 
 
 class Explanation(NamedTuple):
@@ -84,7 +86,7 @@ class Plan:
         chosen = select_backend(problem, backend)
         self.problem = problem
         self._range = f"fastattention::{chosen.name}"
-        self._forward = chosen.plan(problem, inputs)
+        self.forward = chosen.plan(problem, inputs)
         self._is_direct = all(map(operator.is_, given, inputs))
 
     def run(self, inputs: Inputs) -> AttentionOutput:
@@ -94,16 +96,15 @@ class Plan:
                 inputs = as_kernels_read(self.problem, inputs)
             if _is_profiling():
                 with torch.profiler.record_function(self._range):
-                    return self._forward(inputs)
-            return self._forward(inputs)
+                    return self.forward(inputs)
+            return self.forward(inputs)
         except RuntimeError:
             names = _KVCACHE_NAMES if self.problem.layout is Layout.KVCACHE else {}
             check_readable({names.get(name, name): tensor for name, tensor in inputs._asdict().items()})
             raise
 
 
-_MOST_PLANS = 4096
-_plans: dict[object, Plan] = {}
+_plans: BoundedDict[object, Plan] = BoundedDict()
 
 
 def forget_plans() -> None:
@@ -145,68 +146,26 @@ def signature_of(tensors: Sequence[object], backend: object, *scalars: Hashable)
     return (needs_grad, backend, scalars, *looks)
 
 
-def attend_dense(
-    signature: Signature | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi_slopes: Tensor | None,
-    attn_bias: Tensor | None,
-    sinks: Tensor | None,
-    dropout_seed: Tensor | None,
-    options: Options,
-    backend: str,
-) -> AttentionOutput:
-    """fast_attn_func, now. signature: of the tensors from q to sinks, the options and the backend."""
+def plan_prefill(
+    signature: Signature | None, given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
+) -> tuple[Plan, Inputs]:
+    """The plan of a call without a cache, and its tensors.
+
+    signature: None for a call that is not known by one; given: its tensors as they are; max_seqlens: None for a dense
+    call. Of a varlen one the numbers of cu_seqlens and block_table are checked in every call.
+    """
     plan = _plans.get(signature)
-    given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed)
     if plan is not None:
-        return plan.run(given)
-    problem, inputs = prepare_dense(
-        q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed
-    )
-    return _run_new(signature, problem, inputs, given, backend)
+        if max_seqlens is None:
+            return plan, given
+        with contextlib.suppress(RuntimeError, TypeError):  # validation names the tensor at fault
+            if check_varlen(given, max_seqlens) == (plan.problem.seqlen_q, plan.problem.seqlen_k):
+                return plan, given
+    problem, inputs = prepare_prefill(given, max_seqlens, options)
+    return _new_plan(signature, problem, inputs, given, backend)
 
 
-def attend_varlen(
-    signature: Signature | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    attn_bias: Tensor | None,
-    sinks: Tensor | None,
-    dropout_seed: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    options: Options,
-    backend: str,
-) -> AttentionOutput:
-    """fast_attn_varlen_func, likewise. The numbers of cu_seqlens and block_table are checked in every call."""
-    plan = _plans.get(signature)
-    given = Inputs(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
-        attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
-    )  # fmt: skip
-    if plan is not None:
-        try:
-            longest = check_varlen(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-            is_served = longest == (plan.problem.seqlen_q, plan.problem.seqlen_k)
-        except (RuntimeError, TypeError):  # validation names the tensor at fault
-            is_served = False
-        if is_served:
-            return plan.run(given)
-    problem, inputs = prepare_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
-        alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
-    )  # fmt: skip
-    return _run_new(signature, problem, inputs, given, backend)
-
-
-def attend_kvcache(
+def plan_kvcache(
     signature: Signature | None,
     arguments: KvCacheArguments,
     options: Options,
@@ -214,21 +173,25 @@ def attend_kvcache(
     num_splits: int,
     backend: str,
     panels: PanelCache | None = None,
-) -> AttentionOutput:
-    """fast_attn_with_kvcache, likewise. Lengths, indices and shared memory are checked in every call."""
+) -> tuple[Plan, Inputs]:
+    """Likewise of a call with a cache. Lengths, indices and shared memory are checked in every call."""
     plan = _plans.get(signature)
     given = arguments.inputs()
     if plan is not None:
-        try:
-            given = check_cache(plan.problem, given, arguments.cache_seqlens)
-        except (RuntimeError, TypeError):  # validation names the tensor at fault
-            plan = None
-        else:
-            return plan.run(given)
+        with contextlib.suppress(RuntimeError, TypeError):  # validation names the tensor at fault
+            return plan, check_cache(plan.problem, given, arguments.cache_seqlens)
     problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits, panels)
     if given.cache_seqlens is None:
         given = given._replace(cache_seqlens=inputs.cache_seqlens)
-    return _run_new(signature, problem, inputs, given, backend)
+    return _new_plan(signature, problem, inputs, given, backend)
+
+
+def prefill_signature(
+    given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
+) -> Signature | None:
+    """`signature_of` a call without a cache; maxima that are no integers are read in every call."""
+    longest = max_seqlens and tuple([length if type(length) is int else None for length in max_seqlens])
+    return signature_of(given, backend, options, longest)
 
 
 def kvcache_signature(
@@ -248,22 +211,20 @@ def kvcache_signature(
     return signature_of(arguments, backend, options, rotary_interleaved, num_splits, panels, has_one_length)
 
 
-def _run_new(
+def _new_plan(
     signature: Signature | None, problem: Problem, inputs: Inputs, given: Inputs, backend: str
-) -> AttentionOutput:
-    if _explaining.get():
-        _stop(problem, backend)
+) -> tuple[Plan, Inputs]:
+    stop_if_explaining(problem, backend)
     plan = Plan(problem, inputs, given, backend)
     if signature is not None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         _plans[signature] = plan
-    return plan.run(inputs)
+    return plan, inputs
 
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
     """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
-    return _run_new(None, problem, inputs, inputs, backend)
+    stop_if_explaining(problem, backend)
+    return Plan(problem, inputs, inputs, backend).run(inputs)
 
 
 def is_observed() -> bool:
@@ -283,12 +244,8 @@ def is_observed() -> bool:
 def stop_if_explaining(problem: Problem, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():
-        _stop(problem, backend)
-
-
-def _stop(problem: Problem, backend: str) -> NoReturn:
-    check_name(backend)  # an unknown one is an error here as it is in the call
-    raise _Explained(Explanation(problem, tuple(verdicts(problem))))
+        check_name(backend)  # an unknown one is an error here as it is in the call
+        raise _Explained(Explanation(problem, tuple(verdicts(problem))))
 
 
 def runs_eagerly(*tensors: object) -> bool:

@@ -65,19 +65,19 @@ from fastattention import ops
 from fastattention.backends.registry import check_name
 from fastattention.dispatch import (
     Explanation,
-    attend_dense,
-    attend_kvcache,
-    attend_varlen,
     explain_call,
     kvcache_signature,
+    plan_kvcache,
+    plan_prefill,
+    prefill_signature,
     runs_eagerly,
-    signature_of,
 )
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import AttentionOutput
+from fastattention.problem import AttentionOutput, Inputs
 from fastattention.validation import KvCacheArguments
-from fastattention.validation.common import is_functionalizing, read_options, require_tensor
+from fastattention.validation.common import Options, is_functionalizing, read_options, require_tensor
 from fastattention.validation.kinds import check_kinds, check_readable
+from fastattention.validation.prefill import MaxSeqlens
 
 WindowSize = Sequence[int] | Tensor
 
@@ -114,16 +114,8 @@ def fast_attn_func(
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
-    signature = signature_of((q, k, v, alibi_slopes, attn_bias, sinks), backend, options)
-    if signature is not None or runs_eagerly(q, k, v, alibi_slopes, attn_bias, sinks):
-        result = attend_dense(signature, q, k, v, alibi_slopes, attn_bias, sinks, seed, options, backend)
-    else:
-        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
-        _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
-        result = ops.call_attention(
-            q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, None, None, options, backend
-        )
-    return _returned(result, return_lse, return_attn_probs)
+    given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed)
+    return _returned(_attend(given, None, options, backend, return_attn_probs), return_lse, return_attn_probs)
 
 
 def fast_attn_qkvpacked_func(
@@ -221,23 +213,12 @@ def fast_attn_varlen_func(
     """
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
-    seed = _dropout_seed(q, options.dropout_p)
-    looks = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks)
-    longest = (max_seqlen_q, max_seqlen_k) if type(max_seqlen_q) is type(max_seqlen_k) is int else None
-    signature = signature_of(looks, backend, options, longest)
-    if signature is not None or runs_eagerly(*looks):
-        result = attend_varlen(signature, *looks, seed, max_seqlen_q, max_seqlen_k, options, backend)
-    else:
-        tensors = {
-            "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-            "block_table": block_table, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
-        }  # fmt: skip
-        _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
-        result = ops.call_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed,
-            max_seqlen_q, max_seqlen_k, options, backend,
-        )  # fmt: skip
-    return _returned(result, return_lse, return_attn_probs)
+    given = Inputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes, attn_bias=attn_bias,
+        sinks=sinks, dropout_seed=_dropout_seed(q, options.dropout_p),
+    )  # fmt: skip
+    max_seqlens = (max_seqlen_q, max_seqlen_k)
+    return _returned(_attend(given, max_seqlens, options, backend, return_attn_probs), return_lse, return_attn_probs)
 
 
 def fast_attn_varlen_qkvpacked_func(
@@ -379,8 +360,9 @@ def fast_attn_with_kvcache(
     )  # fmt: skip
     signature = kvcache_signature(arguments, options, rotary_interleaved, num_splits, backend)
     if signature is not None or runs_eagerly(*arguments):
-        result = attend_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend)
-        if k is not None and k.shape[1]:
+        plan, inputs = plan_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend)
+        result = plan.run(inputs)
+        if plan.problem.seqlen_new:
             _count_writes(k_cache, v_cache, k_scale, v_scale)
     else:
         _check_traceable(arguments._asdict(), backend)
@@ -402,6 +384,18 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
     if not callable(function):
         raise ArgumentError(f"function={function!r} must be one of fastattention's")
     return explain_call(lambda: function(*args, **kwargs))
+
+
+def _attend(
+    given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str, return_attn_probs: bool
+) -> AttentionOutput:
+    """A call without a cache, now or as an operator. max_seqlens: None for a dense one."""
+    signature = prefill_signature(given, max_seqlens, options, backend)
+    if signature is not None or runs_eagerly(*given):
+        plan, inputs = plan_prefill(signature, given, max_seqlens, options, backend)
+        return plan.run(inputs)
+    _check_traceable(given._asdict(), backend, options.dropout_p, return_attn_probs)
+    return ops.call_attention(given, max_seqlens or (None, None), options, backend)
 
 
 def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common import panel_cache
-from fastattention.dispatch import attend_kvcache, kvcache_signature, require_eager
+from fastattention.dispatch import kvcache_signature, plan_kvcache, require_eager
 from fastattention.errors import ArgumentError
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
@@ -69,5 +69,6 @@ class PackedKVStore(KVStore):
         signature = kvcache_signature(arguments, scores, *scalars, backend, self._cache)
         if signature is None:
             require_eager(arguments._asdict(), "; use a DenseKVStore")
-        result = attend_kvcache(signature, arguments, scores, *scalars, backend, self._cache)
+        plan, inputs = plan_kvcache(signature, arguments, scores, *scalars, backend, self._cache)
+        result = plan.run(inputs)
         return (result.out, result.lse) if return_lse else result.out

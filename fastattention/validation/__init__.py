@@ -8,6 +8,14 @@ written before all have passed.
 
 from fastattention.validation.common import KvCacheArguments, Options
 from fastattention.validation.kvcache import PanelCache, prepare_kvcache
-from fastattention.validation.prefill import prepare_dense, prepare_varlen
+from fastattention.validation.prefill import prepare_dense, prepare_prefill, prepare_varlen
 
-__all__ = ["KvCacheArguments", "Options", "PanelCache", "prepare_dense", "prepare_kvcache", "prepare_varlen"]
+__all__ = [
+    "KvCacheArguments",
+    "Options",
+    "PanelCache",
+    "prepare_dense",
+    "prepare_kvcache",
+    "prepare_prefill",
+    "prepare_varlen",
+]

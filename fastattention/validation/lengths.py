@@ -99,16 +99,13 @@ def check_range(name: str, values: list[int], low: int, high: int, what: str) ->
             raise ArgumentError(f"{name}[{index}]={value} is out of range; allowed are {low} to {high} ({what})")
 
 
-def check_varlen(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    block_table: Tensor | None,
-) -> tuple[int, int]:
+def check_varlen(inputs: Inputs, max_seqlens: tuple[int | None, int | None]) -> tuple[int, int]:
     """Maxima of the batch. Off the CPU the numbers are read only when a maximum is missing."""
+    q, k, block_table = inputs.q, inputs.k, inputs.block_table
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    max_seqlen_q, max_seqlen_k = max_seqlens
     if max_seqlen_q is not None:
         max_seqlen_q = read_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None:

@@ -55,3 +55,36 @@ def test_tables_may_grow_and_shrink_from_call_to_call(before: int) -> None:
     assert torch.equal(with_tables_of(backend, CAPACITY, 60), with_tables_of(EmulatedSm80(), CAPACITY, 60))
     assert with_tables_of(backend, CAPACITY, 60).isfinite().all()
     assert with_tables_of(backend, 32, 60).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["cache_leftpad", "cache_batch_idx"])
+def test_a_tensor_more_is_another_call(name: str) -> None:
+    """Of the same problem: neither is in it."""
+    q, cache = torch.randn(2, 1, 4, 32).half(), torch.randn(2, CAPACITY, 2, 32).half()
+    lengths, indices = torch.tensor([40, 9], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    plain = prepare_kvcache(KvCacheArguments(q, cache, cache, cache_seqlens=lengths), Options())
+    other = prepare_kvcache(KvCacheArguments(q, cache, cache, cache_seqlens=lengths, **{name: indices}), Options())
+    assert plain[0] == other[0]
+    backend = EmulatedSm80()
+    first = backend.forward(*plain).out
+    assert torch.equal(backend.forward(*other).out, EmulatedSm80().forward(*other).out)
+    assert torch.equal(backend.forward(*plain).out, first)
+    assert not torch.equal(backend.forward(*other).out, first)
+
+
+def test_values_that_leave_the_keys_are_read_where_they_are() -> None:
+    """Latent attention has kernels of its own, and the calls have one problem and one set of strides."""
+    q, keys = torch.randn(1, 1, 16, 288).half(), torch.randn(1, CAPACITY, 1, 288).half()
+    others = torch.randn_like(keys)
+    lengths = torch.tensor([CAPACITY], dtype=torch.int32)
+    backend = EmulatedSm80()
+    for values in (keys, others, keys):
+        call = prepare_kvcache(KvCacheArguments(q, keys, values[..., :256], cache_seqlens=lengths), Options())
+        serve = backend.plan(
+            *prepare_kvcache(KvCacheArguments(q, keys, keys[..., :256], cache_seqlens=lengths), Options())
+        )
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q.double().transpose(1, 2),
+            *(x.double().transpose(1, 2).expand(-1, 16, -1, -1) for x in (keys, values[..., :256])),
+        )
+        torch.testing.assert_close(serve(call[1]).out.double(), expected.transpose(1, 2), atol=4e-3, rtol=0)

@@ -35,6 +35,7 @@ from fastattention import (
 from fastattention.backends.cpu import plan as cpu_plan
 from fastattention.backends.registry import get_backend
 from fastattention.problem import Layout
+from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
 
 PACKAGE = Path(fastattention.__file__).parent
 Call = Callable[..., Any]
@@ -82,7 +83,7 @@ def _no_plans() -> Iterator[None]:
 def unchecked() -> Iterator[None]:
     """Any call that is validated as a new one fails the test."""
     with contextlib.ExitStack() as stack:
-        for name in ("prepare_dense", "prepare_varlen", "prepare_kvcache"):
+        for name in ("prepare_prefill", "prepare_kvcache"):
             stack.enter_context(mock.patch.object(dispatch, name, side_effect=AssertionError("checked")))
         yield
 
@@ -232,6 +233,52 @@ def test_a_call_with_a_cache_that_differs_is_validated(changes: Arguments) -> No
     assert changes == {"causal": 0.0}
 
 
+SERVED_DENSE = ["k-strides", "alibi_slopes", "attn_bias-shape", "sinks", "softmax_scale", "causal", "softcap"]
+SERVED_CACHES = ["cache-strides", "new-strides", "one length", "full", "lengths-strides", "cache_batch_idx", "rotary"]
+SERVED_CACHES += ["cache_leftpad", "block_table", "rotary_interleaved", "num_splits", "causal"]
+DIFFERENT = {
+    **{f"dense-{name}": ("dense", (TENSORS | SCALARS)[name]) for name in SERVED_DENSE},
+    **{f"cache-{name}": ("kvcache", CACHE_CHANGES[name]) for name in SERVED_CACHES},
+    "varlen-pages": ("varlen", PAGES),
+}
+
+
+@pytest.mark.parametrize(("kind", "changes"), DIFFERENT.values(), ids=DIFFERENT)
+@torch.no_grad()
+def test_a_call_that_differs_is_right(kind: str, changes: Arguments) -> None:
+    function, arguments = FUNCTIONS[kind]
+    function(**arguments())
+    given = arguments(**changes)
+    copies = {name: given[name].clone() for name in given if name.endswith("_cache")}
+    torch.testing.assert_close(function(**given), function(**given | copies, backend="sdpa"))
+
+
+@pytest.mark.parametrize("changes", [{"cache_leftpad": int32(1, 2)}, {"cache_batch_idx": int32(1, 0)}])
+def test_a_backend_tells_calls_apart_that_have_one_problem(changes: Arguments) -> None:
+    backend = get_backend("cpu")
+    shared = kvcache(q=torch.randn(2, 1, 4, 8), k=None, v=None)
+    (plain, inputs), (other, other_inputs) = (
+        prepare_kvcache(KvCacheArguments(**shared | change), Options()) for change in ({}, changes)
+    )
+    assert plain == other
+    backend.forward(plain, inputs)
+    out = backend.forward(other, other_inputs).out
+    torch.testing.assert_close(out, fast_attn_with_kvcache(**shared | changes, backend="sdpa"))
+
+
+@torch.no_grad()
+def test_half_precisions_are_told_apart() -> None:
+    fast_attn_func(**{name: x.half() for name, x in dense().items()})
+    assert_new(fast_attn_func, {name: x.bfloat16() for name, x in dense().items()})
+
+
+@torch.no_grad()
+def test_an_append_to_a_full_cache_is_refused_after_one_length() -> None:
+    fast_attn_with_kvcache(**kvcache(cache_seqlens=3))
+    with pytest.raises(ArgumentError, match="cache_seqlens=None with k and v given"):
+        fast_attn_with_kvcache(**kvcache(cache_seqlens=None))
+
+
 @every_function
 def test_a_gradient_that_is_wanted_is_not_lost(function: Call, arguments: Callable[..., Arguments]) -> None:
     with torch.no_grad():
@@ -352,9 +399,6 @@ def test_a_subclass_that_looks_like_a_known_tensor_goes_its_own_way() -> None:
 
     arguments = dense()
     fast_attn_func(**arguments)
-    with mock.patch.object(dispatch, "attend_dense", side_effect=AssertionError), unchecked():
-        out = torch.utils._python_dispatch.is_traceable_wrapper_subclass(arguments["q"])
-    assert not out
     assert type(fast_attn_func(**arguments | {"q": arguments["q"].as_subclass(Marked)})) is Marked
     parameter = torch.nn.Parameter(arguments["q"], requires_grad=False)
     with unchecked():
@@ -414,9 +458,9 @@ def test_the_number_of_threads_is_that_of_each_call(monkeypatch: pytest.MonkeyPa
     arguments, seen = dense(), []
     fast_attn_func(**arguments)
     (plan,) = dispatch._plans.values()
-    native = plan._forward._forward  # type: ignore[attr-defined]
+    native = plan.forward._forward  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        plan._forward, "_forward", lambda addresses, threads: seen.append(threads) or native(addresses, 1)
+        plan.forward, "_forward", lambda addresses, threads: seen.append(threads) or native(addresses, 1)
     )
     try:
         for count in (3, 1):
@@ -433,7 +477,7 @@ def test_memory_that_runs_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     arguments = dense()
     fast_attn_func(**arguments)
     (plan,) = dispatch._plans.values()
-    monkeypatch.setattr(plan._forward, "_forward", lambda addresses, threads: 1)
+    monkeypatch.setattr(plan.forward, "_forward", lambda addresses, threads: 1)
     with pytest.raises(MemoryError, match="packed keys and values"):
         fast_attn_func(**arguments)
 
@@ -481,7 +525,7 @@ def test_a_plan_keeps_no_tensor(function: Call, arguments: Callable[..., Argumen
 
 @torch.no_grad()
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_MOST_PLANS", 3)
+    monkeypatch.setattr(dispatch._plans, "most", 3)
     for scale in range(1, 9):
         fast_attn_func(**dense(softmax_scale=float(scale)))
         assert len(dispatch._plans) <= 3

@@ -9,27 +9,16 @@ from torch import Tensor
 
 from fastattention.problem import Inputs
 
-# Strides of what a call has, None for what it has not: q, k, v, new tokens, bias with its dtype, slopes, block table,
-# scales; then the rows of its rotary tables, which limit what a cache may hold.
 Strides = tuple[object, ...]
 
 
 def strides_of(inputs: Inputs) -> Strides:
-    """What the parameters of a call take from its tensors, besides their addresses."""
-    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
-    return (
-        inputs.q.stride(),
-        inputs.k.stride(),
-        inputs.v.stride(),
-        None if inputs.k_new is None else inputs.k_new.stride(),
-        None if inputs.v_new is None else inputs.v_new.stride(),
-        None if bias is None else (bias.stride(), bias.dtype),
-        None if alibi is None else alibi.stride(),
-        None if table is None else table.stride(),
-        None if inputs.k_scale is None else inputs.k_scale.stride(),
-        None if inputs.v_scale is None else inputs.v_scale.stride(),
-        None if inputs.rotary_cos is None else inputs.rotary_cos.shape[0],
-    )
+    """What the parameters of a call take from its tensors, besides their addresses; None for those it does not have.
+
+    Rows of the rotary tables limit what a cache may hold.
+    """
+    rotary_rows = None if inputs.rotary_cos is None else inputs.rotary_cos.shape[0]
+    return (rotary_rows, *[None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in inputs])
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:

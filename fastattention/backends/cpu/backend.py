@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from fastattention.backends.base import Backend
+from fastattention.backends.common.bounded import BoundedDict
+from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.plan import CpuPlan
-from fastattention.backends.cpu.prepared import PreparedCall
 from fastattention.errors import LibraryError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.threads import get_num_threads
@@ -17,6 +16,9 @@ class CpuBackend(Backend):
     """Native kernels for any CPU, the instruction set chosen at run time."""
 
     name = "cpu"
+
+    def __init__(self) -> None:
+        self._plans: BoundedDict[tuple[Problem, Strides], CpuPlan] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
         """Why the native library cannot be loaded, if so."""
@@ -43,15 +45,12 @@ class CpuBackend(Backend):
 
     def plan(self, problem: Problem, inputs: Inputs) -> CpuPlan:
         """One call of the native library, appending included."""
-        return CpuPlan(problem, inputs)
+        key = problem, strides_of(inputs)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = CpuPlan(problem, inputs)
+        return plan
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
-        """Likewise, for a single call."""
-        return CpuPlan(problem, inputs)(inputs)
-
-    def prepare(self, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
-        """One call of the native library with a cache, to be run later: lengths and pages are those of now.
-
-        out, lse: contiguous, as `forward` gives them; num_threads: at most, the thread that runs it included
-        """
-        return CpuPlan(problem, inputs).prepare(inputs, out, lse, num_threads)
+        """Likewise, at once."""
+        return self.plan(problem, inputs)(inputs)

@@ -36,7 +36,10 @@ class CpuPlan:
         return AttentionOutput(out, lse)
 
     def prepare(self, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
-        """One call of the native library, to be run later."""
+        """One call of the native library with a cache, to be run later: lengths and pages are those of now.
+
+        out, lse: contiguous, as a call gives them; num_threads: at most, the thread that runs it included
+        """
         params = AttentionParams.from_buffer_copy(self._params)
         self._addresses.pack_into(params, 0, out.data_ptr(), lse.data_ptr(), *self._addresses.of(inputs))
         params.num_threads = num_threads

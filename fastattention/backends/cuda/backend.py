@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattention import config
 from fastattention.backends.base import Backend
+from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
@@ -30,8 +31,6 @@ from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
-_MAX_PLANS = 4096
-
 
 class CudaBackend(Backend):
     """Our kernels for GPUs from Pascal on.
@@ -43,9 +42,9 @@ class CudaBackend(Backend):
 
     def __init__(self, arch: int | None = None) -> None:
         self._forced_arch = arch
-        self._plans: dict[tuple[Problem, bool], Plan] = {}  # and whether values are in the keys
-        self._calls: dict[tuple[Problem, bool, Strides], PlannedCall] = {}
-        self._merge_plans: dict[tuple[object, ...], MergePlan] = {}
+        self._plans: BoundedDict[tuple[Problem, bool], Plan] = BoundedDict()  # and whether values are in the keys
+        self._calls: BoundedDict[tuple[Problem, bool, Strides], PlannedCall] = BoundedDict()
+        self._merge_plans: BoundedDict[tuple[object, ...], MergePlan] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
@@ -116,8 +115,6 @@ class CudaBackend(Backend):
         key = (problem.out_shape, outs[0].dtype, dtype, *(x.stride() for x in (*outs, *lses)))
         plan = self._merge_plans.get(key)
         if plan is None:
-            if len(self._merge_plans) >= _MAX_PLANS:
-                self._merge_plans.clear()
             plan = self._merge_plans[key] = make_merge_plan(outs, lses, dtype)
         out = torch.empty_like(outs[0], dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.empty_like(lses[0], memory_format=torch.contiguous_format)
@@ -132,10 +129,9 @@ class CudaBackend(Backend):
         if call is None:
             plan = self._plan(problem, in_keys)
             launcher = functools.partial(self._launcher, problem=problem)
-            call = PlannedCall(problem, inputs, plan, launcher, functools.partial(self._counters, problem=problem))
-            if len(self._calls) >= _MAX_PLANS:
-                self._calls.clear()
-            self._calls[key] = call
+            call = self._calls[key] = PlannedCall(
+                problem, inputs, plan, launcher, functools.partial(self._counters, problem=problem)
+            )
         return call
 
     def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
@@ -143,8 +139,6 @@ class CudaBackend(Backend):
         if plan is None:
             limits = self._limits(problem)
             plan = make_plan(problem, self._arch(limits), limits, values_in_keys)
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
             self._plans[problem, values_in_keys] = plan
         return plan
 

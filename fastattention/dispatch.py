@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -87,13 +86,14 @@ class Plan:
         self.problem = problem
         self._range = f"fastattention::{chosen.name}"
         self.forward = chosen.plan(problem, inputs)
-        self._is_direct = all(map(operator.is_, given, inputs))
+        pairs = zip(Inputs._fields, given, inputs, strict=True)
+        self._converted = [name for name, before, after in pairs if before is not after]
 
     def run(self, inputs: Inputs) -> AttentionOutput:
         """Serves a call with the tensors that were given. Profilers see a range with the backend's name."""
         try:
-            if not self._is_direct:
-                inputs = as_kernels_read(self.problem, inputs)
+            if self._converted:
+                inputs = as_kernels_read(self.problem, inputs, self._converted)
             if _is_profiling():
                 with torch.profiler.record_function(self._range):
                     return self.forward(inputs)

@@ -300,13 +300,19 @@ def last_axis_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def as_kernels_read(problem: Problem, inputs: Inputs) -> Inputs:
-    """Tensors as they were given, in the strides and dtypes that backends take: nothing is copied that has them."""
+def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inputs._fields) -> Inputs:
+    """Tensors as they were given, in the strides and dtypes that backends take: nothing is copied that has them.
+
+    names: of the tensors to look at
+    """
     made: dict[str, Tensor] = {}
-    for names, convert in _CONVERSIONS:
-        made |= {name: convert(tensor) for name in names if (tensor := getattr(inputs, name)) is not None}
-    if inputs.attn_bias is not None:
-        made["attn_bias"] = inputs.attn_bias.expand(problem.bias_shape)
+    for name in names:
+        if (tensor := getattr(inputs, name)) is None:
+            continue
+        if name == "attn_bias":
+            made[name] = tensor.expand(problem.bias_shape)
+        elif name in _CONVERSIONS:
+            made[name] = _CONVERSIONS[name](tensor)
     return inputs._replace(**made)
 
 
@@ -343,20 +349,10 @@ def _as_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32).contiguous()
 
 
-# Caches and scales are written in place and never copied: checks refuse those that kernels cannot read.
-_CONVERSIONS: tuple[tuple[tuple[str, ...], Callable[[Tensor], Tensor]], ...] = (
-    (("q", "k", "v", "k_new", "v_new", "block_table"), last_axis_contiguous),
-    (
-        (
-            "cu_seqlens_q",
-            "cu_seqlens_k",
-            "cache_seqlens",
-            "cache_batch_idx",
-            "cache_leftpad",
-            "rotary_cos",
-            "rotary_sin",
-        ),
-        Tensor.contiguous,
-    ),
-    (("alibi_slopes", "sinks"), _as_float32),
-)
+# Scales are written in place and never copied; so are caches, whose last axis has been checked.
+_CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "block_table"), last_axis_contiguous),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "cache_batch_idx"), Tensor.contiguous),
+    **dict.fromkeys(("cache_leftpad", "rotary_cos", "rotary_sin"), Tensor.contiguous),
+    **dict.fromkeys(("alibi_slopes", "sinks"), _as_float32),
+}

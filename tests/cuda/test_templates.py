@@ -78,11 +78,11 @@ def test_values_that_leave_the_keys_are_read_where_they_are() -> None:
     others = torch.randn_like(keys)
     lengths = torch.tensor([CAPACITY], dtype=torch.int32)
     backend = EmulatedSm80()
+    backend.reports = []
     for values in (keys, others, keys):
         call = prepare_kvcache(KvCacheArguments(q, keys, values[..., :256], cache_seqlens=lengths), Options())
-        serve = backend.plan(
-            *prepare_kvcache(KvCacheArguments(q, keys, keys[..., :256], cache_seqlens=lengths), Options())
-        )
+        first = prepare_kvcache(KvCacheArguments(q, keys, keys[..., :256], cache_seqlens=lengths), Options())
+        serve = CudaBackend.plan(backend, *first)
         expected = torch.nn.functional.scaled_dot_product_attention(
             q.double().transpose(1, 2),
             *(x.double().transpose(1, 2).expand(-1, 16, -1, -1) for x in (keys, values[..., :256])),

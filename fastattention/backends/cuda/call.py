@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from fastattention.backends.common.layout import contiguous_strides
 from fastattention.backends.common.params import Addresses, Params
 from fastattention.backends.common.results import keyless
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
-from fastattention.backends.cuda.memory import is_aligned, is_readable, prepared
+from fastattention.backends.cuda.memory import is_aligned, prepared
 from fastattention.backends.cuda.params import AttentionParams
 from fastattention.backends.cuda.plan import Plan, append_params, append_template, attention_template
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -49,11 +49,11 @@ class PlannedCall:
         problem, plan = self._problem, self._plan
         if self._append is not None:
             inputs = self._append_tokens(*self._append, inputs)
-        template = self._template
+        template, addresses = self._template, self._addresses.of(inputs)
         # Strides that are known are aligned, but memory may begin anywhere.
-        if template is None or not is_readable(inputs):
+        if template is None or (addresses[0] | addresses[1] | addresses[2]) % 16 != 0:  # of q, k and v
             given, inputs = inputs, prepared(inputs, plan.dtype)
-            template = attention_template(problem, inputs, plan)
+            template, addresses = attention_template(problem, inputs, plan), self._addresses.of(inputs)
             if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
                 self._template = template
         if not self._has_keys:
@@ -62,25 +62,26 @@ class PlannedCall:
         is_whole = headdim_v == problem.headdim_v
         out = q.new_empty_strided(*self._out) if is_whole else q.new_empty((*problem.out_shape[:-1], headdim_v))
         lse = None if self._lse is None else q.new_empty_strided(*self._lse, dtype=torch.float32)
-        self._attend(template, inputs, out, lse)
+        self._attend(template, addresses, out, lse)
         if not is_whole or plan.dtype is not problem.dtype:
             out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
 
-    def _attend(self, template: bytes, inputs: Inputs, out: Tensor, lse: Tensor | None) -> None:
-        partials = counters = None
-        stats_at = 0
+    def _attend(self, template: bytes, addresses: Sequence[int], out: Tensor, lse: Tensor | None) -> None:
+        """addresses: of the tensors of a call, q, k and v first."""
+        partials_at = stats_at = counters_at = 0
         if (split := self._plan.split) is not None and split.num_slots > 0:
             rows = split.num_slots * split.partial_rows
             partials = out.new_empty(rows * (out.shape[-1] + 2), dtype=torch.float32)
-            stats_at = partials.data_ptr() + 4 * rows * out.shape[-1]
+            partials_at = partials.data_ptr()
+            stats_at = partials_at + 4 * rows * out.shape[-1]
             if split.merges_in_place:
                 counters = self._take_counters(split.num_counters * self._problem.batch_size)
+                counters_at = counters.data_ptr()
         params = AttentionParams.from_buffer_copy(template)
-        q, k, v, *others = self._addresses.of(inputs)
+        results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         self._addresses.pack_into(
-            params, 0, q, k, v, out.data_ptr(), 0 if lse is None else lse.data_ptr(), *others,
-            0 if partials is None else partials.data_ptr(), stats_at, 0 if counters is None else counters.data_ptr(),
+            params, 0, *addresses[:3], *results, *addresses[3:], partials_at, stats_at, counters_at
         )  # fmt: skip
         for launch in self._launchers:
             launch(params)

@@ -1,4 +1,8 @@
-"""Runs a validated call on the backend that serves it, or explains the choice."""
+"""Finds or makes the plan of a call, or explains the choice of its backend.
+
+A plan is kept for every signature: all that validation and kernels read of a call but addresses and the numbers in
+index tensors. A call whose signature is known is one look-up, checks of those numbers, and a launch.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from emulator import EmulatedSm80
 from torch import Tensor
 
 from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.call import PlannedCall
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.validation import lengths as lengths_module
 
@@ -88,3 +89,19 @@ def test_values_that_leave_the_keys_are_read_where_they_are() -> None:
             *(x.double().transpose(1, 2).expand(-1, 16, -1, -1) for x in (keys, values[..., :256])),
         )
         torch.testing.assert_close(serve(call[1]).out.double(), expected.transpose(1, 2), atol=4e-3, rtol=0)
+
+
+def test_a_plan_copies_what_is_not_aligned_in_every_call() -> None:
+    """Memory of the same strides may begin anywhere."""
+    generator = torch.Generator().manual_seed(2)
+    memory = [torch.randn(1 + 8 * 2 * 32, generator=generator).half() for _ in range(3)]
+    backend = EmulatedSm80()
+    aligned = [x[:-1].view(1, 8, 2, 32) for x in memory]
+    serve = CudaBackend.plan(backend, *prepare_dense(*aligned, Options()))
+    assert isinstance(serve, PlannedCall)
+    backend.reports = []
+    for offset in (0, 1, 0):
+        q, k, v = (x[offset : offset + 512].view(1, 8, 2, 32) for x in memory)
+        expected = torch.nn.functional.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v)))
+        out = serve(prepare_dense(q, k, v, Options())[1]).out
+        torch.testing.assert_close(out.double(), expected.transpose(1, 2), atol=2e-3, rtol=0)

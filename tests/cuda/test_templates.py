@@ -105,3 +105,16 @@ def test_a_plan_copies_what_is_not_aligned_in_every_call() -> None:
         expected = torch.nn.functional.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v)))
         out = serve(prepare_dense(q, k, v, Options())[1]).out
         torch.testing.assert_close(out.double(), expected.transpose(1, 2), atol=2e-3, rtol=0)
+
+
+def test_nothing_is_appended_where_a_tensor_has_no_memory() -> None:
+    q, new = torch.randn(1, 1, 4, 32).half(), torch.randn(1, 1, 2, 32).half()
+    k_cache, v_cache = (torch.zeros(1, CAPACITY, 2, 32).half() for _ in range(2))
+    sinks = torch.ones(4)
+    lengths = torch.tensor([3], dtype=torch.int32)
+    arguments = KvCacheArguments(q, k_cache, v_cache, new, new, cache_seqlens=lengths, sinks=sinks)
+    call = prepare_kvcache(arguments, Options())
+    sinks.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has no memory"):
+        EmulatedSm80().forward(*call)
+    assert not k_cache.any()

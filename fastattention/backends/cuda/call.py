@@ -47,9 +47,10 @@ class PlannedCall:
     def __call__(self, inputs: Inputs) -> AttentionOutput:
         """Appends, then attention: one kernel, or a decode and the merge of its parts."""
         problem, plan = self._problem, self._plan
+        template, addresses = self._template, self._addresses.of(inputs)  # which may raise: before anything is written
         if self._append is not None:
             inputs = self._append_tokens(*self._append, inputs)
-        template, addresses = self._template, self._addresses.of(inputs)
+            addresses[0] = inputs.q.data_ptr()
         # Strides that are known are aligned, but memory may begin anywhere.
         if template is None or (addresses[0] | addresses[1] | addresses[2]) % 16 != 0:  # of q, k and v
             given, inputs = inputs, prepared(inputs, plan.dtype)

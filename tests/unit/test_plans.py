@@ -33,6 +33,7 @@ from fastattention import (
     set_num_threads,
 )
 from fastattention.backends.cpu import plan as cpu_plan
+from fastattention.backends.cpu.library import load_library
 from fastattention.backends.registry import get_backend
 from fastattention.problem import Layout
 from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
@@ -457,10 +458,9 @@ def test_writes_are_counted_in_every_call() -> None:
 def test_the_number_of_threads_is_that_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, seen = dense(), []
     fast_attn_func(**arguments)
-    (plan,) = dispatch._plans.values()
-    native = plan.forward._forward  # type: ignore[attr-defined]
+    native = load_library().forward
     monkeypatch.setattr(
-        plan.forward, "_forward", lambda addresses, threads: seen.append(threads) or native(addresses, 1)
+        load_library(), "forward", lambda plan, addresses, threads: seen.append(threads) or native(plan, addresses, 1)
     )
     try:
         for count in (3, 1):
@@ -473,11 +473,26 @@ def test_the_number_of_threads_is_that_of_each_call(monkeypatch: pytest.MonkeyPa
 
 
 @torch.no_grad()
+def test_a_library_that_is_loaded_anew_serves_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = dense()
+    fast_attn_func(**arguments)
+    monkeypatch.setenv("FASTATTENTION_CPU_ISA", "generic")
+    load_library.cache_clear()
+    seen = []
+    native = load_library().forward
+    monkeypatch.setattr(load_library(), "forward", lambda *call: seen.append(call) or native(*call))
+    try:
+        fast_attn_func(**arguments)
+    finally:
+        load_library.cache_clear()
+    assert len(seen) == 1
+
+
+@torch.no_grad()
 def test_memory_that_runs_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = dense()
     fast_attn_func(**arguments)
-    (plan,) = dispatch._plans.values()
-    monkeypatch.setattr(plan.forward, "_forward", lambda addresses, threads: 1)
+    monkeypatch.setattr(load_library(), "forward", lambda plan, addresses, threads: 1)
     with pytest.raises(MemoryError, match="packed keys and values"):
         fast_attn_func(**arguments)
 

@@ -53,6 +53,11 @@ class Library:
             for index in range(self._functions.fastattention_num_isas())
         ]
         self._isa_index = self._chosen_isa()
+        # Runs a call: of the address of its plan, an AttentionParams, the addresses that are its first fields, and the
+        # number of threads. Returns 0, or 1 when working memory runs out.
+        self.forward: Callable[[int, bytes, int], int] = functools.partial(
+            self._functions.fastattention_forward, self._isa_index
+        )
 
     def _declare(self) -> None:
         int64 = ctypes.c_int64
@@ -93,13 +98,6 @@ class Library:
     def isa(self) -> str:
         """Name of the instruction set in use."""
         return self.isas[self._isa_index]
-
-    def forward(self, plan: AttentionParams) -> Callable[[bytes, int], int]:
-        """The C function that runs a call: of its addresses, which are the first fields of `plan`, and of its threads.
-
-        It returns 0, or 1 when working memory runs out. `plan` must outlive it.
-        """
-        return functools.partial(self._functions.fastattention_forward, self._isa_index, ctypes.addressof(plan))
 
     def prepare(self, params: AttentionParams) -> int:
         """An attention call to be run later, copied from `params`: a handle for `release`. Raises MemoryError."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ class CpuPlan:
 
     def __init__(self, problem: Problem, inputs: Inputs) -> None:
         self._params = attention_params(problem, inputs)
-        self._forward = load_library().forward(self._params)
+        self._params_at = ctypes.addressof(self._params)
         self._addresses = Addresses(AttentionParams, inputs)
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
@@ -31,7 +33,7 @@ class CpuPlan:
         lse = None if self._lse is None else q.new_empty_strided(*self._lse, dtype=torch.float32)
         results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         addresses = self._addresses.pack(*results, *self._addresses.of(inputs))
-        if self._forward(addresses, get_num_threads()) != 0:
+        if load_library().forward(self._params_at, addresses, get_num_threads()) != 0:
             raise MemoryError("fastattention could not get memory for its packed keys and values")
         return AttentionOutput(out, lse)
 

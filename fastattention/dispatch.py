@@ -7,6 +7,7 @@ index tensors. A call whose signature is known is one look-up, checks of those n
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -58,6 +59,8 @@ class _Explained(BaseException):
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
 Signature = tuple[object, ...]
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
+_DENSE = ("q", "k", "v", "alibi_slopes", "attn_bias", "sinks", "dropout_seed")
+_dense_tensors = operator.itemgetter(*(Inputs._fields.index(name) for name in _DENSE))  # all that such a call may have
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_profiling = torch._C._autograd._profiler_enabled
 _active_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -194,7 +197,9 @@ def prefill_signature(
     given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
 ) -> Signature | None:
     """`signature_of` a call without a cache; maxima that are no integers are read in every call."""
-    longest = max_seqlens and tuple([length if type(length) is int else None for length in max_seqlens])
+    if max_seqlens is None:
+        return signature_of(_dense_tensors(given), backend, options)
+    longest = tuple([length if type(length) is int else None for length in max_seqlens])
     return signature_of(given, backend, options, longest)
 
 

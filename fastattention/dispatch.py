@@ -7,7 +7,6 @@ index tensors. A call whose signature is known is one look-up, checks of those n
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -59,8 +58,6 @@ class _Explained(BaseException):
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
 Signature = tuple[object, ...]
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
-_DENSE = ("q", "k", "v", "alibi_slopes", "attn_bias", "sinks", "dropout_seed")
-_dense_tensors = operator.itemgetter(*(Inputs._fields.index(name) for name in _DENSE))  # all that such a call may have
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_profiling = torch._C._autograd._profiler_enabled
 _active_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -198,7 +195,8 @@ def prefill_signature(
 ) -> Signature | None:
     """`signature_of` a call without a cache; maxima that are no integers are read in every call."""
     if max_seqlens is None:
-        return signature_of(_dense_tensors(given), backend, options)
+        tensors = (given.q, given.k, given.v, given.alibi_slopes, given.attn_bias, given.sinks, given.dropout_seed)
+        return signature_of(tensors, backend, options)
     longest = tuple([length if type(length) is int else None for length in max_seqlens])
     return signature_of(given, backend, options, longest)
 
@@ -215,9 +213,8 @@ def kvcache_signature(
     if not (type(rotary_interleaved) is bool and type(num_splits) is int):
         return None
     has_one_length = type(arguments.cache_seqlens) is int
-    if has_one_length:
-        arguments = arguments._replace(cache_seqlens=None)
-    return signature_of(arguments, backend, options, rotary_interleaved, num_splits, panels, has_one_length)
+    tensors = [None if type(one) is int else one for one in arguments] if has_one_length else arguments
+    return signature_of(tensors, backend, options, rotary_interleaved, num_splits, panels, has_one_length)
 
 
 def _new_plan(

@@ -394,7 +394,8 @@ def _attend(
     if signature is not None or runs_eagerly(*given):
         plan, inputs = plan_prefill(signature, given, max_seqlens, options, backend)
         return plan.run(inputs)
-    _check_traceable(given._asdict(), backend, options.dropout_p, return_attn_probs)
+    tensors = {name: tensor for name, tensor in given._asdict().items() if name != "dropout_seed"}
+    _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
     return ops.call_attention(given, max_seqlens or (None, None), options, backend)
 
 

@@ -57,6 +57,7 @@ class _Explained(BaseException):
 # What fast_attn_with_kvcache calls the fields of Inputs.
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
 Signature = tuple[object, ...]
+_CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")  # which may be a number
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_profiling = torch._C._autograd._profiler_enabled
@@ -213,7 +214,9 @@ def kvcache_signature(
     if not (type(rotary_interleaved) is bool and type(num_splits) is int):
         return None
     has_one_length = type(arguments.cache_seqlens) is int
-    tensors = [None if type(one) is int else one for one in arguments] if has_one_length else arguments
+    tensors: list[object] = [*arguments]
+    if has_one_length:
+        tensors[_CACHE_SEQLENS] = None
     return signature_of(tensors, backend, options, rotary_interleaved, num_splits, panels, has_one_length)
 
 

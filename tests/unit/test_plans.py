@@ -280,6 +280,15 @@ def test_an_append_to_a_full_cache_is_refused_after_one_length() -> None:
         fast_attn_with_kvcache(**kvcache(cache_seqlens=None))
 
 
+@torch.no_grad()
+def test_a_number_in_the_place_of_a_tensor_is_refused_after_one_length() -> None:
+    nothing_new = {"k": None, "v": None, "cache_seqlens": 3}
+    fast_attn_with_kvcache(**kvcache(**nothing_new))
+    for name in ("k", "cache_batch_idx", "sinks"):
+        with pytest.raises(ArgumentError, match=f"{name} must be a torch.Tensor, got int"):
+            fast_attn_with_kvcache(**kvcache(**nothing_new | {name: 3}))
+
+
 @every_function
 def test_a_gradient_that_is_wanted_is_not_lost(function: Call, arguments: Callable[..., Arguments]) -> None:
     with torch.no_grad():

@@ -1,12 +1,13 @@
 """fastattention: exact FlashAttention-class attention for the hardware FlashAttention leaves behind.
 
-A call passes through these modules in order: interface.py (the public functions), validation/ (arguments to a Problem
-and its Inputs), dispatch.py (choice of the backend), backends/ (the computation). Imports point in that direction.
+A call passes through these modules in order: interface.py (the public functions), dispatch.py (its cached plan),
+backends/ (the computation). For a new plan validation/ turns its arguments into a Problem and Inputs, and the first
+backend without a reason against the Problem is chosen.
 
 interface.py, ops.py  the public functions, and their torch operators under torch.compile
 validation/           checks of arguments
 problem.py            Problem and Inputs, what a backend gets
-dispatch.py           runs or explains a call
+dispatch.py           finds or makes the plan of a call, or explains it
 backends/             cpu, cuda, ascend and sdpa
 reference.py          the executable specification that tests compare with
 merge.py              merging of attention over parts of the keys

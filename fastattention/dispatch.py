@@ -1,21 +1,29 @@
-"""Runs a validated call on the backend that serves it, or explains the choice."""
+"""Finds or makes the plan of a call, or explains the choice of its backend.
+
+A plan is kept for every signature: all that validation and kernels read of a call but addresses and the numbers in
+index tensors. A call whose signature is known is one look-up, checks of those numbers, and a launch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.registry import Verdict, check_name, select_backend, verdicts
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.validation.common import is_differentiating
+from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache, prepare_prefill
+from fastattention.validation.common import Options, as_kernels_read, is_differentiating
 from fastattention.validation.kinds import check_kinds, check_readable
+from fastattention.validation.lengths import check_cache, check_varlen
+from fastattention.validation.prefill import MaxSeqlens
 
 
 class Explanation(NamedTuple):
@@ -48,6 +56,8 @@ class _Explained(BaseException):
 
 # What fast_attn_with_kvcache calls the fields of Inputs.
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
+Signature = tuple[object, ...]
+_CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")  # which may be a number
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_profiling = torch._C._autograd._profiler_enabled
@@ -70,25 +80,160 @@ def explain_call(call: Callable[[], object]) -> Explanation:
     )
 
 
-def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
-    """Serves a validated call with the backend of that name, or with the first that can for "auto".
+class Plan:
+    """How calls of one signature are served: by one look-up, checks of numbers, and a launch."""
 
-    Profilers see a range with the backend's name.
+    def __init__(self, problem: Problem, inputs: Inputs, given: Inputs, backend: str) -> None:
+        """inputs: as kernels read them; given: what they were made from."""
+        if not isinstance(backend, str):  # the look-up wants what can be hashed
+            check_name(backend)  # type: ignore[unreachable]
+        chosen = select_backend(problem, backend)
+        self.problem = problem
+        self._range = f"fastattention::{chosen.name}"
+        self.forward = chosen.plan(problem, inputs)
+        pairs = zip(Inputs._fields, given, inputs, strict=True)
+        self._converted = [name for name, before, after in pairs if before is not after]
+
+    def run(self, inputs: Inputs) -> AttentionOutput:
+        """Serves a call with the tensors that were given. Profilers see a range with the backend's name."""
+        try:
+            if self._converted:
+                inputs = as_kernels_read(self.problem, inputs, self._converted)
+            if _is_profiling():
+                with torch.profiler.record_function(self._range):
+                    return self.forward(inputs)
+            return self.forward(inputs)
+        except RuntimeError:
+            names = _KVCACHE_NAMES if self.problem.layout is Layout.KVCACHE else {}
+            check_readable({names.get(name, name): tensor for name, tensor in inputs._asdict().items()})
+            raise
+
+
+_plans: BoundedDict[object, Plan] = BoundedDict()
+
+
+def forget_plans() -> None:
+    """Makes the next calls choose their backends again."""
+    _plans.clear()
+
+
+def signature_of(tensors: Sequence[object], backend: object, *scalars: Hashable) -> Signature | None:
+    """All that validation and plans read of a call but the numbers in index tensors and addresses.
+
+    None where a call has to be looked at more closely: while something follows it, as in `runs_eagerly`, and for all
+    but plain tensors that hold data. scalars: of the types that validation makes of them, since 1 == 1.0 == True
     """
-    if _explaining.get():
-        _stop(problem, backend)
-    if not isinstance(backend, str):  # the look-up wants what can be hashed
-        check_name(backend)  # type: ignore[unreachable]
-    chosen = select_backend(problem, backend)
+    first = tensors[0]
+    if (
+        type(backend) is not str
+        or is_traced()
+        or _transform_level() is not None
+        or forward_ad._current_level >= 0
+        or type(first) not in _PLAIN_TYPES
+        or first.is_meta  # type: ignore[attr-defined]
+        or _explaining.get()
+    ):
+        return None
+    records = torch.is_grad_enabled()
+    needs_grad = False
+    looks: list[object] = []
     try:
-        if _is_profiling():
-            with torch.profiler.record_function(f"fastattention::{chosen.name}"):
-                return chosen.forward(problem, inputs)
-        return chosen.forward(problem, inputs)
-    except RuntimeError:
-        names = _KVCACHE_NAMES if problem.layout is Layout.KVCACHE else {}
-        check_readable({names.get(name, name): tensor for name, tensor in inputs._asdict().items()})
-        raise
+        for tensor in tensors:
+            if tensor is None:
+                looks.append(None)
+            elif type(tensor) in _PLAIN_TYPES and not tensor.is_neg():  # type: ignore[attr-defined]
+                looks.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))  # type: ignore[attr-defined]
+                needs_grad |= records and tensor.requires_grad  # type: ignore[attr-defined]
+            else:
+                return None
+    except RuntimeError:  # of tensors without a shape or strides, which validation names
+        return None
+    return (needs_grad, backend, scalars, *looks)
+
+
+def plan_prefill(
+    signature: Signature | None, given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
+) -> tuple[Plan, Inputs]:
+    """The plan of a call without a cache, and its tensors.
+
+    signature: None for a call that is not known by one; given: its tensors as they are; max_seqlens: None for a dense
+    call. Of a varlen one the numbers of cu_seqlens and block_table are checked in every call.
+    """
+    plan = _plans.get(signature)
+    if plan is not None:
+        if max_seqlens is None:
+            return plan, given
+        with contextlib.suppress(RuntimeError, TypeError):  # validation names the tensor at fault
+            if check_varlen(given, max_seqlens) == (plan.problem.seqlen_q, plan.problem.seqlen_k):
+                return plan, given
+    problem, inputs = prepare_prefill(given, max_seqlens, options)
+    return _new_plan(signature, problem, inputs, given, backend)
+
+
+def plan_kvcache(
+    signature: Signature | None,
+    arguments: KvCacheArguments,
+    options: Options,
+    rotary_interleaved: bool,
+    num_splits: int,
+    backend: str,
+    panels: PanelCache | None = None,
+) -> tuple[Plan, Inputs]:
+    """Likewise of a call with a cache. Lengths, indices and shared memory are checked in every call."""
+    plan = _plans.get(signature)
+    given = arguments.inputs()
+    if plan is not None:
+        with contextlib.suppress(RuntimeError, TypeError):  # validation names the tensor at fault
+            return plan, check_cache(plan.problem, given, arguments.cache_seqlens)
+    problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits, panels)
+    if given.cache_seqlens is None:
+        given = given._replace(cache_seqlens=inputs.cache_seqlens)
+    return _new_plan(signature, problem, inputs, given, backend)
+
+
+def prefill_signature(
+    given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
+) -> Signature | None:
+    """`signature_of` a call without a cache; maxima that are no integers are read in every call."""
+    if max_seqlens is None:
+        tensors = (given.q, given.k, given.v, given.alibi_slopes, given.attn_bias, given.sinks, given.dropout_seed)
+        return signature_of(tensors, backend, options)
+    longest = tuple([length if type(length) is int else None for length in max_seqlens])
+    return signature_of(given, backend, options, longest)
+
+
+def kvcache_signature(
+    arguments: KvCacheArguments,
+    options: Options,
+    rotary_interleaved: bool,
+    num_splits: int,
+    backend: str,
+    panels: PanelCache | None = None,
+) -> Signature | None:
+    """`signature_of` a call with a cache."""
+    if not (type(rotary_interleaved) is bool and type(num_splits) is int):
+        return None
+    has_one_length = type(arguments.cache_seqlens) is int
+    tensors: list[object] = [*arguments]
+    if has_one_length:
+        tensors[_CACHE_SEQLENS] = None
+    return signature_of(tensors, backend, options, rotary_interleaved, num_splits, panels, has_one_length)
+
+
+def _new_plan(
+    signature: Signature | None, problem: Problem, inputs: Inputs, given: Inputs, backend: str
+) -> tuple[Plan, Inputs]:
+    stop_if_explaining(problem, backend)
+    plan = Plan(problem, inputs, given, backend)
+    if signature is not None:
+        _plans[signature] = plan
+    return plan, inputs
+
+
+def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
+    """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
+    stop_if_explaining(problem, backend)
+    return Plan(problem, inputs, inputs, backend).run(inputs)
 
 
 def is_observed() -> bool:
@@ -108,12 +253,8 @@ def is_observed() -> bool:
 def stop_if_explaining(problem: Problem, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():
-        _stop(problem, backend)
-
-
-def _stop(problem: Problem, backend: str) -> NoReturn:
-    check_name(backend)  # an unknown one is an error here as it is in the call
-    raise _Explained(Explanation(problem, tuple(verdicts(problem))))
+        check_name(backend)  # an unknown one is an error here as it is in the call
+        raise _Explained(Explanation(problem, tuple(verdicts(problem))))
 
 
 def runs_eagerly(*tensors: object) -> bool:

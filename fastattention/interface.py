@@ -63,12 +63,21 @@ from torch.autograd.graph import increment_version
 
 from fastattention import ops
 from fastattention.backends.registry import check_name
-from fastattention.dispatch import Explanation, explain_call, run, runs_eagerly
+from fastattention.dispatch import (
+    Explanation,
+    explain_call,
+    kvcache_signature,
+    plan_kvcache,
+    plan_prefill,
+    prefill_signature,
+    runs_eagerly,
+)
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import AttentionOutput
-from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache, prepare_varlen
-from fastattention.validation.common import is_functionalizing, read_options, require_tensor
+from fastattention.problem import AttentionOutput, Inputs
+from fastattention.validation import KvCacheArguments
+from fastattention.validation.common import Options, is_functionalizing, read_options, require_tensor
 from fastattention.validation.kinds import check_kinds, check_readable
+from fastattention.validation.prefill import MaxSeqlens
 
 WindowSize = Sequence[int] | Tensor
 
@@ -105,18 +114,8 @@ def fast_attn_func(
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     seed = _dropout_seed(q, options.dropout_p)
-    if runs_eagerly(q, k, v, alibi_slopes, attn_bias, sinks):
-        problem, inputs = prepare_dense(
-            q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed
-        )
-        result = run(problem, inputs, backend)
-    else:
-        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
-        _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
-        result = ops.call_attention(
-            q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, None, None, options, backend
-        )
-    return _returned(result, return_lse, return_attn_probs)
+    given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed)
+    return _returned(_attend(given, None, options, backend, return_attn_probs), return_lse, return_attn_probs)
 
 
 def fast_attn_qkvpacked_func(
@@ -214,24 +213,12 @@ def fast_attn_varlen_func(
     """
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
-    seed = _dropout_seed(q, options.dropout_p)
-    if runs_eagerly(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks):
-        problem, inputs = prepare_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options, block_table=block_table,
-            alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed,
-        )  # fmt: skip
-        result = run(problem, inputs, backend)
-    else:
-        tensors = {
-            "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-            "block_table": block_table, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
-        }  # fmt: skip
-        _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
-        result = ops.call_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed,
-            max_seqlen_q, max_seqlen_k, options, backend,
-        )  # fmt: skip
-    return _returned(result, return_lse, return_attn_probs)
+    given = Inputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes, attn_bias=attn_bias,
+        sinks=sinks, dropout_seed=_dropout_seed(q, options.dropout_p),
+    )  # fmt: skip
+    max_seqlens = (max_seqlen_q, max_seqlen_k)
+    return _returned(_attend(given, max_seqlens, options, backend, return_attn_probs), return_lse, return_attn_probs)
 
 
 def fast_attn_varlen_qkvpacked_func(
@@ -371,10 +358,11 @@ def fast_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
-    if runs_eagerly(*arguments):
-        problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
-        result = run(problem, inputs, backend)
-        if problem.seqlen_new:
+    signature = kvcache_signature(arguments, options, rotary_interleaved, num_splits, backend)
+    if signature is not None or runs_eagerly(*arguments):
+        plan, inputs = plan_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend)
+        result = plan.run(inputs)
+        if plan.problem.seqlen_new:
             _count_writes(k_cache, v_cache, k_scale, v_scale)
     else:
         _check_traceable(arguments._asdict(), backend)
@@ -396,6 +384,19 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
     if not callable(function):
         raise ArgumentError(f"function={function!r} must be one of fastattention's")
     return explain_call(lambda: function(*args, **kwargs))
+
+
+def _attend(
+    given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str, return_attn_probs: bool
+) -> AttentionOutput:
+    """A call without a cache, now or as an operator. max_seqlens: None for a dense one."""
+    signature = prefill_signature(given, max_seqlens, options, backend)
+    if signature is not None or runs_eagerly(*given):
+        plan, inputs = plan_prefill(signature, given, max_seqlens, options, backend)
+        return plan.run(inputs)
+    tensors = {name: tensor for name, tensor in given._asdict().items() if name != "dropout_seed"}
+    _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
+    return ops.call_attention(given, max_seqlens or (None, None), options, backend)
 
 
 def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:

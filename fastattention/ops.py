@@ -7,48 +7,30 @@ them.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, List  # noqa: UP035  list[...] is no schema to torch 2.4
 
 import torch
 from torch import Tensor
 
 from fastattention import flops
-from fastattention.dispatch import run
-from fastattention.problem import AttentionOutput, Inputs, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.dispatch import kvcache_signature, plan_kvcache, plan_prefill, prefill_signature
+from fastattention.problem import AttentionOutput, Inputs
+from fastattention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_prefill
 from fastattention.validation.common import read_int
+from fastattention.validation.prefill import MaxSeqlens
 from fastattention.vmap import vmap_attention, vmap_attention_backward, vmap_attention_kvcache
-
-Tensors = tuple[Tensor | None, ...]  # of `fastattention::attention`, from q to dropout_seed
-MaxSeqlens = tuple[int | None, int | None]
 
 # The field that may be a number, where the operator takes a tensor.
 _CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")
 
 
-def call_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    attn_bias: Tensor | None,
-    sinks: Tensor | None,
-    dropout_seed: Tensor | None,
-    max_seqlen_q: Tensor | int | None,
-    max_seqlen_k: Tensor | int | None,
-    options: Options,
-    backend: str,
-) -> AttentionOutput:
-    """The operator `fastattention::attention`; its arguments are those of its schema."""
-    out, lse = torch.ops.fastattention.attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed,
-        read_int("max_seqlen_q", max_seqlen_q) if isinstance(max_seqlen_q, Tensor) else max_seqlen_q,
-        read_int("max_seqlen_k", max_seqlen_k) if isinstance(max_seqlen_k, Tensor) else max_seqlen_k, *options, backend,
-    )  # fmt: skip
+def call_attention(given: Inputs, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
+    """The operator `fastattention::attention`."""
+    names = ("max_seqlen_q", "max_seqlen_k")
+    longest = [read_int(n, x) if isinstance(x, Tensor) else x for n, x in zip(names, max_seqlens, strict=True)]
+    tensors = [getattr(given, name) for name in _TENSORS]
+    out, lse = torch.ops.fastattention.attention(*tensors, *longest, *options, backend)
     return AttentionOutput(out, lse if options.return_lse else None)
 
 
@@ -94,26 +76,28 @@ def attention(
     """(out, lse); lse is empty unless return_lse."""
     options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, return_lse)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
-    return _outputs(_run_attention(tensors, (max_seqlen_q, max_seqlen_k), options, backend), q)
+    return _outputs(_run_attention(_from_order(tensors), (max_seqlen_q, max_seqlen_k), options, backend), q)
 
 
-def _run_attention(tensors: Tensors, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
-    return run(*_prepare_attention(tensors, max_seqlens, options), backend)
+# The fields of Inputs that are arguments of `fastattention::attention`, in the order of its schema.
+_TENSORS = (
+    "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "attn_bias", "sinks", "dropout_seed",
+)  # fmt: skip
 
 
-def _prepare_attention(tensors: Tensors, max_seqlens: MaxSeqlens, options: Options) -> tuple[Problem, Inputs]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed = tensors
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return prepare_dense(
-            q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed
-        )
-    return prepare_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *max_seqlens, options, block_table=block_table,
-        alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
-    )  # fmt: skip
+def _from_order(tensors: Sequence[Tensor | None]) -> Inputs:
+    return Inputs(**dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]
+
+
+def _run_attention(given: Inputs, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
+    longest = None if _is_dense(given) else max_seqlens
+    signature = prefill_signature(given, longest, options, backend)
+    plan, inputs = plan_prefill(signature, given, longest, options, backend)
+    return plan.run(inputs)
+
+
+def _is_dense(given: Inputs) -> bool:
+    return given.cu_seqlens_q is None or given.cu_seqlens_k is None
 
 
 def _outputs(result: AttentionOutput, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +135,8 @@ def _(
             attn_bias = None  # nobody knows how many keys it is for
         max_seqlens = q.shape[0] if max_seqlen_q is None else max_seqlen_q, max_seqlen_k or 0
         tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, None)
-        _prepare_attention(tensors, max_seqlens, options)
+        given = _from_order(tensors)
+        prepare_prefill(given, None if _is_dense(given) else max_seqlens, options)
     return _fake_outputs(q, v, return_lse)
 
 
@@ -211,13 +196,13 @@ def attention_backward(
     with_lse = grad_lse is not None
     options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, with_lse)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
-    leaves = tuple(
+    leaves = [
         tensor.detach().requires_grad_(needed) if tensor is not None else None
         for tensor, needed in zip(tensors, wanted, strict=True)
-    )
+    ]
     sources = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     with _autograd():
-        result = _run_attention(leaves, (max_seqlen_q, max_seqlen_k), options, "sdpa")
+        result = _run_attention(_from_order(leaves), (max_seqlen_q, max_seqlen_k), options, "sdpa")
         given = [(x, grad) for x, grad in ((result.out, grad_out), (result.lse, grad_lse)) if grad is not None]
         outputs, output_gradients = zip(*given, strict=True)
         gradients = torch.autograd.grad(outputs, sources, output_gradients, allow_unused=True, materialize_grads=True)
@@ -285,8 +270,9 @@ def attention_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
-    problem, inputs = prepare_kvcache(arguments, options, rotary_interleaved, num_splits)
-    return _outputs(run(problem, inputs, backend), q)
+    signature = kvcache_signature(arguments, options, rotary_interleaved, num_splits, backend)
+    plan, inputs = plan_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend)
+    return _outputs(plan.run(inputs), q)
 
 
 @attention_kvcache.register_fake

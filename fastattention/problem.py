@@ -104,6 +104,13 @@ class Problem:
         return (self.batch_size, self.seqlen_q, self.nheads, self.headdim_v)
 
     @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """(nheads, total_q, seqlen_k) when varlen, else (batch_size, nheads, seqlen_q, seqlen_k)."""
+        if self.layout is Layout.VARLEN:
+            return (self.nheads, self.total_q, self.seqlen_k)
+        return (self.batch_size, self.nheads, self.seqlen_q, self.seqlen_k)
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         """(nheads, total_q) when varlen, else (batch_size, nheads, seqlen_q)."""
         if self.layout is Layout.VARLEN:
@@ -112,10 +119,7 @@ class Problem:
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call, validated against its Problem. Shapes as in the public functions, or of panels.
-
-    A tuple, because making one costs a tenth of making a frozen dataclass, and every call makes one.
-    """
+    """The tensors of one call, validated against its Problem. Shapes as in the public functions, or of panels."""
 
     q: Tensor
     k: Tensor  # keys, or the key cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -37,6 +38,13 @@ class Backend(abc.ABC):
 
         For Layout.KVCACHE with `inputs.k_new`, first appends to the caches in place, rotating k_new and q.
         """
+
+    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+        """`forward` for this problem, for any inputs that differ from these only in addresses and numbers.
+
+        It keeps none of the tensors, and several threads may call it at a time.
+        """
+        return functools.partial(self.forward, problem)
 
     def how(self, problem: Problem) -> str:
         """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""

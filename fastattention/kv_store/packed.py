@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common import panel_cache
-from fastattention.dispatch import require_eager, run
+from fastattention.dispatch import kvcache_signature, plan_kvcache, require_eager
 from fastattention.errors import ArgumentError
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
-from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache
+from fastattention.validation import KvCacheArguments, PanelCache
 from fastattention.validation.common import Signature, read_options
 
 
@@ -65,7 +65,10 @@ class PackedKVStore(KVStore):
         return_lse, backend = options.pop("return_lse"), options.pop("backend")
         scalars = options.pop("rotary_interleaved"), options.pop("num_splits")
         arguments = KvCacheArguments(q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)
-        require_eager(arguments._asdict(), "; use a DenseKVStore")
-        problem, inputs = prepare_kvcache(arguments, scores._replace(return_lse=return_lse), *scalars, self._cache)
-        result = run(problem, inputs, backend)
+        scores = scores._replace(return_lse=return_lse)
+        signature = kvcache_signature(arguments, scores, *scalars, backend, self._cache)
+        if signature is None:
+            require_eager(arguments._asdict(), "; use a DenseKVStore")
+        plan, inputs = plan_kvcache(signature, arguments, scores, *scalars, backend, self._cache)
+        result = plan.run(inputs)
         return (result.out, result.lse) if return_lse else result.out

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastattention.backends.cpu.backend import CpuBackend
-from fastattention.backends.registry import select_backend
+from fastattention.backends.cpu.plan import CpuPlan
+from fastattention.dispatch import kvcache_signature, plan_kvcache
 from fastattention.offload.device import CpuWork
-from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
+from fastattention.validation import KvCacheArguments, Options
+from fastattention.validation.common import as_kernels_read
 
 
 def prepare_attention(
@@ -19,7 +21,8 @@ def prepare_attention(
 
     out: (batch_size, seqlen_q, nheads, headdim_v); lse: float32 (batch_size, nheads, seqlen_q)
     """
-    problem, inputs = prepare_kvcache(arguments, options._replace(return_lse=True))
-    backend = select_backend(problem, CpuBackend.name)
-    assert isinstance(backend, CpuBackend)
-    return backend.prepare(problem, inputs, out, lse, num_threads)
+    options = options._replace(return_lse=True)
+    signature = kvcache_signature(arguments, options, True, 0, CpuBackend.name)
+    plan, inputs = plan_kvcache(signature, arguments, options, True, 0, CpuBackend.name)
+    assert isinstance(plan.forward, CpuPlan)
+    return plan.forward.prepare(as_kernels_read(plan.problem, inputs), out, lse, num_threads)

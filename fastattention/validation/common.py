@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.errors import ArgumentError
-from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
+from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Inputs, Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
@@ -32,11 +32,38 @@ class Options(NamedTuple):
     return_lse: bool = False
 
 
-SignatureFields = tuple[torch.Size, torch.dtype, torch.device]
+class KvCacheArguments(NamedTuple):
+    """The tensors of fast_attn_with_kvcache, in its order; `cache_seqlens` may be one length for all sequences."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None = None
+    v: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    cache_seqlens: Tensor | int | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    attn_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def inputs(self) -> Inputs:
+        """The tensors as they were given; cache_seqlens is missing unless it is one."""
+        lengths = self.cache_seqlens if isinstance(self.cache_seqlens, Tensor) else None
+        return Inputs(
+            self.q, self.k_cache, self.v_cache, None, None, lengths, self.cache_batch_idx, self.cache_leftpad,
+            self.block_table, self.k, self.v, self.rotary_cos, self.rotary_sin, self.alibi_slopes, self.attn_bias,
+            self.sinks, None, self.k_scale, self.v_scale,
+        )  # fmt: skip
 
 
 class Signature(NamedTuple):
-    """What the cached checks need of a tensor: SignatureFields by name, as which they are equal."""
+    """What checks of shapes, dtypes and devices need of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,7 +88,7 @@ class Scores(NamedTuple):
 def require_tensor(name: str, value: object) -> None:
     """Raises ArgumentError unless `value` is a tensor."""
     if not isinstance(value, Tensor):
-        raise _not_a_tensor(name, value)
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def require_tensors(**values: object) -> None:
@@ -72,14 +99,9 @@ def require_tensors(**values: object) -> None:
 
 def signature(name: str, value: object) -> Signature:
     """The Signature of a tensor; raises ArgumentError naming anything else."""
-    if not isinstance(value, Tensor):
-        raise _not_a_tensor(name, value)
-    # Every call makes three or more of these: tuple.__new__ takes a third of the time of Signature(...).
-    return tuple.__new__(Signature, (value.shape, value.dtype, value.device))
-
-
-def _not_a_tensor(name: str, value: object) -> ArgumentError:
-    return ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    require_tensor(name, value)
+    assert isinstance(value, Tensor)
+    return Signature(value.shape, value.dtype, value.device)
 
 
 def read_options(
@@ -97,7 +119,7 @@ def read_options(
         left, right = _window_pair(window_size)
     if not (softmax_scale is None or type(softmax_scale) is float):
         softmax_scale = _number("softmax_scale", softmax_scale)
-    read = (
+    return Options(
         softmax_scale,
         causal if type(causal) is bool else read_flag("causal", causal),
         left,
@@ -107,7 +129,6 @@ def read_options(
         deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
         return_lse,
     )
-    return tuple.__new__(Options, read)  # in half the time of Options(...), which short calls notice
 
 
 def read_int(name: str, value: object, allowed: str = "an integer") -> int:
@@ -276,8 +297,23 @@ def check_index(name: str, tensor: Signature, q: Signature, shape: tuple[int, ..
 
 def last_axis_contiguous(tensor: Tensor) -> Tensor:
     """`tensor`, copied only when its last axis is strided; kernels take any other strides."""
-    # stride(-1) takes twice as long
     return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inputs._fields) -> Inputs:
+    """Tensors as they were given, in the strides and dtypes that backends take: nothing is copied that has them.
+
+    names: of the tensors to look at
+    """
+    made: dict[str, Tensor] = {}
+    for name in names:
+        if (tensor := getattr(inputs, name)) is None:
+            continue
+        if name == "attn_bias":
+            made[name] = tensor.expand(problem.bias_shape)
+        elif name in _CONVERSIONS:
+            made[name] = _CONVERSIONS[name](tensor)
+    return inputs._replace(**made)
 
 
 def needs_grad(*arguments: object) -> bool:
@@ -308,6 +344,15 @@ def _is_within(*transforms: object) -> bool:
     return any(level.key() in transforms for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
-def as_float32(tensor: Tensor) -> Tensor:
+def _as_float32(tensor: Tensor) -> Tensor:
     """Per-head values in the dtype in which kernels read them."""
     return tensor.to(torch.float32).contiguous()
+
+
+# Scales are written in place and never copied; so are caches, whose last axis has been checked.
+_CONVERSIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "block_table"), last_axis_contiguous),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "cache_batch_idx"), Tensor.contiguous),
+    **dict.fromkeys(("cache_leftpad", "rotary_cos", "rotary_sin"), Tensor.contiguous),
+    **dict.fromkeys(("alibi_slopes", "sinks"), _as_float32),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from fastattention.errors import ArgumentError
 from fastattention.problem import Inputs, Layout, Problem
 from fastattention.validation import lengths
 from fastattention.validation.common import (
+    KvCacheArguments,
     Options,
     Signature,
-    SignatureFields,
-    as_float32,
+    as_kernels_read,
     check_bias,
     check_index,
     check_like_q,
@@ -24,36 +24,15 @@ from fastattention.validation.common import (
     check_rank,
     check_score_tensors,
     check_shape,
-    last_axis_contiguous,
     needs_grad,
     read_flag,
     read_int,
     require_tensors,
+    signature,
 )
 from fastattention.validation.kinds import check_readable
 from fastattention.validation.prefill import PAGED_AXES
 from fastattention.validation.quantised import check_cache_dtype, check_not_expanded, check_scale
-
-
-class KvCacheArguments(NamedTuple):
-    """The tensors of fast_attn_with_kvcache, in its order; `cache_seqlens` may be one length for all sequences."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k: Tensor | None = None
-    v: Tensor | None = None
-    rotary_cos: Tensor | None = None
-    rotary_sin: Tensor | None = None
-    cache_seqlens: Tensor | int | None = None
-    cache_batch_idx: Tensor | None = None
-    cache_leftpad: Tensor | None = None
-    block_table: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    attn_bias: Tensor | None = None
-    sinks: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
 
 
 class _Signatures(NamedTuple):
@@ -77,9 +56,6 @@ class _Signatures(NamedTuple):
     v_scale: Signature | None
 
 
-_Fields = tuple[SignatureFields | None, ...]  # of KvCacheArguments, in their order
-
-
 class PanelCache(NamedTuple):
     """A cache in interleaved panels (common/panel_cache.py): what its dense k_cache and v_cache would be."""
 
@@ -100,125 +76,46 @@ def prepare_kvcache(
     if type(rotary_interleaved) is not bool:
         rotary_interleaved = read_flag("rotary_interleaved", rotary_interleaved)  # type: ignore[unreachable]
     try:
-        fields = _fields(a)
+        signatures = _signatures(a)
         if a.cache_seqlens is None and a.k is not None:
             raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
         problem = _kvcache_problem(
-            fields if panels is None else (fields[0], panels.k, panels.v, *fields[3:]),
+            signatures if panels is None else signatures._replace(k_cache=panels.k, v_cache=panels.v),
             options,
             rotary_interleaved,
             num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
             needs_grad(*a),
             0 if panels is None else panels.panel_size,
         )
-        _check_memory(a)
-        cache_seqlens = _cache_seqlens(problem, a)
-        if lengths.are_checked(a.q):
-            _check_numbers(problem, a, cache_seqlens.tolist())
-        return problem, _inputs(problem, a, cache_seqlens)
+        _check_strides(a)
+        inputs = lengths.check_cache(problem, a.inputs(), a.cache_seqlens)
+        return problem, as_kernels_read(problem, inputs)
     except (RuntimeError, TypeError):
         check_readable(a._asdict())
         raise
 
 
-def _fields(a: KvCacheArguments) -> _Fields:
-    """What _Signatures are made from, of all tensors at once: a call or a loop would take a microsecond more."""
+def _signatures(a: KvCacheArguments) -> _Signatures:
     if a.q is None or a.k_cache is None or a.v_cache is None:
-        _refuse(a)
-    if not (a.cache_seqlens is None or isinstance(a.cache_seqlens, Tensor)):
+        require_tensors(q=a.q, k_cache=a.k_cache, v_cache=a.v_cache)  # type: ignore[unreachable]
+    if not isinstance(a.cache_seqlens, Tensor):
         a = a._replace(cache_seqlens=None)
-    return tuple(
-        [
-            None if one is None else (one.shape, one.dtype, one.device) if isinstance(one, Tensor) else _refuse(a)
-            for one in a
-        ]
-    )
+    return _Signatures(*(None if one is None else signature(name, one) for name, one in a._asdict().items()))  # type: ignore[arg-type]
 
 
-def _refuse(a: KvCacheArguments) -> NoReturn:
-    """Names the first argument that should be a tensor and is not."""
-    require_tensors(q=a.q, k_cache=a.k_cache, v_cache=a.v_cache)
-    require_tensors(**{name: value for name, value in a._asdict().items() if value is not None})
-    raise AssertionError("all are tensors")
+def _check_strides(a: KvCacheArguments) -> None:
+    """Checks strides of caches, which are used and written in place and hence never copied."""
+    for name, cache in (("k_cache", a.k_cache), ("v_cache", a.v_cache)):
+        if cache.stride()[-1] != 1 and cache.shape[-1] != 1:
+            raise ArgumentError(f"{name} must have a contiguous last axis, got strides {cache.stride()}")
+        if a.k is not None:
+            check_not_expanded(name, cache.shape, cache.stride())
 
 
-def _check_memory(a: KvCacheArguments) -> None:
-    """Checks strides and addresses of caches and scales, which are used and written in place and hence never copied."""
-    appends = a.k is not None
-    _check_cache_strides("k_cache", a.k_cache.shape, a.k_cache.stride(), appends)
-    _check_cache_strides("v_cache", a.v_cache.shape, a.v_cache.stride(), appends)
-    if not appends:
-        return
-    if a.k_cache.data_ptr() == a.v_cache.data_ptr() and a.k_cache.numel() and not a.k_cache.is_meta:
-        _check_values_in_keys(a)
-    if a.k_scale is not None and a.v_scale is not None:
-        for name, scale in (("k_scale", a.k_scale), ("v_scale", a.v_scale)):
-            check_not_expanded(name, scale.shape, scale.stride())
-        if a.k_scale.data_ptr() == a.v_scale.data_ptr() and a.k_scale.numel() and not a.k_scale.is_meta:
-            raise _same_memory("k_scale", "v_scale")
-
-
-def _check_values_in_keys(a: KvCacheArguments) -> None:
-    """Checks an append to a v_cache that shares memory with k_cache: k is written, and v must say the same."""
-    headdim_v = a.v_cache.shape[-1]
-    if a.k_scale is not None:
-        raise _same_memory("k_cache", "v_cache")
-    if headdim_v > a.k_cache.shape[-1] or a.v_cache.stride() != a.k_cache.stride():
-        raise ArgumentError(
-            f"v_cache begins where k_cache does, got shape {tuple(a.v_cache.shape)} and strides {a.v_cache.stride()}; "
-            "for an append of k and v give it memory of its own, or k_cache[..., :headdim_v]"
-        )
-    if a.rotary_cos is not None:
-        raise ArgumentError(
-            "rotary_cos and rotary_sin cannot be given when v_cache shares the memory of k_cache: they would turn the "
-            "values; rotate q and k before the call"
-        )
-    assert a.k is not None
-    assert a.v is not None
-    if lengths.are_checked(a.q) and not (a.v.data_ptr() == a.k.data_ptr() and a.v.stride() == a.k.stride()):
-        expected = a.k[..., :headdim_v]
-        if not torch.allclose(a.v, expected, rtol=0.0, atol=0.0, equal_nan=True):
-            raise ArgumentError(
-                "v must be k[..., :headdim_v] when v_cache shares the memory of k_cache, got other numbers"
-            )
-
-
-@functools.lru_cache(maxsize=4096)
-def _check_cache_strides(name: str, shape: torch.Size, strides: tuple[int, ...], appends: bool) -> None:
-    if strides[-1] != 1 and shape[-1] != 1:
-        raise ArgumentError(f"{name} must have a contiguous last axis, got strides {strides}")
-    if appends:
-        check_not_expanded(name, shape, strides)
-
-
-def _same_memory(k_name: str, v_name: str) -> ArgumentError:
-    return ArgumentError(f"{k_name} and {v_name} are the same memory; an append of k and v would write it twice")
-
-
-def _cache_seqlens(problem: Problem, a: KvCacheArguments) -> Tensor:
-    """cache_seqlens as a tensor: given, one length for all, or a full cache."""
-    if isinstance(a.cache_seqlens, Tensor):
-        return a.cache_seqlens.contiguous()
-    length = problem.seqlen_k
-    if a.cache_seqlens is not None:
-        length = read_int("cache_seqlens", a.cache_seqlens, "an int32 tensor (batch_size,) or an integer")
-        _check_room(problem, [length])
-    return torch.full((problem.batch_size,), length, dtype=torch.int32, device=problem.device)
-
-
-def _check_room(problem: Problem, before: list[int]) -> None:
-    """Raises unless every length fits the cache together with the new tokens."""
-    room = problem.seqlen_k - problem.seqlen_new
-    if before and (min(before) < 0 or max(before) > room):
-        what = f"{problem.seqlen_k} tokens of capacity, {problem.seqlen_new} of them for k and v"
-        lengths.check_range("cache_seqlens", before, 0, room, what)
-
-
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # for distributed/, which has no plans
 def _kvcache_problem(
-    fields: _Fields, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool, panel_size: int
+    s: _Signatures, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool, panel_size: int
 ) -> Problem:
-    s = _Signatures(*(None if one is None else Signature(*one) for one in fields))  # type: ignore[arg-type]
     check_rank("q", s.q, "batch_size, seqlen_q, nheads, headdim")
     cache_dtype = _check_caches(s)
     batch_size, seqlen_q, nheads, headdim = s.q.shape
@@ -339,51 +236,3 @@ def _check_rotary(s: _Signatures, headdim: int) -> int:
     if not 2 <= rotary_dim <= headdim:
         raise ArgumentError(f"rotary_dim={rotary_dim} (twice rotary_cos.shape[1]) must be 2 to headdim={headdim}")
     return rotary_dim
-
-
-def _check_numbers(problem: Problem, a: KvCacheArguments, before: list[int]) -> None:
-    """Everything that depends on the numbers in index tensors; `before` are those of cache_seqlens."""
-    _check_room(problem, before)
-    if a.cache_leftpad is not None:
-        for index, (pad, length) in enumerate(zip(a.cache_leftpad.tolist(), before, strict=True)):
-            if not 0 <= pad <= length:
-                raise ArgumentError(f"cache_leftpad[{index}]={pad} must be 0 to cache_seqlens[{index}]={length}")
-    if a.cache_batch_idx is not None:
-        rows: list[int] = a.cache_batch_idx.tolist()
-        lengths.check_range("cache_batch_idx", rows, 0, a.k_cache.shape[0] - 1, "sequences in k_cache")
-        if problem.seqlen_new and len(set(rows)) != len(rows):
-            raise ArgumentError(f"cache_batch_idx={rows} must not repeat a sequence when k and v are appended")
-    if a.block_table is not None:
-        after = [length + problem.seqlen_new for length in before]
-        lengths.check_block_table(a.block_table, after, a.k_cache.shape[1], a.k_cache.shape[0])
-        if problem.batch_size * problem.seqlen_new > 1:
-            lengths.check_appended_places(a.block_table, before, problem.seqlen_new, a.k_cache.shape[1])
-    if a.rotary_cos is not None and before:
-        steps = max(problem.seqlen_new, problem.seqlen_q if problem.has_window else min(problem.seqlen_q, 1))
-        needed = max(before) + steps
-        if needed > a.rotary_cos.shape[0]:
-            raise ArgumentError(f"rotary_cos has {a.rotary_cos.shape[0]} positions; this call needs {needed}")
-
-
-def _inputs(problem: Problem, a: KvCacheArguments, cache_seqlens: Tensor) -> Inputs:
-    bias = a.attn_bias
-    if bias is not None:
-        bias = bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
-    return Inputs(
-        q=last_axis_contiguous(a.q),
-        k=a.k_cache,
-        v=a.v_cache,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=None if a.cache_batch_idx is None else a.cache_batch_idx.contiguous(),
-        cache_leftpad=None if a.cache_leftpad is None else a.cache_leftpad.contiguous(),
-        block_table=None if a.block_table is None else last_axis_contiguous(a.block_table),
-        k_new=None if a.k is None else last_axis_contiguous(a.k),
-        v_new=None if a.v is None else last_axis_contiguous(a.v),
-        rotary_cos=None if a.rotary_cos is None else a.rotary_cos.contiguous(),
-        rotary_sin=None if a.rotary_sin is None else a.rotary_sin.contiguous(),
-        alibi_slopes=None if a.alibi_slopes is None else as_float32(a.alibi_slopes),
-        attn_bias=bias,
-        sinks=None if a.sinks is None else as_float32(a.sinks),
-        k_scale=a.k_scale,
-        v_scale=a.v_scale,
-    )

@@ -13,23 +13,23 @@ from fastattention.validation import lengths
 from fastattention.validation.common import (
     Options,
     Signature,
-    SignatureFields,
-    as_float32,
+    as_kernels_read,
     check_bias,
     check_index,
     check_options,
     check_qkv,
     check_rank,
     check_score_tensors,
-    last_axis_contiguous,
     needs_grad,
-    read_int,
     require_tensors,
     signature,
 )
 from fastattention.validation.kinds import check_readable
 
 PAGED_AXES = "num_blocks, page_block_size, nheads_k, headdim"
+
+
+MaxSeqlens = tuple[int | None, int | None]
 
 
 def prepare_dense(
@@ -44,78 +44,8 @@ def prepare_dense(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_func."""
-    # Short calls take less time than this does, and functions called here would take most of it: hence few are.
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        require_tensors(q=q, k=k, v=v)  # type: ignore[unreachable]
-    try:
-        problem = _dense_problem(
-            ((q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)),
-            None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
-            None if attn_bias is None else signature("attn_bias", attn_bias),
-            None if sinks is None else signature("sinks", sinks),
-            options,
-            needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
-        )
-        if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:
-            q, k, v = last_axis_contiguous(q), last_axis_contiguous(k), last_axis_contiguous(v)
-        if alibi_slopes is attn_bias is sinks is dropout_seed is None:
-            return problem, Inputs(q, k, v)
-        if attn_bias is not None:
-            attn_bias = attn_bias.expand(problem.batch_size, problem.nheads, problem.seqlen_q, problem.seqlen_k)
-        return problem, Inputs(
-            q,
-            k,
-            v,
-            alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
-            attn_bias=attn_bias,
-            sinks=None if sinks is None else as_float32(sinks),
-            dropout_seed=dropout_seed,
-        )
-    except (RuntimeError, TypeError):
-        check_readable({"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks})
-        raise
-
-
-@functools.lru_cache(maxsize=4096)
-def _dense_problem(
-    qkv: tuple[SignatureFields, SignatureFields, SignatureFields],
-    alibi_slopes: Signature | None,
-    attn_bias: Signature | None,
-    sinks: Signature | None,
-    options: Options,
-    needs_grad: bool,
-) -> Problem:
-    q, k, v = (Signature(*fields) for fields in qkv)
-    check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
-    check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")
-    check_rank("v", v, "batch_size, seqlen_k, nheads_k, headdim_v")
-    check_qkv(q, k, v)
-    batch_size, seqlen_q, nheads, headdim = q.shape
-    if k.shape[0] != batch_size or v.shape[0] != batch_size:
-        raise ArgumentError(f"q, k and v must have one batch_size, got {batch_size}, {k.shape[0]} and {v.shape[0]}")
-    if v.shape[1] != k.shape[1]:
-        raise ArgumentError(f"v has seqlen_k {v.shape[1]} and k has {k.shape[1]}; they must be the same")
-    check_score_tensors(q, batch_size, nheads, alibi_slopes, sinks)
-    full_shape = (batch_size, nheads, seqlen_q, k.shape[1])
-    check_bias(attn_bias, q, full_shape, "batch_size, nheads, seqlen_q, seqlen_k")
-    return Problem(
-        layout=Layout.DENSE,
-        device=q.device,
-        dtype=q.dtype,
-        batch_size=batch_size,
-        seqlen_q=seqlen_q,
-        seqlen_k=k.shape[1],
-        total_q=batch_size * seqlen_q,
-        nheads=nheads,
-        nheads_k=k.shape[2],
-        headdim=headdim,
-        headdim_v=v.shape[3],
-        has_alibi=alibi_slopes is not None,
-        has_bias=attn_bias is not None,
-        has_sinks=sinks is not None,
-        needs_grad=needs_grad,
-        **check_options(options, headdim, seqlen_q, k.shape[1])._asdict(),
-    )
+    given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed)
+    return prepare_prefill(given, None, options)
 
 
 def prepare_varlen(
@@ -135,64 +65,51 @@ def prepare_varlen(
     dropout_seed: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_varlen_func."""
+    given = Inputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
+        attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+    )  # fmt: skip
+    return prepare_prefill(given, (max_seqlen_q, max_seqlen_k), options)
+
+
+def prepare_prefill(given: Inputs, max_seqlens: MaxSeqlens | None, options: Options) -> tuple[Problem, Inputs]:
+    """Problem and Inputs of a call without a cache. max_seqlens: of a varlen one, each may be None; else None."""
+    if max_seqlens is None:
+        require_tensors(q=given.q, k=given.k, v=given.v)
     try:
-        shapes = _VarlenSignatures(
-            signature("q", q),
-            signature("k", k),
-            signature("v", v),
-            signature("cu_seqlens_q", cu_seqlens_q),
-            signature("cu_seqlens_k", cu_seqlens_k),
-            None if block_table is None else signature("block_table", block_table),
-            None if alibi_slopes is None else signature("alibi_slopes", alibi_slopes),
-            None if attn_bias is None else signature("attn_bias", attn_bias),
-            None if sinks is None else signature("sinks", sinks),
+        required = ("q", "k", "v") if max_seqlens is None else _Signatures._fields[:5]
+        tensors = [(name, getattr(given, name)) for name in _Signatures._fields]
+        signatures = _Signatures(
+            *(signature(name, x) if x is not None or name in required else None for name, x in tensors)  # type: ignore[arg-type]
         )
-        _check_varlen_shapes(shapes)
-        longest_q, longest_k = _check_varlen_lengths(
-            q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
-        )
-        problem = _varlen_problem(
-            shapes,
-            longest_q,
-            longest_k,
-            options,
-            needs_grad(q, k, v, alibi_slopes, attn_bias, sinks),
-        )
-        if attn_bias is not None:
-            attn_bias = attn_bias.expand(problem.nheads, problem.total_q, problem.seqlen_k)
-        return problem, Inputs(
-            last_axis_contiguous(q),
-            last_axis_contiguous(k),
-            last_axis_contiguous(v),
-            cu_seqlens_q=cu_seqlens_q.contiguous(),
-            cu_seqlens_k=cu_seqlens_k.contiguous(),
-            block_table=None if block_table is None else last_axis_contiguous(block_table),
-            alibi_slopes=None if alibi_slopes is None else as_float32(alibi_slopes),
-            attn_bias=attn_bias,
-            sinks=None if sinks is None else as_float32(sinks),
-            dropout_seed=dropout_seed,
-        )
+        longest = None
+        if max_seqlens is not None:
+            _check_varlen_shapes(signatures)
+            longest = lengths.check_varlen(given, max_seqlens)
+        grad = needs_grad(given.q, given.k, given.v, given.alibi_slopes, given.attn_bias, given.sinks)
+        problem = _problem(signatures, longest, options, grad)
+        return problem, as_kernels_read(problem, given)
     except (RuntimeError, TypeError):
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks)
-        check_readable(dict(zip(_VarlenSignatures._fields, tensors, strict=True)))
+        check_readable(given._asdict())
         raise
 
 
-class _VarlenSignatures(NamedTuple):
+class _Signatures(NamedTuple):
     q: Signature
     k: Signature
     v: Signature
-    cu_seqlens_q: Signature
-    cu_seqlens_k: Signature
+    cu_seqlens_q: Signature | None
+    cu_seqlens_k: Signature | None
     block_table: Signature | None
     alibi_slopes: Signature | None
     attn_bias: Signature | None
     sinks: Signature | None
 
 
-@functools.lru_cache(maxsize=4096)
-def _check_varlen_shapes(s: _VarlenSignatures) -> None:
+def _check_varlen_shapes(s: _Signatures) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table = s[:6]
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
     check_rank("q", q, "total_q, nheads, headdim")
     if block_table is None:
         check_rank("k", k, "total_k, nheads_k, headdim")
@@ -214,61 +131,53 @@ def _check_varlen_shapes(s: _VarlenSignatures) -> None:
             raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
 
 
-def _check_varlen_lengths(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    block_table: Tensor | None,
-) -> tuple[int, int]:
-    """Maxima of the batch. Off the CPU the numbers are read only when a maximum is missing."""
-    if max_seqlen_q is not None:
-        max_seqlen_q = read_int("max_seqlen_q", max_seqlen_q)
-    if max_seqlen_k is not None:
-        max_seqlen_k = read_int("max_seqlen_k", max_seqlen_k)
-    if max_seqlen_q is not None and max_seqlen_k is not None and not lengths.are_checked(q):
-        lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, 0)
-        lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
-        return max_seqlen_q, max_seqlen_k
-    longest_q = lengths.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    longest_k = lengths.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0] if block_table is None else None)
-    if block_table is not None:
-        seqlens = cu_seqlens_k.diff().tolist()
-        lengths.check_paged_lengths("cu_seqlens_k", seqlens, block_table.shape[1] * k.shape[1])
-        lengths.check_block_table(block_table, seqlens, k.shape[1], k.shape[0])
-    return (
-        lengths.check_max_seqlen("max_seqlen_q", max_seqlen_q, longest_q),
-        lengths.check_max_seqlen("max_seqlen_k", max_seqlen_k, longest_k),
-    )
+def _check_dense_shapes(q: Signature, k: Signature, v: Signature) -> None:
+    check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
+    check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")
+    check_rank("v", v, "batch_size, seqlen_k, nheads_k, headdim_v")
+    check_qkv(q, k, v)
+    batch_size = q.shape[0]
+    if k.shape[0] != batch_size or v.shape[0] != batch_size:
+        raise ArgumentError(f"q, k and v must have one batch_size, got {batch_size}, {k.shape[0]} and {v.shape[0]}")
+    if v.shape[1] != k.shape[1]:
+        raise ArgumentError(f"v has seqlen_k {v.shape[1]} and k has {k.shape[1]}; they must be the same")
 
 
-@functools.lru_cache(maxsize=4096)
-def _varlen_problem(
-    s: _VarlenSignatures, max_seqlen_q: int, max_seqlen_k: int, options: Options, needs_grad: bool
-) -> Problem:
-    q, k, v, alibi_slopes, attn_bias, sinks = s.q, s.k, s.v, s.alibi_slopes, s.attn_bias, s.sinks
-    batch_size = s.cu_seqlens_q.shape[0] - 1
-    total_q, nheads, headdim = q.shape
-    check_score_tensors(q, batch_size, nheads, alibi_slopes, sinks)
-    check_bias(attn_bias, q, (nheads, total_q, max_seqlen_k), "nheads, total_q, max_seqlen_k")
+@functools.lru_cache(maxsize=4096)  # for distributed/, which has no plans
+def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, needs_grad: bool) -> Problem:
+    """longest: checked maxima of a varlen call; None for a dense one, whose shapes are checked here."""
+    q, k, v = s.q, s.k, s.v
+    bias_shape: tuple[int, ...]
+    if longest is None:
+        _check_dense_shapes(q, k, v)
+        nheads, headdim = q.shape[-2:]
+        batch_size, seqlen_q = q.shape[:2]
+        seqlen_k, total_q = k.shape[1], batch_size * seqlen_q
+        bias_shape, bias_axes = (batch_size, nheads, seqlen_q, seqlen_k), "batch_size, nheads, seqlen_q, seqlen_k"
+    else:
+        assert s.cu_seqlens_q is not None
+        nheads, headdim = q.shape[-2:]
+        batch_size, total_q = s.cu_seqlens_q.shape[0] - 1, q.shape[0]
+        seqlen_q, seqlen_k = longest
+        bias_shape, bias_axes = (nheads, total_q, seqlen_k), "nheads, total_q, max_seqlen_k"
+    check_score_tensors(q, batch_size, nheads, s.alibi_slopes, s.sinks)
+    check_bias(s.attn_bias, q, bias_shape, bias_axes)
     return Problem(
-        layout=Layout.VARLEN,
+        layout=Layout.DENSE if longest is None else Layout.VARLEN,
         device=q.device,
         dtype=q.dtype,
         batch_size=batch_size,
-        seqlen_q=max_seqlen_q,
-        seqlen_k=max_seqlen_k,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         total_q=total_q,
         nheads=nheads,
         nheads_k=k.shape[-2],
         headdim=headdim,
         headdim_v=v.shape[-1],
-        has_alibi=alibi_slopes is not None,
-        has_bias=attn_bias is not None,
-        has_sinks=sinks is not None,
+        has_alibi=s.alibi_slopes is not None,
+        has_bias=s.attn_bias is not None,
+        has_sinks=s.sinks is not None,
         needs_grad=needs_grad,
         page_block_size=None if s.block_table is None else k.shape[1],
-        **check_options(options, headdim, max_seqlen_q, max_seqlen_k)._asdict(),
+        **check_options(options, headdim, seqlen_q, seqlen_k)._asdict(),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from conformance.calls import Call
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.registry import ORDER, get_backend, select_backend, select_merging_backend, verdict
+from fastattention.dispatch import forget_plans
 from fastattention.errors import LibraryError
 from fastattention.problem import Problem
 
@@ -85,6 +86,7 @@ def forget_backends() -> None:
     get_backend.cache_clear()
     select_backend.cache_clear()
     select_merging_backend.cache_clear()
+    forget_plans()
 
 
 def _isas() -> list[str | None]:

@@ -236,7 +236,7 @@ class EmulatedCudaBackend(CudaBackend):
     limits: ClassVar[Limits]
     reports: list[Report]  # of the launches of the last call, or merge
     counters: Tensor
-    plan: Plan  # of the last call
+    newest: Plan
 
     def why_unavailable(self) -> str | None:
         return None
@@ -251,17 +251,20 @@ class EmulatedCudaBackend(CudaBackend):
         return self.limits
 
     def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
-        self.plan = super()._plan(problem, values_in_keys)
-        return self.plan
+        self.newest = super()._plan(problem, values_in_keys)
+        return self.newest
 
-    def _launch(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem) -> None:
+    def _launcher(self, launch: KernelLaunch, problem: Problem | MergeProblem) -> Callable[[Params], None]:
+        split = self.newest.split if isinstance(problem, Problem) else None
+        return lambda params: self._emulate(launch, params, problem, split.num_slots if split else 0)
+
+    def _emulate(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem, num_slots: int) -> None:
         if isinstance(step.variant, MergeConfig):
             items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
             ranges = ranges_of_merge(params, *items)
         else:
             assert isinstance(problem, Problem)
-            split = self.plan.split
-            ranges = ranges_of(params, problem, split.num_slots if split else 0)
+            ranges = ranges_of(params, problem, num_slots)
         self.reports.append(launch(step, params, ranges))
 
     def _counters(self, count: int, problem: Problem) -> Tensor:
@@ -271,6 +274,9 @@ class EmulatedCudaBackend(CudaBackend):
     def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self.reports = []
         return super().merge(problem, outs, lses)
+
+    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+        return functools.partial(self.forward, problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         self.reports, self.counters = [], torch.zeros(0, dtype=torch.int32)

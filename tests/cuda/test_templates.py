@@ -10,6 +10,7 @@ from emulator import EmulatedSm80
 from torch import Tensor
 
 from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.call import PlannedCall
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.validation import lengths as lengths_module
 
@@ -55,3 +56,65 @@ def test_tables_may_grow_and_shrink_from_call_to_call(before: int) -> None:
     assert torch.equal(with_tables_of(backend, CAPACITY, 60), with_tables_of(EmulatedSm80(), CAPACITY, 60))
     assert with_tables_of(backend, CAPACITY, 60).isfinite().all()
     assert with_tables_of(backend, 32, 60).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["cache_leftpad", "cache_batch_idx"])
+def test_a_tensor_more_is_another_call(name: str) -> None:
+    """Of the same problem: neither is in it."""
+    q, cache = torch.randn(2, 1, 4, 32).half(), torch.randn(2, CAPACITY, 2, 32).half()
+    lengths, indices = torch.tensor([40, 9], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)
+    plain = prepare_kvcache(KvCacheArguments(q, cache, cache, cache_seqlens=lengths), Options())
+    other = prepare_kvcache(KvCacheArguments(q, cache, cache, cache_seqlens=lengths, **{name: indices}), Options())
+    assert plain[0] == other[0]
+    backend = EmulatedSm80()
+    first = backend.forward(*plain).out
+    assert torch.equal(backend.forward(*other).out, EmulatedSm80().forward(*other).out)
+    assert torch.equal(backend.forward(*plain).out, first)
+    assert not torch.equal(backend.forward(*other).out, first)
+
+
+def test_values_that_leave_the_keys_are_read_where_they_are() -> None:
+    """Latent attention has kernels of its own, and the calls have one problem and one set of strides."""
+    q, keys = torch.randn(1, 1, 16, 288).half(), torch.randn(1, CAPACITY, 1, 288).half()
+    others = torch.randn_like(keys)
+    lengths = torch.tensor([CAPACITY], dtype=torch.int32)
+    backend = EmulatedSm80()
+    backend.reports = []
+    for values in (keys, others, keys):
+        call = prepare_kvcache(KvCacheArguments(q, keys, values[..., :256], cache_seqlens=lengths), Options())
+        first = prepare_kvcache(KvCacheArguments(q, keys, keys[..., :256], cache_seqlens=lengths), Options())
+        serve = CudaBackend.plan(backend, *first)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q.double().transpose(1, 2),
+            *(x.double().transpose(1, 2).expand(-1, 16, -1, -1) for x in (keys, values[..., :256])),
+        )
+        torch.testing.assert_close(serve(call[1]).out.double(), expected.transpose(1, 2), atol=4e-3, rtol=0)
+
+
+def test_a_plan_copies_what_is_not_aligned_in_every_call() -> None:
+    """Memory of the same strides may begin anywhere."""
+    generator = torch.Generator().manual_seed(2)
+    memory = [torch.randn(1 + 8 * 2 * 32, generator=generator).half() for _ in range(3)]
+    backend = EmulatedSm80()
+    aligned = [x[:-1].view(1, 8, 2, 32) for x in memory]
+    serve = CudaBackend.plan(backend, *prepare_dense(*aligned, Options()))
+    assert isinstance(serve, PlannedCall)
+    backend.reports = []
+    for offset in (0, 1, 0):
+        q, k, v = (x[offset : offset + 512].view(1, 8, 2, 32) for x in memory)
+        expected = torch.nn.functional.scaled_dot_product_attention(*(x.double().transpose(1, 2) for x in (q, k, v)))
+        out = serve(prepare_dense(q, k, v, Options())[1]).out
+        torch.testing.assert_close(out.double(), expected.transpose(1, 2), atol=2e-3, rtol=0)
+
+
+def test_nothing_is_appended_where_a_tensor_has_no_memory() -> None:
+    q, new = torch.randn(1, 1, 4, 32).half(), torch.randn(1, 1, 2, 32).half()
+    k_cache, v_cache = (torch.zeros(1, CAPACITY, 2, 32).half() for _ in range(2))
+    sinks = torch.ones(4)
+    lengths = torch.tensor([3], dtype=torch.int32)
+    arguments = KvCacheArguments(q, k_cache, v_cache, new, new, cache_seqlens=lengths, sinks=sinks)
+    call = prepare_kvcache(arguments, Options())
+    sinks.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="has no memory"):
+        EmulatedSm80().forward(*call)
+    assert not k_cache.any()

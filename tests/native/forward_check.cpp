@@ -11,7 +11,8 @@
 
 extern "C" int64_t fastattention_num_isas();
 extern "C" const char* fastattention_isa_name(int64_t isa);
-extern "C" int64_t fastattention_forward(int64_t isa, const FaAttentionParams* params);
+extern "C" int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
+                                         int64_t num_threads);
 
 namespace {
 
@@ -140,7 +141,7 @@ double worst_error(int64_t isa, const Shape& s, int64_t dtype) {
     std::vector<char> out(s.seqlen_q * s.nheads * s.headdim_v * 4, '\xff');  // NaN until written
     std::vector<float> lse(s.nheads * s.seqlen_q, NAN);
     const FaAttentionParams params = make_params(s, dtype, q, k, v, out, lse);
-    if (fastattention_forward(isa, &params) != 0) return INFINITY;
+    if (fastattention_forward(isa, &params, &params, params.num_threads) != 0) return INFINITY;
     double worst = 0.0;
     for (int64_t i = 0; i < s.seqlen_q; ++i)
         for (int64_t head = 0; head < s.nheads; ++head) {

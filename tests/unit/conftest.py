@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from fastattention import dispatch
 from fastattention.backends import registry
 from fastattention.backends.base import Backend
 
@@ -35,6 +36,7 @@ def only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Non
         registry.get_backend.cache_clear()
         registry.select_backend.cache_clear()
         registry.select_merging_backend.cache_clear()
+        dispatch.forget_plans()
 
     yield register
     forget()

@@ -15,7 +15,7 @@ from conformance.check import check
 from conformance.engines import Engine
 from tiers import Tier, slow, tier_of
 
-from fastattention import backends
+from fastattention import backends, dispatch
 from fastattention.backends import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "adding-a-backend.md").read_text()
@@ -49,6 +49,7 @@ def forget() -> None:
     registry.get_backend.cache_clear()
     registry.select_backend.cache_clear()
     registry.select_merging_backend.cache_clear()
+    dispatch.forget_plans()
     for name in ("plain", "plain.backend"):
         sys.modules.pop(f"fastattention.backends.{name}", None)
     vars(backends).pop("plain", None)

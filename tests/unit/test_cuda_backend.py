@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -191,3 +192,32 @@ def test_without_compiler_and_built_kernels_the_backend_is_not_available(
     assert module.why_unavailable() == "no NVRTC"
     monkeypatch.setattr(cache, "BUILT_AHEAD", tmp_path)
     assert module.why_unavailable() is None
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_kernel_is_enqueued_on_the_device_of_its_call(
+    backend: CudaBackend, monkeypatch: pytest.MonkeyPatch, current: int
+) -> None:
+    """On that device's current stream, whichever device is current; which may change between calls of a plan."""
+    entered: list[int] = []
+    launched: list[tuple[int, int]] = []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            entered.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(-1)
+
+    function = mock.Mock(launch=lambda params, num_ctas, stream: launched.append((num_ctas, stream)))
+    monkeypatch.setattr(module.KernelLaunch, "function", lambda self, index: function)
+    monkeypatch.setattr(module, "current_stream", lambda index: 70 + index)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    enqueue = backend._launcher(module.KernelLaunch(mock.Mock(), 0, 5), PROBLEM)
+    monkeypatch.setattr(module, "current_device", lambda: current)
+    enqueue(mock.Mock())
+    assert launched == [(5, 70)]
+    assert entered == ([] if current == 0 else [0, -1])

@@ -116,9 +116,9 @@ def test_causal_is_the_window_without_a_left_end(
     assert problem.has_window == has_window
 
 
-def test_a_call_of_the_same_shape_gets_the_same_problem() -> None:
-    assert dense(Options(causal=True)) is dense(Options(causal=True))
-    assert dense(Options(causal=True)) is not dense(Options(causal=False))
+def test_calls_of_the_same_shape_have_equal_problems() -> None:
+    assert dense(Options(causal=True)) == dense(Options(causal=True))
+    assert dense(Options(causal=True)) != dense(Options(causal=False))
 
 
 def test_a_problem_is_frozen_and_hashable() -> None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fastattention.problem import Inputs
 
-# Strides of what a call has, None for what it has not: q, k, v, bias with its dtype, slopes, block table, scales; then
-# the rows of its rotary tables, which limit what a cache may hold.
 Strides = tuple[object, ...]
 
 
 def strides_of(inputs: Inputs) -> Strides:
-    """What the parameters of a call take from its tensors, besides their addresses."""
-    bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
-    return (
-        inputs.q.stride(),
-        inputs.k.stride(),
-        inputs.v.stride(),
-        None if bias is None else (bias.stride(), bias.dtype),
-        None if alibi is None else alibi.stride(),
-        None if table is None else table.stride(),
-        None if inputs.k_scale is None else inputs.k_scale.stride(),
-        None if inputs.v_scale is None else inputs.v_scale.stride(),
-        None if inputs.rotary_cos is None else inputs.rotary_cos.shape[0],
-    )
+    """What the parameters of a call take from its tensors, besides their addresses; None for those it does not have.
+
+    Rows of the rotary tables limit what a cache may hold.
+    """
+    rotary_rows = None if inputs.rotary_cos is None else inputs.rotary_cos.shape[0]
+    return (rotary_rows, *[None if tensor is None else (tensor.stride(), tensor.dtype) for tensor in inputs])
 
 
 def pointers(*tensors: Tensor | None) -> list[int]:
@@ -32,13 +26,19 @@ def pointers(*tensors: Tensor | None) -> list[int]:
 
     Raises RuntimeError for any other without memory, of which kernels would read what lies at 0.
     """
-    return [0 if tensor is None else tensor.data_ptr() or _null(tensor) for tensor in tensors]
+    return [0 if tensor is None else tensor.data_ptr() or null_of(tensor) for tensor in tensors]
 
 
-def _null(tensor: Tensor) -> int:
+def null_of(tensor: Tensor) -> int:
+    """0, the address of a tensor that has no elements. Raises RuntimeError for any other."""
     if tensor.numel():
         raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} has no memory")
     return 0
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor, as torch has them: an axis without elements counts as one."""
+    return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:

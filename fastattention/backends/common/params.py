@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
+
+from fastattention.backends.common.layout import null_of
+from fastattention.problem import Inputs
 
 AnyParams = TypeVar("AnyParams", bound="Params")
 Fields = list[tuple[str, type[Any]]]
@@ -35,6 +39,22 @@ class Params(ctypes.Structure):
         params = cls.from_buffer_copy(template)
         cls._pointers.pack_into(params, 0, *pointers)
         return params
+
+
+class Addresses:
+    """The addresses of a call: how they are taken from its tensors, and written into the first fields of its Params."""
+
+    def __init__(self, params: type[Params], inputs: Inputs) -> None:
+        """For calls that have the same tensors as `inputs`. Fields that are no tensors of theirs are given apart."""
+        names = [field[0] for field in params._fields_ if field[1] is ctypes.c_void_p]
+        given = [name for name in names if name in Inputs._fields and getattr(inputs, name) is not None]
+        packed = struct.Struct("".join("8x" if name in Inputs._fields and name not in given else "Q" for name in names))
+        self._tensors = operator.attrgetter(*given)
+        self.pack, self.pack_into = packed.pack, packed.pack_into
+
+    def of(self, inputs: Inputs) -> list[int]:
+        """Those of the tensors, in their order. Raises RuntimeError for one without memory."""
+        return [tensor.data_ptr() or null_of(tensor) for tensor in self._tensors(inputs)]
 
 
 def fields(lengths: Mapping[str, int] | None = None, **names: str) -> Fields:

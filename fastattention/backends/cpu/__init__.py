@@ -1,6 +1,7 @@
 """The cpu backend: a native library in C++ (kernels/), called with ctypes.
 
-backend.py        checks a call and hands it to the library
+backend.py        what the library serves
+plan.py           a call of the library, set up once for all calls like it
 library.py        finds, loads and calls the library
 params.py         the arguments of a call
 prepared.py       calls that are set up now and run later

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from fastattention.backends.base import Backend
+from fastattention.backends.common.bounded import BoundedDict
+from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.cpu.library import load_library
-from fastattention.backends.cpu.params import attention_params
-from fastattention.backends.cpu.prepared import PreparedCall
+from fastattention.backends.cpu.plan import CpuPlan
 from fastattention.errors import LibraryError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.threads import get_num_threads
@@ -18,6 +16,9 @@ class CpuBackend(Backend):
     """Native kernels for any CPU, the instruction set chosen at run time."""
 
     name = "cpu"
+
+    def __init__(self) -> None:
+        self._plans: BoundedDict[tuple[Problem, Strides], CpuPlan] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
         """Why the native library cannot be loaded, if so."""
@@ -42,16 +43,14 @@ class CpuBackend(Backend):
         library = load_library()
         return f"{library.isa} of {', '.join(library.isas)}; {get_num_threads()} threads"
 
-    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+    def plan(self, problem: Problem, inputs: Inputs) -> CpuPlan:
         """One call of the native library, appending included."""
-        out = torch.empty(problem.out_shape, dtype=problem.dtype, device=problem.device)
-        lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=problem.device) if problem.return_lse else None
-        load_library().forward(attention_params(problem, inputs, out, lse, get_num_threads()))
-        return AttentionOutput(out, lse)
+        key = problem, strides_of(inputs)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = CpuPlan(problem, inputs)
+        return plan
 
-    def prepare(self, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
-        """One call of the native library with a cache, to be run later: lengths and pages are those of now.
-
-        out, lse: contiguous, as `forward` gives them; num_threads: at most, the thread that runs it included
-        """
-        return PreparedCall(attention_params(problem, inputs, out, lse, num_threads), (inputs, out, lse))
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        """Likewise, at once."""
+        return self.plan(problem, inputs)(inputs)

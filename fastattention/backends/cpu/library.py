@@ -19,7 +19,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 7  # of api.cpp
+_ABI_VERSION = 8  # of api.cpp
 
 
 class Peaks(NamedTuple):
@@ -53,6 +53,11 @@ class Library:
             for index in range(self._functions.fastattention_num_isas())
         ]
         self._isa_index = self._chosen_isa()
+        # Runs a call: of the address of its plan, an AttentionParams, the addresses that are its first fields, and the
+        # number of threads. Returns 0, or 1 when working memory runs out.
+        self.forward: Callable[[int, bytes, int], int] = functools.partial(
+            self._functions.fastattention_forward, self._isa_index
+        )
 
     def _declare(self) -> None:
         int64 = ctypes.c_int64
@@ -61,7 +66,7 @@ class Library:
             "fastattention_params_size": (int64, ()),
             "fastattention_num_isas": (int64, ()),
             "fastattention_isa_name": (ctypes.c_char_p, (int64,)),
-            "fastattention_forward": (int64, (int64, ctypes.c_void_p)),
+            "fastattention_forward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),
@@ -93,11 +98,6 @@ class Library:
     def isa(self) -> str:
         """Name of the instruction set in use."""
         return self.isas[self._isa_index]
-
-    def forward(self, params: AttentionParams) -> None:
-        """Runs one attention call. Raises MemoryError when working memory runs out."""
-        if self._functions.fastattention_forward(self._isa_index, ctypes.addressof(params)) != 0:
-            raise MemoryError("fastattention could not get memory for its packed keys and values")
 
     def prepare(self, params: AttentionParams) -> int:
         """An attention call to be run later, copied from `params`: a handle for `release`. Raises MemoryError."""

@@ -5,25 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import (
-    bias_strides,
-    pointers,
-    scale_strides,
-    strides_of,
-    token_strides,
-)
+from fastattention.backends.common.layout import bias_strides, scale_strides, token_strides
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.problem import Inputs, Layout, Problem
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
-_MOST_TEMPLATES = 4096  # as many as validated problems
 
 
 class AttentionParams(Params):
     """FaAttentionParams."""
 
     _fields_ = fields(
-        Q="""q k v out lse k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx
+        Q="""out lse q k v k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx
         cache_leftpad block_table alibi_slopes sinks attn_bias k_scale v_scale""",
         q="""dtype cache_dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v
         page_block_size panel_size
@@ -40,43 +33,14 @@ class AttentionParams(Params):
     _pointers, _rest = formats(_fields_)
 
 
-# A call among torch's operations finds nothing of ours in the processor's caches: to look a template up touches a
-# fraction of what it takes to make one.
-_templates: dict[object, bytes] = {}
-
-
-def attention_params(
-    problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None, num_threads: int
-) -> AttentionParams:
-    """The arguments of a call. out, lse: contiguous, of the problem's shapes."""
-    k_new, v_new = inputs.k_new, inputs.v_new
-    new = None if k_new is None or v_new is None else (k_new.stride(), v_new.stride())
-    key = (problem, num_threads, strides_of(inputs), new)
-    template = _templates.get(key)
-    if template is None:
-        if len(_templates) >= _MOST_TEMPLATES:
-            _templates.clear()
-        template = _templates[key] = _template(problem, inputs, num_threads)
-    # fmt: off
-    return AttentionParams.make(
-        template,
-        *pointers(
-            inputs.q, inputs.k, inputs.v, out, lse, k_new, v_new, inputs.rotary_cos, inputs.rotary_sin,
-            inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cache_seqlens, inputs.cache_batch_idx,
-            inputs.cache_leftpad, inputs.block_table, inputs.alibi_slopes, inputs.sinks, inputs.attn_bias,
-            inputs.k_scale, inputs.v_scale,
-        ),
-    )
-    # fmt: on
-
-
-def _template(problem: Problem, inputs: Inputs, num_threads: int) -> bytes:
+def attention_params(problem: Problem, inputs: Inputs) -> AttentionParams:
+    """What calls with tensors of these strides have in common: all but addresses and the number of threads."""
     varlen = problem.layout is Layout.VARLEN
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     out_row = problem.nheads * problem.headdim_v
     lse_head = problem.total_q if varlen else problem.seqlen_q
     # fmt: off
-    return AttentionParams.template(
+    template = AttentionParams.template(
         _DTYPE_CODES[problem.dtype], _DTYPE_CODES[problem.cache_dtype or problem.dtype],
         0 if bias is None else _DTYPE_CODES[bias.dtype],
         problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
@@ -90,10 +54,11 @@ def _template(problem: Problem, inputs: Inputs, num_threads: int) -> bytes:
         0 if table is None else table.stride(0), 0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         *bias_strides(bias),
         problem.window_left, problem.window_right, problem.rotary_dim, problem.rotary_interleaved,
-        problem.num_splits, num_threads,
+        problem.num_splits, 0,
         problem.softmax_scale, problem.softcap,
     )
     # fmt: on
+    return AttentionParams.from_buffer_copy(template)
 
 
 def _cache_strides(problem: Problem, cache: Tensor) -> tuple[int, int, int]:

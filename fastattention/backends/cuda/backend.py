@@ -1,22 +1,21 @@
-"""The cuda backend: checks a call, allocates its results, and launches its kernels."""
+"""The cuda backend: what it serves, and by which kernels."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fastattention import config
 from fastattention.backends.base import Backend
-from fastattention.backends.common.layout import pointers, strides_of
+from fastattention.backends.common.bounded import BoundedDict
+from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
-from fastattention.backends.common.results import keyless
+from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
 from fastattention.backends.cuda.counters import counters_of
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
-from fastattention.backends.cuda.memory import is_aligned, is_readable, prepared
 from fastattention.backends.cuda.merging import (
     DTYPE_NAMES,
     MOST_WARPS,
@@ -25,14 +24,12 @@ from fastattention.backends.cuda.merging import (
     merge_params,
     num_warps,
 )
-from fastattention.backends.cuda.params import MOST_PARTS, AttentionParams
-from fastattention.backends.cuda.plan import Plan, append_params, attention_template, make_plan
+from fastattention.backends.cuda.params import MOST_PARTS
+from fastattention.backends.cuda.plan import Plan, make_plan
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
-
-_MAX_PLANS = 4096
 
 
 class CudaBackend(Backend):
@@ -45,8 +42,9 @@ class CudaBackend(Backend):
 
     def __init__(self, arch: int | None = None) -> None:
         self._forced_arch = arch
-        self._plans: dict[tuple[Problem, bool], Plan] = {}  # and whether values are in the keys
-        self._merge_plans: dict[tuple[object, ...], MergePlan] = {}
+        self._plans: BoundedDict[tuple[Problem, bool], Plan] = BoundedDict()  # and whether values are in the keys
+        self._calls: BoundedDict[tuple[Problem, bool, Strides], PlannedCall] = BoundedDict()
+        self._merge_plans: BoundedDict[tuple[object, ...], MergePlan] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
@@ -83,27 +81,13 @@ class CudaBackend(Backend):
             return "the decode kernel"
         return "the forward kernel" if problem.layout is Layout.KVCACHE else ""
 
+    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+        """The launches for these strides. Where v may be in the memory of k, each call looks whether it is."""
+        return functools.partial(self.forward, problem) if may_share_memory(problem) else self._call(problem, inputs)
+
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, then attention: one kernel, or a decode and the merge of its parts."""
-        plan = self._plan(problem, _values_in_keys(problem, inputs))
-        if plan.append is not None:
-            inputs = self._append(plan.append, problem, inputs)
-        strides = strides_of(inputs)
-        template = plan.templates.get(strides)
-        # Strides that are known are aligned, but memory may begin anywhere.
-        if template is None or not is_readable(inputs):
-            given, inputs = inputs, prepared(inputs, plan.dtype)
-            template = attention_template(problem, inputs, plan)
-            if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
-                plan.templates[strides] = template
-        if problem.layout is Layout.VARLEN and problem.batch_size == 0:
-            return keyless(problem, inputs)  # no CTA is there to write rows behind the last sequence
-        out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))
-        lse = inputs.q.new_empty(problem.lse_shape, dtype=torch.float32) if problem.return_lse else None
-        self._attend(plan, template, problem, inputs, out, lse)
-        if out.shape[-1] != problem.headdim_v or plan.dtype is not problem.dtype:
-            out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
-        return AttentionOutput(out, lse)
+        return self._call(problem, inputs)(inputs)
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Refuses gradients, other dtypes and more rows than a launch has."""
@@ -131,54 +115,30 @@ class CudaBackend(Backend):
         key = (problem.out_shape, outs[0].dtype, dtype, *(x.stride() for x in (*outs, *lses)))
         plan = self._merge_plans.get(key)
         if plan is None:
-            if len(self._merge_plans) >= _MAX_PLANS:
-                self._merge_plans.clear()
             plan = self._merge_plans[key] = make_merge_plan(outs, lses, dtype)
         out = torch.empty_like(outs[0], dtype=dtype, memory_format=torch.contiguous_format)
         lse = torch.empty_like(lses[0], memory_format=torch.contiguous_format)
         if plan.launch is not None:
-            self._launch(plan.launch, merge_params(plan.template, outs, lses, out, lse), problem)
+            self._launcher(plan.launch, problem)(merge_params(plan.template, outs, lses, out, lse))
         return out, lse
 
-    def _attend(
-        self, plan: Plan, template: bytes, problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None
-    ) -> None:
-        partials = counters = None
-        stats_at = 0
-        if (split := plan.split) is not None and split.num_slots > 0:
-            rows = split.num_slots * split.partial_rows
-            partials = out.new_empty(rows * (out.shape[-1] + 2), dtype=torch.float32)
-            stats_at = partials.data_ptr() + 4 * rows * out.shape[-1]
-            if split.merges_in_place:
-                counters = self._counters(split.num_counters * problem.batch_size, problem)
-        # fmt: off
-        params = AttentionParams.make(
-            template,
-            *pointers(
-                inputs.q, inputs.k, inputs.v, out, lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cache_seqlens,
-                inputs.cache_batch_idx, inputs.cache_leftpad, inputs.block_table, inputs.alibi_slopes, inputs.sinks,
-                inputs.attn_bias, inputs.k_scale, inputs.v_scale, partials,
-            ),
-            stats_at,
-            0 if counters is None else counters.data_ptr(),
-        )
-        # fmt: on
-        for launch in plan.attention:
-            self._launch(launch, params, problem)
-
-    def _append(self, launch: KernelLaunch, problem: Problem, inputs: Inputs) -> Inputs:
-        """Writes the caches; returns the inputs with q rotated."""
-        q_rotated = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if problem.rotary_dim else None
-        self._launch(launch, append_params(problem, inputs, q_rotated), problem)
-        return inputs if q_rotated is None else inputs._replace(q=q_rotated)
+    def _call(self, problem: Problem, inputs: Inputs) -> PlannedCall:
+        in_keys = values_in_keys(problem, inputs)
+        key = problem, in_keys, strides_of(inputs)
+        call = self._calls.get(key)
+        if call is None:
+            plan = self._plan(problem, in_keys)
+            launcher = functools.partial(self._launcher, problem=problem)
+            call = self._calls[key] = PlannedCall(
+                problem, inputs, plan, launcher, functools.partial(self._counters, problem=problem)
+            )
+        return call
 
     def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
         plan = self._plans.get((problem, values_in_keys))
         if plan is None:
             limits = self._limits(problem)
             plan = make_plan(problem, self._arch(limits), limits, values_in_keys)
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
             self._plans[problem, values_in_keys] = plan
         return plan
 
@@ -207,23 +167,19 @@ class CudaBackend(Backend):
         index = _device_index(problem)
         return counters_of(index).take(count, module.current_stream(index))
 
-    def _launch(self, launch: KernelLaunch, params: Params, problem: Problem | MergeProblem) -> None:
-        index = _device_index(problem)
+    def _launcher(self, launch: KernelLaunch, problem: Problem | MergeProblem) -> Launcher:
+        index, num_ctas = _device_index(problem), launch.num_ctas
         function = launch.function(index)
-        stream = module.current_stream(index)
-        if index == module.current_device():
-            function.launch(params, launch.num_ctas, stream)
-        else:
-            with torch.cuda.device(index):
-                function.launch(params, launch.num_ctas, stream)
 
+        def enqueue(params: Params) -> None:
+            stream = module.current_stream(index)
+            if index == module.current_device():
+                function.launch(params, num_ctas, stream)
+            else:
+                with torch.cuda.device(index):
+                    function.launch(params, num_ctas, stream)
 
-def _values_in_keys(problem: Problem, inputs: Inputs) -> bool:
-    """Whether v is the first columns of k, as in latent attention, and kernels can read both there."""
-    if problem.headdim <= WIDEST_OF_A_WARP or problem.headdim_v > problem.headdim or problem.cache_dtype is not None:
-        return False
-    k, v = inputs.k, inputs.v
-    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and is_aligned(k) and is_aligned(v)
+        return enqueue
 
 
 def _device_index(problem: Problem | MergeProblem) -> int:

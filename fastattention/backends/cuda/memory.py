@@ -12,11 +12,6 @@ from fastattention.problem import Inputs
 CHUNK = 8  # elements of 16 bits that are read at once: 16 bytes
 
 
-def is_readable(inputs: Inputs) -> bool:
-    """Whether q, k and v begin at multiples of 16 bytes; what their strides say is not looked at."""
-    return (inputs.q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % 16 == 0
-
-
 def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """Inputs as the kernels read them: nothing is copied when they have `dtype` and rows at multiples of 16 bytes."""
     bias = inputs.attn_bias

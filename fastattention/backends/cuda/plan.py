@@ -1,13 +1,13 @@
-"""Plan: what depends on a problem alone, cached: its kernels, their grids, and the shared parameters."""
+"""Plan: what depends on a problem alone, its kernels and their grids; and the parameters that its calls share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import Strides, bias_strides, pointers, scale_strides, token_strides
+from fastattention.backends.common.layout import bias_strides, pointers, scale_strides, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.decode_heuristics import Split
@@ -26,9 +26,9 @@ from fastattention.problem import Inputs, Layout, Problem
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """How a problem is served, and the parameters of its calls for every set of strides seen."""
+    """The kernels that serve a problem."""
 
     dtype: torch.dtype  # in which attention reads and writes
     append: KernelLaunch | None
@@ -36,7 +36,6 @@ class Plan:
     num_m_tiles: int
     heads_per_l2_wave: int
     split: Split | None  # of a decode
-    templates: dict[Strides, bytes] = field(default_factory=dict)
 
 
 def make_plan(problem: Problem, arch: int, limits: Limits, values_in_keys: bool = False) -> Plan:
@@ -132,25 +131,31 @@ def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
     return min(room, inputs.rotary_cos.shape[0] - steps)
 
 
-def append_params(problem: Problem, inputs: Inputs, q_rotated: Tensor | None) -> Params:
-    """The parameters of a call. q_rotated: where rotated queries go; None without rotary embedding."""
+def append_template(problem: Problem, inputs: Inputs) -> bytes:
+    """Likewise of the append before a call."""
     table = inputs.block_table
-    q = None if q_rotated is None else inputs.q
     # fmt: off
-    template = AppendParams.template(
+    return AppendParams.template(
         *token_strides(inputs.k_new), *token_strides(inputs.v_new), *token_strides(inputs.k), *token_strides(inputs.v),
-        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale), *token_strides(q),
+        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
+        *token_strides(inputs.q if problem.rotary_dim else None),
         0 if table is None else table.stride(0),
         problem.batch_size, problem.seqlen_q, problem.seqlen_new, problem.nheads, problem.nheads_k,
         problem.headdim, problem.headdim_v, problem.page_block_size or 0, max_cache_seqlen(problem, inputs),
         problem.rotary_dim, problem.rotary_interleaved, problem.has_window,
     )
+    # fmt: on
+
+
+def append_params(template: bytes, inputs: Inputs, q_rotated: Tensor | None) -> Params:
+    """The parameters of an append. q_rotated: where rotated queries go; None without rotary embedding."""
+    # fmt: off
     return AppendParams.make(
         template,
         *pointers(
-            inputs.k_new, inputs.v_new, inputs.k, inputs.v, inputs.k_scale, inputs.v_scale, q, q_rotated,
-            inputs.rotary_cos, inputs.rotary_sin, inputs.cache_seqlens, inputs.cache_batch_idx, inputs.cache_leftpad,
-            table,
+            inputs.k_new, inputs.v_new, inputs.k, inputs.v, inputs.k_scale, inputs.v_scale,
+            None if q_rotated is None else inputs.q, q_rotated, inputs.rotary_cos, inputs.rotary_sin,
+            inputs.cache_seqlens, inputs.cache_batch_idx, inputs.cache_leftpad, inputs.block_table,
         ),
     )
     # fmt: on

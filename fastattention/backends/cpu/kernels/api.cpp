@@ -1,5 +1,7 @@
 // The exported functions. Arguments were validated in Python; here they are trusted.
+#include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <new>
 
@@ -15,15 +17,20 @@
 using namespace fastattention;
 
 // Changes with every change of params.h, of what its fields may be or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 7; }
+FA_EXPORT int64_t fastattention_abi_version() { return 8; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
 FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(static_cast<int>(isa)).name; }
 
-// 0, or 1 when memory ran out.
-FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* params) {
-    return forward(isa_kernels(static_cast<int>(isa)), *params) ? 0 : 1;
+// One of many calls that differ in their addresses only: `addresses` are the fields of `plan` before dtype. Calls of
+// several threads may share a plan. 0, or 1 when memory ran out.
+FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
+                                        int64_t num_threads) {
+    FaAttentionParams params = *plan;
+    std::memcpy(&params, addresses, offsetof(FaAttentionParams, dtype));
+    params.num_threads = num_threads;
+    return forward(isa_kernels(static_cast<int>(isa)), params) ? 0 : 1;
 }
 
 // A call of a dense cache with lse, to be run later; null when memory ran out. fastattention_release gives it up.

@@ -13,11 +13,11 @@ enum { FA_FLOAT32 = 0, FA_BFLOAT16 = 1, FA_FLOAT16 = 2, FA_INT8 = 3, FA_FLOAT8 =
 
 // One attention call. Strides are in elements, sizes in elements or tokens; absent tensors are null.
 typedef struct FaAttentionParams {
+    void* out;        // as q with headdim_v
+    float* lse;       // (batch_size, nheads, seqlen_q), varlen (nheads, total_q), or null
     const void* q;    // (batch_size, seqlen_q, nheads, headdim), varlen (total_q, nheads, headdim)
     void* k;          // (batch_size, seqlen_k, nheads_k, headdim), varlen, a cache, or pages; written when k_new is given
     void* v;          // as k with headdim_v
-    void* out;        // as q with headdim_v
-    float* lse;       // (batch_size, nheads, seqlen_q), varlen (nheads, total_q), or null
     const void* k_new;  // (batch_size, seqlen_new, nheads_k, headdim)
     const void* v_new;  // (batch_size, seqlen_new, nheads_k, headdim_v)
     const void* rotary_cos;  // (seqlen_rotary, rotary_dim / 2), contiguous

@@ -1,0 +1,48 @@
+"""CpuPlan: a call of the native library, set up once for all calls whose tensors have the same strides."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.common.layout import contiguous_strides
+from fastattention.backends.common.params import Addresses
+from fastattention.backends.cpu.library import load_library
+from fastattention.backends.cpu.params import AttentionParams, attention_params
+from fastattention.backends.cpu.prepared import PreparedCall
+from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.threads import get_num_threads
+
+
+class CpuPlan:
+    """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time."""
+
+    def __init__(self, problem: Problem, inputs: Inputs) -> None:
+        self._params = attention_params(problem, inputs)
+        self._params_at = ctypes.addressof(self._params)
+        self._addresses = Addresses(AttentionParams, inputs)
+        self._out = problem.out_shape, contiguous_strides(problem.out_shape)
+        self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
+
+    def __call__(self, inputs: Inputs) -> AttentionOutput:
+        """One call of the native library, appending included."""
+        q = inputs.q
+        out = q.new_empty_strided(*self._out)  # in half the time of torch.empty
+        lse = None if self._lse is None else q.new_empty_strided(*self._lse, dtype=torch.float32)
+        results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        addresses = self._addresses.pack(*results, *self._addresses.of(inputs))
+        if load_library().forward(self._params_at, addresses, get_num_threads()) != 0:
+            raise MemoryError("fastattention could not get memory for its packed keys and values")
+        return AttentionOutput(out, lse)
+
+    def prepare(self, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
+        """One call of the native library with a cache, to be run later: lengths and pages are those of now.
+
+        out, lse: contiguous, as a call gives them; num_threads: at most, the thread that runs it included
+        """
+        params = AttentionParams.from_buffer_copy(self._params)
+        self._addresses.pack_into(params, 0, out.data_ptr(), lse.data_ptr(), *self._addresses.of(inputs))
+        params.num_threads = num_threads
+        return PreparedCall(params, (inputs, out, lse))

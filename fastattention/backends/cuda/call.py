@@ -1,0 +1,108 @@
+"""PlannedCall: the launches of a plan for tensors of some strides, with the parameters that do not change."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.common.layout import contiguous_strides
+from fastattention.backends.common.params import Addresses, Params
+from fastattention.backends.common.results import keyless
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
+from fastattention.backends.cuda.memory import is_aligned, prepared
+from fastattention.backends.cuda.params import AttentionParams
+from fastattention.backends.cuda.plan import Plan, append_params, append_template, attention_template
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+
+Launcher = Callable[[Params], None]
+
+
+class PlannedCall:
+    """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time.
+
+    launcher: gives what enqueues a kernel; take_counters: gives so many counters of the current stream
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        plan: Plan,
+        launcher: Callable[[KernelLaunch], Launcher],
+        take_counters: Callable[[int], Tensor],
+    ) -> None:
+        self._problem, self._plan, self._take_counters = problem, plan, take_counters
+        self._append = None if plan.append is None else (launcher(plan.append), append_template(problem, inputs))
+        self._launchers = [launcher(launch) for launch in plan.attention]
+        self._addresses = Addresses(AttentionParams, inputs)
+        self._template: bytes | None = None  # of calls whose tensors kernels read where they are
+        self._out = problem.out_shape, contiguous_strides(problem.out_shape)
+        self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
+        self._has_keys = problem.layout is not Layout.VARLEN or problem.batch_size > 0
+
+    def __call__(self, inputs: Inputs) -> AttentionOutput:
+        """Appends, then attention: one kernel, or a decode and the merge of its parts."""
+        problem, plan = self._problem, self._plan
+        template, addresses = self._template, self._addresses.of(inputs)  # which may raise: before anything is written
+        if self._append is not None:
+            inputs = self._append_tokens(*self._append, inputs)
+            addresses[0] = inputs.q.data_ptr()
+        # Strides that are known are aligned, but memory may begin anywhere.
+        if template is None or (addresses[0] | addresses[1] | addresses[2]) % 16 != 0:  # of q, k and v
+            given, inputs = inputs, prepared(inputs, plan.dtype)
+            template, addresses = attention_template(problem, inputs, plan), self._addresses.of(inputs)
+            if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
+                self._template = template
+        if not self._has_keys:
+            return keyless(problem, inputs)  # no CTA is there to write rows behind the last sequence
+        q, headdim_v = inputs.q, inputs.v.shape[-1]
+        is_whole = headdim_v == problem.headdim_v
+        out = q.new_empty_strided(*self._out) if is_whole else q.new_empty((*problem.out_shape[:-1], headdim_v))
+        lse = None if self._lse is None else q.new_empty_strided(*self._lse, dtype=torch.float32)
+        self._attend(template, addresses, out, lse)
+        if not is_whole or plan.dtype is not problem.dtype:
+            out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
+        return AttentionOutput(out, lse)
+
+    def _attend(self, template: bytes, addresses: Sequence[int], out: Tensor, lse: Tensor | None) -> None:
+        """addresses: of the tensors of a call, q, k and v first."""
+        partials_at = stats_at = counters_at = 0
+        if (split := self._plan.split) is not None and split.num_slots > 0:
+            rows = split.num_slots * split.partial_rows
+            partials = out.new_empty(rows * (out.shape[-1] + 2), dtype=torch.float32)
+            partials_at = partials.data_ptr()
+            stats_at = partials_at + 4 * rows * out.shape[-1]
+            if split.merges_in_place:
+                counters = self._take_counters(split.num_counters * self._problem.batch_size)
+                counters_at = counters.data_ptr()
+        params = AttentionParams.from_buffer_copy(template)
+        results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+        self._addresses.pack_into(
+            params, 0, *addresses[:3], *results, *addresses[3:], partials_at, stats_at, counters_at
+        )  # fmt: skip
+        for launch in self._launchers:
+            launch(params)
+
+    def _append_tokens(self, launch: Launcher, template: bytes, inputs: Inputs) -> Inputs:
+        """Writes the caches; returns the inputs with q rotated."""
+        is_rotated = self._problem.rotary_dim > 0
+        q_rotated = torch.empty_like(inputs.q, memory_format=torch.contiguous_format) if is_rotated else None
+        launch(append_params(template, inputs, q_rotated))
+        return inputs if q_rotated is None else inputs._replace(q=q_rotated)
+
+
+def may_share_memory(problem: Problem) -> bool:
+    """Whether there are kernels for a call whose v is the first columns of k."""
+    wide = problem.headdim > WIDEST_OF_A_WARP and problem.headdim_v <= problem.headdim
+    return wide and problem.cache_dtype is None
+
+
+def values_in_keys(problem: Problem, inputs: Inputs) -> bool:
+    """Whether v is the first columns of k, as in latent attention, and kernels can read both there."""
+    k, v = inputs.k, inputs.v
+    is_shared = may_share_memory(problem) and k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+    return is_shared and is_aligned(k) and is_aligned(v)

@@ -39,7 +39,7 @@ from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
 from fastattention.distributed import attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, agreement_of
-from fastattention.distributed.autotune import Strategy
+from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import worth_dividing
 from fastattention.distributed.transports import TRANSPORTS
 from fastattention.errors import UnsupportedError

@@ -236,20 +236,6 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
     return Plan(problem, inputs, inputs, backend).run(inputs)
 
 
-def is_observed() -> bool:
-    """True where more is wanted of a call than its result.
-
-    That is so while it is traced or only explained, and while autograd records, backward or forward.
-    """
-    return (
-        torch.is_grad_enabled()
-        or is_traced()
-        or _transform_level() is not None
-        or _explaining.get()
-        or forward_ad._current_level >= 0
-    )
-
-
 def stop_if_explaining(problem: Problem, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.base import Backend
 from fastattention.backends.registry import select_backend
+from fastattention.dispatch import Signature
 from fastattention.distributed import transports
-from fastattention.distributed.autotune import Strategy, Trial
+from fastattention.distributed.autotune import Trial
 from fastattention.distributed.object_collectives import check_serves, from_rank_0, gather
-from fastattention.distributed.row_blocks import AttentionLinear, may_cut_sequences
+from fastattention.distributed.row_blocks import Attend, AttentionLinear, Strategy, may_cut_sequences
 from fastattention.distributed.row_partitions import Partition, partitions, worth_dividing
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import Layout, Problem
+from fastattention.problem import Inputs, Layout, Problem
 
 MOST_KEPT = 4096  # agreements of a group; as many as validated problems
 
@@ -43,7 +43,6 @@ class Key(NamedTuple):
     rows: tuple[int, ...] | None  # of each block; None for "auto"
 
 
-CallSignature = tuple[Hashable, ...]  # all that the checks of a call read of its arguments
 Place = tuple[str, int]  # of a strategy: its transport, and a recipe of that; -1: all rows in one block
 WHOLE = -1
 
@@ -63,7 +62,7 @@ class CachedCall(NamedTuple):
     """What calls of a signature come to."""
 
     key: Key
-    backend: Backend
+    attend: Attend
     agreed: Agreed
     cuda_index: int | None  # of the device; None where that is no GPU
 
@@ -75,7 +74,7 @@ class Agreement:
         self.group_size = group_size
         self.transports: dict[tuple[str, torch.device], Transport] = {}
         self.agreed: dict[Key, Agreed] = {}
-        self.calls: dict[CallSignature, CachedCall] = {}  # only of keys in `agreed`, which all ranks have or none
+        self.calls: dict[Signature | None, CachedCall] = {}  # only of keys in `agreed`, which all ranks have or none
         # Winners, eagerly and in a graph, by what calls have in common and the transports that were tried.
         self._winners: dict[tuple[Hashable, tuple[str, ...]], tuple[Place, Place]] = {}
 
@@ -106,15 +105,15 @@ class Agreement:
             known.graph.transport.reserve(key.problem.total_q * key.hidden * key.problem.dtype.itemsize)
         return known.now(device)
 
-    def remember(self, signature: CallSignature, key: Key) -> None:
-        """Calls of this signature have this key. Nothing is kept where nothing has been agreed on for it."""
+    def remember(self, signature: Signature, key: Key, inputs: Inputs) -> None:
+        """Calls of this signature have this key, and tensors like these. Nothing is kept of what is not agreed on."""
         agreed = self.agreed.get(key)
         if agreed is not None:
             if len(self.calls) >= MOST_KEPT and signature not in self.calls:
                 self.calls.clear()
             device = key.problem.device
-            backend = select_backend(key.problem, key.backend)
-            self.calls[signature] = CachedCall(key, backend, agreed, device.index if device.type == "cuda" else None)
+            attend = select_backend(key.problem, key.backend).plan(key.problem, inputs)
+            self.calls[signature] = CachedCall(key, attend, agreed, device.index if device.type == "cuda" else None)
 
     def _release_unused(self) -> None:
         """The memory of transports that have been tried, and serve no call."""
@@ -164,6 +163,26 @@ class Agreement:
 
 
 _agreements: weakref.WeakKeyDictionary[ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
+
+
+def named_group(group: object) -> ProcessGroup:
+    """The group that `group` names, None being the default one. Raises ArgumentError unless this process is in it."""
+    if group is None:
+        default = dist.group.WORLD
+        if default is None:
+            raise ArgumentError("group=None: torch.distributed is not initialised; call init_process_group first")
+        return default
+    if not isinstance(group, ProcessGroup):
+        raise ArgumentError(
+            f"group must be a torch.distributed.ProcessGroup that this rank is in, or None, got {type(group).__name__}"
+        )
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError as error:
+        raise ArgumentError(
+            "group has been destroyed; give one of the groups there are, or None after init_process_group"
+        ) from error
+    return group
 
 
 def agreement_of(group: ProcessGroup) -> Agreement:

@@ -33,7 +33,7 @@ graphs by the latter wait on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -41,28 +41,25 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.base import Backend
 from fastattention.backends.registry import check_name, select_backend
-from fastattention.dispatch import is_observed, require_eager, stop_if_explaining
+from fastattention.dispatch import require_eager, signature_of, stop_if_explaining
 from fastattention.distributed import transports
-from fastattention.distributed.agreement import Agreed, CallSignature, Key, agreement_of
-from fastattention.distributed.object_collectives import named_group
-from fastattention.distributed.row_blocks import AttentionLinear, may_cut_sequences
+from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
+from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import module
 from fastattention.interface import WindowSize
 from fastattention.problem import Inputs, Problem
 from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache
 from fastattention.validation.common import (
-    Options,
     Signature,
     check_like_q,
     check_shape,
     needs_grad,
     read_int,
     read_options,
-    signature,
 )
+from fastattention.validation.common import signature as tensor_signature
 
 
 def attention_linear_allreduce(
@@ -98,19 +95,21 @@ def attention_linear_allreduce(
     """
     options = read_options(softmax_scale, causal, window_size, softcap)
     group = named_group(group)
-    seen = None
-    if alibi_slopes is attn_bias is sinks is None and not is_observed():
-        seen = _signature_of((q, k, v, w_o, bias, out), options, (plan, backend, transport))
-        known = None if seen is None else agreement_of(group).calls.get(seen)
+    signature = None
+    if alibi_slopes is attn_bias is sinks is None and type(plan) is type(transport) is str:
+        # One look-up in the place of all checks: between the launches of a short call whatever Python does takes
+        # several times what it takes by itself.
+        signature = signature_of((q, k, v, w_o, bias, out), backend, options, plan, transport)
+        known = agreement_of(group).calls.get(signature)
         if known is not None and (known.cuda_index is None or known.cuda_index == module.current_device()):
-            return _sum(known.key, Inputs(q, k, v), w_o, bias, out, group, known.backend, known.agreed)
+            return _sum(known.key, Inputs(q, k, v), w_o, bias, out, group, known.attend, known.agreed)
     scores = {"alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks}
     require_eager({"q": q, "k": k, "v": v, "w_o": w_o, "bias": bias, "out": out, **scores})
     problem, inputs = prepare_dense(q, k, v, options, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks)
     key = _key_of(problem, w_o, bias, out, plan, backend, transport)
     result = _run(key, inputs, w_o, bias, out, group)
-    if seen is not None and inputs.q is q and inputs.k is k and inputs.v is v:
-        agreement_of(group).remember(seen, key)
+    if signature is not None and inputs.q is q and inputs.k is k and inputs.v is v:
+        agreement_of(group).remember(signature, key, inputs)
     return result
 
 
@@ -158,36 +157,14 @@ def attention_linear_allreduce_with_kvcache(
     return _run(key, inputs, w_o, bias, out, named_group(group))
 
 
-def _signature_of(tensors: tuple[object, ...], options: Options, names: tuple[object, ...]) -> CallSignature | None:
-    """All that the checks of a call read; None where they have to be made.
-
-    Between the launches of a short call whatever Python does takes several times what it takes by itself: one look-up
-    in the place of all checks is a tenth of a decoding step.
-    """
-    if not all(type(name) is str for name in names):
-        return None
-    fields: list[Hashable] = [options, *names]
-    try:
-        for x in tensors:
-            if isinstance(x, Tensor):
-                fields += (type(x), x.shape, x.dtype, x.device, x.stride(), x.is_neg())
-            elif x is not None:
-                return None
-            else:
-                fields.append(None)
-    except RuntimeError:  # of tensors without a shape or strides, which the checks name
-        return None
-    return tuple(fields)
-
-
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:
     problem = key.problem
     stop_if_explaining(problem, key.backend)
-    chosen = select_backend(problem, key.backend)
+    select_backend(problem, key.backend)
     elsewhere = problem.device.type == "cuda" and module.current_device() != problem.device.index
     # Streams and flags of transports are those of the current device.
     with torch.cuda.device(problem.device) if elsewhere else contextlib.nullcontext():
-        return _sum(key, inputs, w_o, bias, out, group, chosen)
+        return _sum(key, inputs, w_o, bias, out, group)
 
 
 def _sum(
@@ -197,18 +174,18 @@ def _sum(
     bias: Tensor | None,
     out: Tensor | None,
     group: ProcessGroup,
-    backend: Backend,
+    attend: Attend | None = None,
     agreed: Agreed | None = None,
 ) -> Tensor:
     """The result of a call whose arguments are all checked.
 
-    agreed: on what the group has agreed, where that is known.
+    attend, agreed: attention to all rows, and on what the group has agreed, where these are known.
     """
     problem = key.problem
     if out is None:
         out = inputs.q.new_empty(problem.batch_size, problem.seqlen_q, key.hidden)
     if problem.total_q:
-        call = AttentionLinear(problem, inputs, w_o, key.backend, backend)
+        call = AttentionLinear(problem, inputs, w_o, key.backend, attend)
         flat = out.view(problem.total_q, key.hidden)
         if agreed is not None:
             agreed.now(problem.device).run(call, flat)
@@ -225,9 +202,9 @@ def _key_of(
     problem: Problem, w_o: Tensor, bias: Tensor | None, out: Tensor | None, plan: Any, backend: str, transport: str
 ) -> Key:
     """Checks all but the group, and whether a backend serves the call."""
-    w_o_signature = signature("w_o", w_o)
-    bias_signature = None if bias is None else signature("bias", bias)
-    out_signature = None if out is None else signature("out", out)
+    w_o_looks = tensor_signature("w_o", w_o)
+    bias_looks = None if bias is None else tensor_signature("bias", bias)
+    out_looks = None if out is None else tensor_signature("out", out)
     if problem.needs_grad or needs_grad(w_o, bias, out):
         raise ArgumentError(
             "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "
@@ -236,7 +213,7 @@ def _key_of(
     if out is not None and not out.is_contiguous():
         raise ArgumentError(f"out must be contiguous, got strides {out.stride()}")
     check_name(backend)
-    hidden = _check_shapes(problem, w_o_signature, bias_signature, out_signature)
+    hidden = _check_shapes(problem, w_o_looks, bias_looks, out_looks)
     rows = _check_plan(plan, problem)
     transports.check_name(transport)
     return Key(problem, hidden, bias is not None, backend, transport, rows)

@@ -9,16 +9,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention.distributed.object_collectives import largest
-from fastattention.distributed.row_blocks import AttentionLinear, CoarseAttention
-from fastattention.distributed.row_partitions import Partition
-from fastattention.distributed.transports import Transfer, Transport
+from fastattention.distributed.row_blocks import AttentionLinear, Strategy
+from fastattention.distributed.transports import Transfer
 
 ROUNDS, FIRST_ROUNDS = 5, 3
 CALLS, SHORT_CALLS = 4, 8  # in a row, as the layers of a model come; of calls that are not divided
@@ -29,19 +26,6 @@ LEAST_GAIN, LEAST_GRAPH_GAIN = 0.03, 0.01
 LONG_SECONDS = 5e-3  # of a call: its launches are enqueued long before their turn comes, and cost nothing either
 BUSY = 1.3  # how much longer launches take on a host that others use too; runs of one call have differed by that
 AHEAD_CYCLES = 20_000_000  # of a GPU, some 10 ms: longer than the launches of a few calls take to enqueue
-
-
-class Strategy(NamedTuple):
-    """A way to make a call: who sums its rows, and in which blocks."""
-
-    transport: Transport
-    partition: Partition
-
-    def run(self, call: AttentionLinear, out: Tensor) -> None:
-        """Fills `out` (rows, hidden) with the sum over all ranks. Collective."""
-        rows, attention_rows = self.partition
-        compute = CoarseAttention(call, attention_rows).compute if attention_rows else call.compute
-        self.transport.run(compute, out, rows)
 
 
 Timer = Callable[[Callable[[], object], torch.device], float]

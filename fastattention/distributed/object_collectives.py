@@ -15,26 +15,6 @@ from fastattention.errors import ArgumentError
 Answer = TypeVar("Answer")
 
 
-def named_group(group: object) -> ProcessGroup:
-    """The group that `group` names, None being the default one. Raises ArgumentError unless this process is in it."""
-    if group is None:
-        default = dist.group.WORLD
-        if default is None:
-            raise ArgumentError("group=None: torch.distributed is not initialised; call init_process_group first")
-        return default
-    if not isinstance(group, ProcessGroup):
-        raise ArgumentError(
-            f"group must be a torch.distributed.ProcessGroup that this rank is in, or None, got {type(group).__name__}"
-        )
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError as error:
-        raise ArgumentError(
-            "group has been destroyed; give one of the groups there are, or None after init_process_group"
-        ) from error
-    return group
-
-
 def check_serves(group: ProcessGroup, device: torch.device) -> None:
     """Raises ArgumentError unless the group has a backend for tensors on `device`, as sums over several ranks need."""
     try:

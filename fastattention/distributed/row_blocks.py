@@ -13,7 +13,7 @@ both sides of the window.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from fastattention.backends.base import Backend
 from fastattention.backends.registry import select_backend
-from fastattention.problem import Inputs, Layout, Problem
+from fastattention.distributed.row_partitions import Partition
+from fastattention.distributed.transports import Transport
+from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 
 class Piece(NamedTuple):
@@ -129,26 +131,33 @@ def _some(tensor: Tensor | None, sequences: slice) -> Tensor | None:
     return None if tensor is None else tensor[sequences]
 
 
+Attend = Callable[[Inputs], AttentionOutput]  # Backend.plan
+
+
 class AttentionLinear:
     """One rank's part of a call, by blocks of rows: attention of its heads, times its columns of the projection."""
 
     def __init__(
-        self, problem: Problem, inputs: Inputs, w_o: Tensor, backend: str, chosen: Backend | None = None
+        self, problem: Problem, inputs: Inputs, w_o: Tensor, backend: str, attend: Attend | None = None
     ) -> None:
-        """`problem` and `inputs` are validated; w_o: (hidden, nheads * headdim_v); chosen: the backend, where known."""
+        """`problem` and `inputs` are validated; w_o: (hidden, nheads * headdim_v); attend: to all rows, where known."""
         self.problem = problem
         self.inputs = inputs
         self.weight = w_o.t()
         self.backend = backend
-        self._chosen = chosen or select_backend(problem, backend)
+        self._attend_to_all = attend
 
     def attend(self, piece: Piece) -> Tensor:
         """Attention of a piece: (rows, nheads * headdim_v)."""
-        problem, inputs, backend = self.problem, self.inputs, self._chosen
+        problem, inputs = self.problem, self.inputs
         if piece.num_rows != problem.total_q:
             call = piece_call(problem, piece, self.backend)
-            problem, inputs, backend = call.problem, piece_inputs(inputs, piece, call), call.backend
-        return backend.forward(problem, inputs).out.view(problem.total_q, -1)
+            out = call.backend.forward(call.problem, piece_inputs(inputs, piece, call)).out
+        elif self._attend_to_all is not None:
+            out = self._attend_to_all(inputs).out
+        else:
+            out = select_backend(problem, self.backend).forward(problem, inputs).out
+        return out.view(piece.num_rows, -1)
 
     def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:
         """Writes this rank's part of rows [start, stop) to `partial` (stop - start, hidden), or adds it."""
@@ -198,3 +207,16 @@ class CoarseAttention:
             self._attended.append((start, past, self._call.attend(piece)))
             start = past
         self._end = stop
+
+
+class Strategy(NamedTuple):
+    """A way to make a call: who sums its rows, and in which blocks."""
+
+    transport: Transport
+    partition: Partition
+
+    def run(self, call: AttentionLinear, out: Tensor) -> None:
+        """Fills `out` (rows, hidden) with the sum over all ranks. Collective."""
+        rows, attention_rows = self.partition
+        compute = CoarseAttention(call, attention_rows).compute if attention_rows else call.compute
+        self.transport.run(compute, out, rows)

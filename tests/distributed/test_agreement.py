@@ -18,7 +18,8 @@ from distributed.team import Team
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.distributed import agreement, row_partitions
 from fastattention.distributed.agreement import Agreed, Agreement
-from fastattention.distributed.autotune import Strategy, Trial
+from fastattention.distributed.autotune import Trial
+from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import Partition, Recipe
 from fastattention.distributed.transports import Transport
 from fastattention.distributed.transports.c10d import C10d

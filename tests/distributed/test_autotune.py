@@ -21,11 +21,10 @@ from fastattention.distributed.autotune import (
     LONG_SECONDS,
     ROUNDS,
     SHORT_CALLS,
-    Strategy,
     Trial,
     eager_seconds,
 )
-from fastattention.distributed.row_blocks import CoarseAttention
+from fastattention.distributed.row_blocks import CoarseAttention, Strategy
 from fastattention.distributed.row_partitions import Partition
 from fastattention.distributed.transports import Transfer
 

@@ -19,7 +19,7 @@ from distributed.test_arguments import HIDDEN, WRONG, dense
 from fastattention import ArgumentError, UnsupportedError, explain, fast_attn_func
 from fastattention.distributed import agreement, attention_linear, attention_linear_allreduce
 from fastattention.distributed.agreement import Agreed, Agreement, Key
-from fastattention.distributed.autotune import Strategy
+from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import Partition
 from fastattention.distributed.transports import Compute, Transfer, Transport
 from fastattention.gpu_runtime import module
@@ -103,7 +103,8 @@ SAME_STRIDES: dict[str, dict[str, Any]] = {
     "fewer-rows": {"q": dense()["q"][:, :3]},
     "fewer-keys": {"k": dense()["k"][:, :5], "v": dense()["v"][:, :5]},
 }
-OTHERS = {name: changes for name, changes in (KINDS | SAME_STRIDES).items() if changes}
+# A parameter is like any tensor.
+OTHERS = {name: changes for name, changes in (KINDS | SAME_STRIDES).items() if name not in ("plain", "parameter")}
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
@@ -183,7 +184,7 @@ def test_what_is_remembered_knows_its_gpu(device: str, index: int | None) -> Non
     key = Key(mock.Mock(device=torch.device(device)), HIDDEN, False, "auto", "auto", None)
     made.agreed[key] = agreed_on(1)
     with mock.patch.object(agreement, "select_backend"):
-        made.remember(("signature",), key)
+        made.remember(("signature",), key, mock.Mock())
     assert made.calls["signature",].cuda_index == index
 
 

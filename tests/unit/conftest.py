@@ -40,3 +40,11 @@ def only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Non
 
     yield register
     forget()
+
+
+@pytest.fixture
+def no_plans() -> Iterator[None]:
+    """No plan of a call before the test, and none after it."""
+    dispatch.forget_plans()
+    yield
+    dispatch.forget_plans()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distributed.team import GPU_PATIENCE, MOST_GPUS, Team
 
@@ -14,45 +16,42 @@ from distributed.team import GPU_PATIENCE, MOST_GPUS, Team
 @pytest.fixture(scope="session")
 def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     """Four ranks that stay."""
-    ranks = Team(4, tmp_path_factory.mktemp("team"))
-    yield ranks
-    ranks.close()
+    with closing(Team(4, tmp_path_factory.mktemp("team"))) as ranks:
+        yield ranks
 
 
 @pytest.fixture
 def new_team(tmp_path: Path) -> Iterator[Callable[..., Team]]:
     """Makes ranks for tests that harm them."""
-    made: list[Team] = []
-
-    def make(size: int, timeout: float) -> Team:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Team(size, folder, timeout))
-        return made[-1]
-
-    yield make
-    for ranks in made:
-        ranks.close()
+    with ExitStack() as ended:
+        yield lambda size, timeout, **how: ended.enter_context(closing(Team(size, tmp_path, timeout, **how)))
 
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Team]]:
     """Ranks with a GPU each, which stay until one fails; a test after that gets others."""
-    teams: list[Team] = []
+    with ExitStack() as ended:
+        teams: list[Team] = []
 
-    def healthy() -> Team:
-        if not (teams and teams[-1].healthy):
-            while teams:
-                teams.pop().close()
-            size = min(MOST_GPUS, torch.cuda.device_count())
-            teams.append(Team(size, tmp_path_factory.mktemp("gpus"), backend="nccl", patience=GPU_PATIENCE))
-        return teams[-1]
+        def healthy() -> Team:
+            if not (teams and teams[-1].healthy):
+                ended.close()
+                size = min(MOST_GPUS, torch.cuda.device_count())
+                made = Team(size, tmp_path_factory.mktemp("gpus"), backend="nccl", patience=GPU_PATIENCE)
+                teams.append(ended.enter_context(closing(made)))
+            return teams[-1]
 
-    yield healthy
-    while teams:
-        teams.pop().close()
+        yield healthy
 
 
 @pytest.fixture
 def gpus(pool: Callable[[], Team]) -> Team:
     return pool()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A default group of this process by itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -97,19 +97,14 @@ def sum_on(
     return found
 
 
-def check(found: Tensor, host: Host, call: Call, number: int = 0) -> None:
-    """What the stream has found is the sum, and nothing around it has been written."""
-    expected = summed(host, call, number)
-    assert torch.equal(found[AROUND:-AROUND].view(expected.shape), expected), f"call {number}: {call}"
-    assert (found[:AROUND] == 7.0).all()
-    assert (found[-AROUND:] == 7.0).all()
-
-
 def check_all(ranks: Sequence[Sequence[Tensor]], host: Host, calls: Sequence[Call]) -> None:
-    """What the streams of all ranks have found of calls 0, 1, ..."""
-    for results in ranks:
-        for number, (call, found) in enumerate(zip(calls, results, strict=True)):
-            check(found, host, call, number)
+    """What streams have found of calls 0, 1, ... is the sum on all ranks, and nothing around it has been written."""
+    for number, (call, *results) in enumerate(zip(calls, *ranks, strict=True)):
+        expected = summed(host, call, number)
+        for found in results:
+            assert torch.equal(found[AROUND:-AROUND].view(expected.shape), expected), f"call {number}: {call}"
+            assert (found[:AROUND] == 7.0).all()
+            assert (found[-AROUND:] == 7.0).all()
 
 
 def check_calls(host: Host, calls: Sequence[Call], look: Callable[[Any], Any] = lambda transport: None) -> list[Any]:
@@ -121,3 +116,15 @@ def check_calls(host: Host, calls: Sequence[Call], look: Callable[[Any], Any] = 
     ranks = host.run(task)
     check_all([[found for found, _ in results] for results in ranks], host, calls)
     return [[seen for _, seen in results] for results in ranks]
+
+
+def sum_on_two_streams(
+    host: Host, transport: PeerToPeer, rank: int, call: Call, modes: Sequence[bool]
+) -> Iterator[Tensor]:
+    """Calls one after the other on two streams in turn, in inference mode where `modes` say so."""
+    streams = host.here.streams
+    streams.insert(1, Stream())
+    for number, is_inference in enumerate(modes):
+        streams[0], streams[1] = streams[1], streams[0]  # the first is the current one
+        with torch.inference_mode(is_inference):
+            yield sum_on(transport, rank, streams[0], call, number)

@@ -1,8 +1,8 @@
 """Fake GPUs: ranks are threads, and so are their streams, which run what transports enqueue as late as they may.
 
 Memory is the process's own, so that all ranks reach it. Streams carry out operations in order and know nothing of each
-other but events and flags; each now and then stops for a while. The driver's copies and flags are done by ctypes, as
-is the kernel (fake_kernels.py).
+other but events and flags; each now and then stops for a while. The driver's copies and flags are done by ctypes, and
+so is the kernel of peer_kernel.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
-from distributed.fake_kernels import PATIENCE, all_reduce, await_flag, flag_at
 from fastattention.distributed.transports import p2p_base, peer_kernel
 from fastattention.distributed.transports.all_reduce import AllReduceConfig, AllReduceParams
 from fastattention.distributed.transports.p2p_base import PeerToPeer
 from fastattention.gpu_runtime import module, streams
 from fastattention.gpu_runtime.chips import CHIPS
 
+PATIENCE = 20.0  # seconds until what waits is taken to wait for ever
 _WRITE = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
 
 
@@ -125,6 +125,10 @@ class Driver:
         return (0,)
 
 
+def flag_at(address: Any) -> ctypes.c_uint32:
+    return ctypes.c_uint32.from_address(int(address))
+
+
 def write_flag(address: Any, number: int) -> None:
     flag_at(address).value = number
 
@@ -135,6 +139,35 @@ def carry_out(operation: Any) -> None:
         write_flag(operation.writeValue.address, int(operation.writeValue.value))
     else:
         await_flag(operation.waitValue.address, int(operation.waitValue.value).__eq__)
+
+
+def await_flag(address: Any, is_raised: Callable[[int], bool]) -> None:
+    flag, deadline = flag_at(address), time.monotonic() + PATIENCE
+    while not is_raised(flag.value):
+        if time.monotonic() > deadline:
+            raise TimeoutError("a flag is never raised")
+        time.sleep(0)
+
+
+def all_reduce(params: AllReduceParams, config: AllReduceConfig) -> None:
+    """kernels/all_reduce.cuh by one of its CTAs, which adds up everything."""
+    barrier(params, config.num_ranks)
+    nbytes = params.count * config.dtype.itemsize
+    total = torch.zeros(params.count)
+    for part in params.parts[: config.num_ranks]:
+        total += torch.frombuffer((ctypes.c_char * nbytes).from_address(part), dtype=config.dtype).float()
+    rounded = total.to(config.dtype)
+    ctypes.memmove(params.out, rounded.data_ptr(), nbytes)
+    barrier(params, config.num_ranks)
+
+
+def barrier(params: AllReduceParams, num_ranks: int) -> None:
+    step = flag_at(params.steps).value = flag_at(params.steps).value + 1
+    others = [rank for rank in range(num_ranks) if rank != params.rank]
+    for other in others:
+        flag_at(params.arrivals[other] + 4 * params.rank).value = step
+    for other in others:
+        await_flag(params.arrivals[params.rank] + 4 * other, lambda value: value >= step)
 
 
 class Launch(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from conformance.calls import Call, build_call
-from conformance.case import Case, DenseCase, KvCacheCase
+from conformance.case import DenseCase, KvCacheCase
 from conformance.devices import moved
 from conformance.oracle import FACTOR, largest_error
 from torch import Tensor
@@ -65,10 +64,10 @@ def arguments_of(one: Sum, device: str = "cpu") -> tuple[Callable[..., Tensor], 
     return attention_linear_allreduce_with_kvcache, arguments
 
 
-def run_part(one: Sum, groups: str = "world", device: str = "cpu", **changes: Any) -> Tensor:
+def run_part(one: Sum, device: str = "cpu", **changes: Any) -> Tensor:
     """The call on this rank; `changes` to its arguments. The result is on the CPU."""
     function, arguments = arguments_of(one, device)
-    return function(**arguments | {"group": group_named(groups)} | changes).cpu()
+    return function(**arguments | changes).cpu()
 
 
 @torch.no_grad()
@@ -90,47 +89,24 @@ def check_repeated(one: Sum, outs: list[list[Tensor]]) -> None:
         assert torch.equal(second, 2.0 * first)
 
 
-@functools.cache
-def group_named(name: str) -> dist.ProcessGroup | None:
-    """The group of this rank that a test calls by this name: all ranks, or pairs of them."""
-    if name == "world":
-        return None
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return pairs[dist.get_rank() // 2]
-
-
-def expected(one: Sum, size: int) -> tuple[Tensor, float]:
-    """The exact sum over `size` ranks in float64, and by how much a result may be off."""
-    exact = _summed(one, size, torch.float64)
-    usual = _summed(one, size, None)
-    rounding = torch.finfo(one.dtype).eps * max(1.0, exact.abs().max().item())
-    return exact, FACTOR * largest_error(usual, exact) + rounding
-
-
-def _summed(one: Sum, size: int, compute_dtype: torch.dtype | None) -> Tensor:
-    """The sum as torch computes it, in one precision."""
-    total: Tensor | None = None
-    dtype = compute_dtype or one.dtype
+def summed(one: Sum, size: int, compute_dtype: torch.dtype | None) -> Tensor:
+    """The sum over `size` ranks as torch computes it, in one precision; None: in that of the call."""
+    total, dtype = torch.zeros(()), compute_dtype or one.dtype
     for rank in range(size):
         call, w_o = one.part(rank)
         attended = reference_attention(*call.prepare(), compute_dtype=compute_dtype).out
-        share = attended.flatten(2).to(dtype) @ w_o.to(dtype).t()
-        total = share if total is None else total + share
-    assert total is not None
+        total = total.to(dtype) + attended.flatten(2).to(dtype) @ w_o.to(dtype).t()
     bias = one.bias_tensor()
     return total if bias is None else total + bias.to(dtype)
 
 
 def check(one: Sum, outs: list[Tensor]) -> None:
     """The results of all ranks are right, and one and the same."""
-    exact, tolerance = expected(one, len(outs))
+    exact, usual = (summed(one, len(outs), dtype) for dtype in (torch.float64, None))
+    tolerance = FACTOR * largest_error(usual, exact) + torch.finfo(one.dtype).eps * max(1.0, exact.abs().max().item())
     for out in outs:
         assert (out.dtype, out.shape) == (one.dtype, exact.shape)
         assert torch.equal(out, outs[0]), "ranks have different results"
     assert outs[0].isfinite().all()
     error = largest_error(outs[0], exact)
     assert error <= tolerance, f"off by {error:.3g}; allowed are {tolerance:.3g}"
-
-
-def named(case: Case) -> str:
-    return case.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -138,11 +139,9 @@ class Team:
         """Ends the processes, whatever they do."""
         for connection, process in zip(self._connections, self.processes, strict=True):
             if process.is_alive() and self.healthy:
-                try:
+                with contextlib.suppress(OSError):
                     connection.send(None)
                     process.join(5.0)
-                except (BrokenPipeError, OSError):
-                    pass
             if process.is_alive():
                 process.kill()
             process.join()

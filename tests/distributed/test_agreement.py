@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,7 +17,7 @@ from distributed.sums import Sum, check, check_repeated, run_part, run_repeated
 from distributed.team import Team
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.distributed import agreement, row_partitions
-from fastattention.distributed.agreement import Agreed, Agreement
+from fastattention.distributed.agreement import Agreed, Agreement, Key
 from fastattention.distributed.autotune import Trial
 from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import Partition, Recipe
@@ -26,6 +26,7 @@ from fastattention.distributed.transports.c10d import C10d
 
 CASE = DenseCase(name="agreed", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 AUTO = Sum(CASE, "auto")
+LONG = Sum(replace(CASE, batch_size=4, seqlen_q=700, seqlen_k=700, headdim=16), "auto", hidden=800)
 
 
 def forget() -> None:
@@ -40,55 +41,46 @@ def forget() -> None:
 def small_blocks(recipes: tuple[Recipe, ...], eager: int = 1) -> Iterator[mock.Mock]:
     """Calls so small are divided too, in these ways; the trial, which is yielded, is won by the strategy `eager`."""
     with (
-        mock.patch.object(row_partitions, "LEAST_BYTES", 1),
-        mock.patch.object(row_partitions, "LEAST_ROWS", 1),
-        mock.patch.object(row_partitions, "CUT_ROWS", 1),
+        mock.patch.multiple(row_partitions, LEAST_BYTES=1, LEAST_ROWS=1, CUT_ROWS=1),
         mock.patch.object(C10d, "recipes", recipes),
         mock.patch.object(Trial, "winners", autospec=True, return_value=(eager, eager)) as winners,
     ):
         yield winners
 
 
-def strategies() -> list[tuple[tuple[int, ...], str]]:
-    """What the groups of this rank have agreed on: blocks and transport of each call."""
-    agreed = [each for known in agreement._agreements.values() for each in known.agreed.values()]
-    return [(each.eager.partition.rows, each.eager.transport.name) for each in agreed]
+class Made(NamedTuple):
+    """Calls in a group that is new."""
+
+    outs: list[torch.Tensor]
+    strategies: list[tuple[tuple[int, ...], str]]  # blocks and transport of each
+    trials: int  # in which they were made
 
 
-def run_won_by(one: Sum, recipes: tuple[Recipe, ...], place: int) -> tuple[torch.Tensor, list[Any]]:
+def make(sums: list[Sum], recipes: tuple[Recipe, ...] | None = None, place: int = 1) -> Made:
+    """With small blocks, where recipes are given."""
     forget()
-    with small_blocks(recipes, place):
-        return run_part(one), strategies()
+    tried = mock.patch.object(Trial, "winners", autospec=True, side_effect=Trial.winners)
+    with tried if recipes is None else small_blocks(recipes, place) as winners:
+        outs = [run_part(one) for one in sums]
+    agreed = [each.eager for known in agreement._agreements.values() for each in known.agreed.values()]
+    return Made(outs, [(each.partition.rows, each.transport.name) for each in agreed], winners.call_count)
 
 
 @pytest.mark.parametrize(("place", "rows"), [(0, (24,)), (1, (6, 18)), (2, (12, 12))])
 def test_a_call_is_made_as_the_trial_says(team: Team, place: int, rows: tuple[int, ...]) -> None:
-    results = team.run(run_won_by, AUTO, (Recipe((1, 3)), Recipe((1, 1), 1)), place)
-    assert [known for _, known in results] == [[(rows, "c10d")]] * team.size
-    check(AUTO, [out for out, _ in results])
+    results = team.run(make, [AUTO], (Recipe((1, 3)), Recipe((1, 1), 1)), place)
+    assert [made.strategies for made in results] == [[(rows, "c10d")]] * team.size
+    check(AUTO, [made.outs[0] for made in results])
 
 
-def run_really_tried(one: Sum) -> tuple[torch.Tensor, list[Any]]:
-    forget()
-    return run_part(one), strategies()
-
-
-def test_a_call_that_is_really_tried_gives_the_right_sum(team: Team) -> None:
-    case = replace(CASE, batch_size=4, seqlen_q=700, seqlen_k=700, headdim=16, nheads=2, nheads_k=2)
-    one = Sum(case, "auto", hidden=800)
-    results = team.run(run_really_tried, one)
-    assert len({str(known) for _, known in results}) == 1
-    assert sum(results[0][1][0][0]) == one.rows
-    check(one, [out for out, _ in results])
-
-
-def count_trials(sums: list[Sum]) -> int:
-    """In which all calls are made."""
-    forget()
-    with small_blocks((Recipe((1, 3)),)) as winners:
-        for one in sums:
-            run_part(one)
-    return winners.call_count
+@pytest.mark.parametrize("one", [LONG, AUTO, Sum(CASE, (4, 20))], ids=["tried", "too-small", "given"])
+def test_only_calls_large_enough_to_divide_are_tried(team: Team, one: Sum) -> None:
+    results = team.run(make, [one])
+    assert [made.trials for made in results] == [int(one is LONG)] * team.size
+    [(rows, _)] = results[0].strategies
+    assert [made.strategies for made in results] == [[(rows, "c10d")]] * team.size
+    assert sum(rows) == one.rows
+    check(one, [made.outs[0] for made in results])
 
 
 def alike(**changes: Any) -> Sum:
@@ -107,51 +99,27 @@ def alike(**changes: Any) -> Sum:
     ],
 )
 def test_of_calls_that_are_alike_one_is_tried(team: Team, sums: list[Sum], trials: int) -> None:
-    assert team.run(count_trials, sums) == [trials] * team.size
-
-
-def run_too_small_for_the_winner() -> list[Any]:
-    forget()
-    with small_blocks((Recipe((1,) * 11),)):
-        for rows in (12, 10):
-            run_part(alike(batch_size=1, seqlen_q=rows))
-    return strategies()
+    assert [made.trials for made in team.run(make, sums, (Recipe((1, 3)),))] == [trials] * team.size
 
 
 def test_a_call_that_is_too_small_for_the_blocks_that_won_has_one(team: Team) -> None:
-    eleven = (*(1,) * 10, 2), "c10d"
-    assert team.run(run_too_small_for_the_winner) == [[eleven, ((10,), "c10d")]] * team.size
+    sums = [alike(batch_size=1, seqlen_q=rows) for rows in (15, 12)]
+    for made in team.run(make, sums, (Recipe((1,) * 14), Recipe((1, 1)))):
+        assert made.strategies == [((*(1,) * 13, 2), "c10d"), ((12,), "c10d")]
+        assert made.trials == 1
 
 
-def kinds_of(seqlens: tuple[int, int]) -> Any:
-    """What calls to a cache are alike to, by the lengths of rank 0; another rank has others."""
-    kinds = []
-    real = agreement._kind_of
-
-    def noted(call: Any) -> Any:
-        kinds.append(real(call))
-        return kinds[-1]
-
+def kinds_of_tried(seqlens: tuple[int, int]) -> Any:
+    """What calls to a cache are alike to in length, of which ranks but the first have another."""
     forget()
-    lengths = seqlens if dist.get_rank() == 0 else (3, seqlens[1])
-    one = Sum(KvCacheCase(name="cache", cache_seqlens=lengths, seqlen_q=3), "auto")
-    with small_blocks(()), mock.patch.object(agreement, "_kind_of", noted):
-        run_part(one)
-    return [kind[0].seqlen_k for kind in kinds]
+    lengths = seqlens if dist.get_rank() == 0 else (seqlens[1], seqlens[1])
+    with small_blocks((Recipe((1, 3)),)):
+        run_part(Sum(KvCacheCase(name="cache", cache_seqlens=lengths, seqlen_q=3), "auto"))
+    return [kind[0].seqlen_k for kind, _ in agreement.agreement_of(dist.group.WORLD)._winners]  # type: ignore[index]
 
 
 def test_the_lengths_of_a_cache_are_those_of_rank_0(team: Team) -> None:
-    assert team.run(kinds_of, (30, 34)) == [[5], [], [], []]
-
-
-def run_without_trial(one: Sum) -> torch.Tensor:
-    forget()
-    with mock.patch.object(Trial, "winners", side_effect=AssertionError("tried")):
-        return run_part(one)
-
-
-def test_a_call_too_small_to_divide_is_not_tried_where_one_transport_serves_it(team: Team) -> None:
-    check(AUTO, team.run(run_without_trial, AUTO))
+    assert team.run(kinds_of_tried, (10, 34)) == [[4]] * team.size  # 2 ** 4, and not of the longest
 
 
 def run_twice(one: Sum) -> torch.Tensor:
@@ -170,9 +138,9 @@ def test_a_known_call_communicates_its_sums_alone(team: Team, plan: tuple[int, .
     check(one, team.run(run_twice, one))
 
 
-def run_unlike(one: Sum, other: Sum, odd_rank: int) -> torch.Tensor:
+def run_refused(one: Sum, other: Sum, odd_rank: int, transport: str = "auto") -> torch.Tensor:
     with mock.patch.object(C10d, "_all_reduce", side_effect=AssertionError("a sum has begun")):
-        return run_part(other if dist.get_rank() == odd_rank else one)
+        return run_part(other if dist.get_rank() == odd_rank else one, transport=transport)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +159,7 @@ def run_unlike(one: Sum, other: Sum, odd_rank: int) -> torch.Tensor:
 def test_ranks_that_differ_all_fail_before_any_sum_and_are_named(team: Team, other: Sum, says: tuple[str, ...]) -> None:
     team.run(forget)
     one = Sum(CASE, (4, 20))
-    for error in team.outcomes(run_unlike, one, other, 2):
+    for error in team.outcomes(run_refused, one, other, 2):
         assert isinstance(error, ArgumentError)
         for text in says:
             assert text in str(error)
@@ -214,37 +182,35 @@ def test_an_error_of_rank_0_is_one_on_all_ranks(team: Team) -> None:
     check(AUTO, team.run(run_part, AUTO))
 
 
-def run_more_kinds_than_are_kept(one: Sum) -> list[int]:
-    """How many kinds are known after each call."""
-    forget()
-    known = agreement.agreement_of(dist.group.WORLD)
-    counts = []
-    with mock.patch.object(agreement, "MOST_KEPT", 2):
-        for first in (3, 4, 5, 3):
-            run_part(replace(one, plan=(first, one.rows - first)))
-            counts.append(len(known.agreed))
-    return counts
-
-
-def test_what_is_kept_is_bounded(team: Team) -> None:
-    assert team.run(run_more_kinds_than_are_kept, AUTO) == [[1, 2, 2, 2]] * team.size
-
-
 @pytest.mark.parametrize("seqlen_q", [12, 1])
 def test_a_call_like_an_earlier_one_is_summed_over_the_ranks(team: Team, seqlen_q: int) -> None:
     one = Sum(replace(CASE, seqlen_q=seqlen_q), "auto", bias=True)
     check_repeated(one, team.run(run_repeated, one))
 
 
+def run_in_pairs(one: Sum) -> torch.Tensor:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return run_part(one, group=pairs[dist.get_rank() // 2])
+
+
 def test_pairs_of_ranks_agree_and_sum_by_themselves(team: Team) -> None:
     one = Sum(CASE, (4, 20), bias=True)
-    outs = team.run(run_part, one, "pairs")
+    outs = team.run(run_in_pairs, one)
     check(one, outs[:2])
     assert torch.equal(outs[2], outs[3])
     assert not torch.equal(outs[0], outs[2])
 
 
 # --- transports and graphs ---
+
+
+@pytest.mark.parametrize(("transport", "plan"), [("ring_product", (4, 20)), ("peer_kernel", "auto")])
+def test_a_transport_of_gpus_refuses_processes(team: Team, transport: str, plan: tuple[int, ...] | str) -> None:
+    one = Sum(CASE, plan)
+    for error in team.outcomes(run_refused, one, one, 0, transport):
+        assert isinstance(error, UnsupportedError)
+        reason = f"{transport}: it is for GPUs, and tensors are on cpu"
+        assert str(error) == f"no transport can sum the rows of this call:\n  {reason}"
 
 
 class Fake(Transport):
@@ -265,50 +231,32 @@ def strategy(name: str = "fake") -> Strategy:
     return Strategy(Fake(name), Partition((24,)))
 
 
-def run_with_another_transport_in_graphs(one: Sum) -> list[Any]:
-    """What has been reserved of it after two calls."""
-    forget()
-    known = agreement.agreement_of(dist.group.WORLD)
-    eager, graph = Strategy(next(iter(known.transports.values())), Partition((one.rows,))), strategy()
-    with mock.patch.object(known, "_agree", return_value=Agreed(eager, graph)):
-        run_part(one)
-        run_part(one)
-    return [tuple(reserved.args) for reserved in graph.transport.reserve.call_args_list]  # type: ignore[attr-defined]
+def test_graphs_have_a_way_of_their_own_and_capture_known_calls_only() -> None:
+    """After a trial all that a graph needs is there, and transports that serve no call give their memory back."""
+    problem = mock.Mock(total_q=24, dtype=torch.float32, device=torch.device("cuda", 0))
+    key, agreed, known = Key(problem, 40, False, "auto", "auto", None), Agreed(*map(strategy, "eg")), Agreement(2)
+    made: Any = [*(each.transport for each in agreed), Fake("loser")]
+    known.transports = {(each.name, problem.device): each for each in made}
 
+    def agree(*_: object) -> Agreed:
+        known._winners[key, ()] = ("e", 0), ("g", 0)
+        return agreed
 
-def test_what_graphs_of_a_call_need_is_there_when_it_has_been_made(team: Team) -> None:
-    team.run(run_part, AUTO)  # makes the transport
-    nbytes = 24 * 4 * AUTO.hidden
-    assert team.run(run_with_another_transport_in_graphs, AUTO) == [[(nbytes,)]] * team.size
-
-
-def test_a_call_is_made_in_one_way_eagerly_and_in_another_in_a_graph() -> None:
-    known, key, group = Agreement(2), mock.Mock(), mock.Mock()
-    key.problem.device = torch.device("cuda", 0)
-    agreed = known.agreed[key] = Agreed(strategy(), strategy())
-    for capturing, expected in ((False, agreed.eager), (True, agreed.graph)):
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing):
-            assert known.of(key, mock.Mock(), group) is expected
-
-
-def test_a_new_call_under_graph_capture_is_refused() -> None:
-    key, group = mock.Mock(), mock.Mock()
-    key.problem.device = torch.device("cuda", 0)
     with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        mock.patch.object(dist, "all_gather_object", side_effect=AssertionError("communicated")),
-        pytest.raises(ArgumentError, match=r"cannot be captured in a CUDA graph.*once before"),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True) as capturing,
+        mock.patch.multiple(agreement, check_serves=mock.DEFAULT, _check_same=mock.DEFAULT) as communicating,
+        mock.patch.object(known, "_agree", agree),
     ):
-        Agreement(2).of(key, mock.Mock(), group)
-
-
-def test_transports_that_serve_no_call_give_their_memory_back() -> None:
-    known, agreed, loser = Agreement(4), Agreed(strategy("eager"), strategy("graph")), Fake("loser")
-    used = [each.transport for each in agreed]
-    known.transports = {(each.name, torch.device("cpu")): each for each in (*used, loser)}
-    known.agreed[mock.sentinel.key] = agreed
-    known._release_unused()
-    assert [each.release.call_count for each in (*used, loser)] == [0, 0, 1]  # type: ignore[attr-defined]
+        with pytest.raises(ArgumentError, match=r"cannot be captured in a CUDA graph.*once before"):
+            known.of(key, mock.Mock(), mock.Mock())
+        communicating["_check_same"].assert_not_called()
+        capturing.return_value = False
+        for _ in range(2):
+            assert known.of(key, mock.Mock(), mock.Mock()) is agreed.eager
+        capturing.return_value = True
+        assert known.of(key, mock.Mock(), mock.Mock()) is agreed.graph
+    assert [each.reserve.call_args_list for each in made] == [[], [mock.call(24 * 4 * 40)], []]
+    assert [each.release.call_count for each in made] == [0, 0, 1]
 
 
 def test_the_reasons_of_all_transports_are_told() -> None:
@@ -326,7 +274,7 @@ def test_the_reasons_of_all_transports_are_told() -> None:
 
 def test_given_blocks_are_tried_by_every_transport_that_serves_them() -> None:
     problem = mock.Mock(total_q=24, dtype=torch.float32, device=torch.device("cpu"))
-    key = agreement.Key(problem, 8, False, "auto", "auto", (9, 15))
+    key = Key(problem, 8, False, "auto", "auto", (9, 15))
     known, able = Agreement(2), [Fake("one"), Fake("two")]
     with (
         mock.patch.object(known, "_able", return_value=able) as asked,

@@ -26,26 +26,19 @@ from fastattention.gpu_runtime.chips import CHIPS
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 PACKETS_OF_CTA = 32 * WARPS
 
-every_size = pytest.mark.parametrize("num_ranks", range(2, MOST_RANKS + 1))
 
-
-@every_size
+@pytest.mark.parametrize("num_ranks", range(2, MOST_RANKS + 1))
 @pytest.mark.parametrize("chip", CHIPS)
-def test_bulk_copies_are_for_hopper_and_newer(chip: str, num_ranks: int) -> None:
+def test_bulk_copies_are_for_hopper_and_newer_with_their_shared_memory(chip: str, num_ranks: int) -> None:
     config = choose_config(BRAIN, num_ranks, CHIPS[chip])
     assert config == AllReduceConfig(BRAIN, num_ranks, bulk_copies=chip == "H100")
     assert config.shared_bytes <= CHIPS[chip].shared_per_cta
+    needed = AllReduceConfig(BRAIN, num_ranks, bulk_copies=True).shared_bytes
     for newer in (90, 100, 120):
-        assert choose_config(SINGLE, num_ranks, CHIPS["H100"]._replace(target=newer)).bulk_copies
-
-
-@every_size
-def test_bulk_copies_need_their_shared_memory(num_ranks: int) -> None:
-    needed = AllReduceConfig(HALF, num_ranks, bulk_copies=True).shared_bytes
-    for missing, bulk_copies in ((0, True), (1, False)):
-        limits = CHIPS["H100"]._replace(shared_per_cta=needed - missing)
-        assert choose_config(HALF, num_ranks, limits).bulk_copies == bulk_copies
-    assert choose_config(HALF, num_ranks, CHIPS["H100"]._replace(shared_per_cta=99 << 10)).shared_bytes == 0
+        limits = CHIPS[chip]._replace(target=newer, shared_per_cta=needed)
+        assert choose_config(BRAIN, num_ranks, limits).bulk_copies
+        without = choose_config(BRAIN, num_ranks, limits._replace(shared_per_cta=needed - 1))
+        assert (without.bulk_copies, without.shared_bytes) == (False, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +97,7 @@ def test_ctas_are_those_that_have_something_to_do(
     packets: int, num_ranks: int, at_most: int, one_shot: bool, ctas: int
 ) -> None:
     assert ctas_for(16 * packets, num_ranks, at_most, one_shot) == ctas
-    if packets > 0:
-        assert ctas_for(16 * packets - 15, num_ranks, at_most, one_shot) == ctas  # a packet with one byte is one
+    assert ctas_for(16 * packets - 15, num_ranks, at_most, one_shot) == ctas  # a packet with one byte is one
 
 
 @pytest.mark.parametrize("one_shot", [False, True])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,12 +30,12 @@ ONE = Sum(DenseCase(name="broken", batch_size=2, seqlen_q=12, seqlen_k=12), (4, 
 TIMEOUT = 2.0
 
 
-class Report:
+class Report(NamedTuple):
     """What a rank saw of a call that failed."""
 
-    def __init__(self, error: Exception | None, begun: int, waited: int) -> None:
-        self.error = None if error is None else f"{type(error).__name__}: {error}"
-        self.begun, self.waited = begun, waited
+    error: str | None
+    begun: int
+    waited: int
 
 
 def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 1) -> Report:
@@ -58,13 +58,13 @@ def run_watched(one: Sum, harm: Callable[[], None] | None = None, victim: int = 
 
         return SimpleNamespace(wait=wait)
 
-    error = None
+    text = None
     with mock.patch.object(AttentionLinear, "compute", compute), mock.patch.object(C10d, "_all_reduce", begin):
         try:
             run_part(one)
-        except Exception as raised:
-            error = raised
-    return Report(error, len(begun), len(waited))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+    return Report(text, len(begun), len(waited))
 
 
 def die() -> None:
@@ -87,15 +87,13 @@ def test_a_rank_that_stops_is_an_error_of_the_others(new_team: Callable[..., Tea
     assert report.error is not None
     assert report.begun == report.waited == 3
     if harm is fail:
-        assert victim.error == "RuntimeError: out of memory on this rank"
-        assert victim.begun == victim.waited == 1
+        assert victim == ("RuntimeError: out of memory on this rank", 1, 1)
     [after] = team.outcomes(run_watched, ONE, ranks=[0])
     assert after.error is not None, "a group that has failed is used again"
 
 
 def test_a_rank_that_does_not_come_to_a_new_call_is_an_error_of_the_others(new_team: Callable[..., Team]) -> None:
-    team = new_team(2, TIMEOUT)
-    [report] = team.outcomes(run_watched, ONE, ranks=[0])
+    [report] = new_team(2, TIMEOUT).outcomes(run_watched, ONE, ranks=[0])
     assert report.error is not None
     assert report.begun == 0
 
@@ -147,25 +145,17 @@ def test_ranks_may_be_in_different_numbers_of_groups(new_team: Callable[..., Tea
     check(ONE, new_team(3, 30.0).run(run_with_one_group_more, ONE)[:2])
 
 
-def register_backend() -> None:
-    """A backend of somebody else's: gloo under another name."""
+def begin_with_backend_of_others(folder: str, one: Sum) -> tuple[torch.Tensor, list[Any]]:
+    """The backend is gloo under another name."""
+    created = []
 
     def create(options: Any, _: object) -> Any:
-        backend = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
         created.append((options.group_rank, options.group_size, list(options.global_ranks_in_group)))
-        return backend
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
 
-    created.clear()
-    dist.Backend.register_backend("theirs", create, extended_api=True, devices=["cpu"])
-
-
-created: list[tuple[int, int, list[int]]] = []
-
-
-def begin_with_backend_of_others(folder: str, one: Sum) -> tuple[torch.Tensor, list[Any]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    register_backend()
+    dist.Backend.register_backend("theirs", create, extended_api=True, devices=["cpu"])
     dist.init_process_group("theirs", init_method=f"file://{folder}/theirs", rank=rank, world_size=size)
     with mock.patch.object(dist.ProcessGroupGloo, "name", return_value="theirs"):
         return run_part(one), created
@@ -174,5 +164,4 @@ def begin_with_backend_of_others(folder: str, one: Sum) -> tuple[torch.Tensor, l
 def test_backends_that_are_registered_serve_too(new_team: Callable[..., Team], tmp_path: Path) -> None:
     answers = new_team(2, 30.0).run(begin_with_backend_of_others, str(tmp_path), ONE)
     check(ONE, [out for out, _ in answers])
-    assert [made[-1] for _, made in answers] == [(0, 2, [0, 1]), (1, 2, [0, 1])]
-    assert [len(made) for _, made in answers] == [2, 2]
+    assert [(len(made), made[-1]) for _, made in answers] == [(2, (0, 2, [0, 1])), (2, (1, 2, [0, 1]))]

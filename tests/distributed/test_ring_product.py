@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from distributed.fake_calls import BRAIN, CALLS, HALF, Call, check_all, check_calls, sum_on, summed
-from distributed.fake_gpus import Host, Stream
-from distributed.fake_kernels import PATIENCE
+from distributed.fake_gpus import PATIENCE, Host, Stream
 from fastattention.distributed.transports import ring_steps
 from fastattention.distributed.transports.ring_order import MOST_BLOCKS, joined, shares_of, steps
 from fastattention.distributed.transports.ring_product import RingProduct
 from fastattention.distributed.transports.ring_steps import PassOn
-from fastattention.gpu_runtime.peer_memory import PeerMemory
+from fastattention.gpu_runtime.peer_memory import GRANULE, PeerMemory
 from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, enqueue_all
 
 SIZES = [2, 3, 4, 8]
@@ -58,7 +57,7 @@ def test_attention_of_blocks_that_are_joined_is_computed_at_once() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_rank_computes_every_row_once_and_one_of_them_first(size: int) -> None:
+def test_every_rank_computes_rows_once_and_adds_but_where_sums_begin(size: int) -> None:
     blocks = (5, 8, 3, 9)
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> dict[bool, list[int]]:
@@ -114,6 +113,7 @@ def flags_of(transport: RingProduct) -> Tensor:
 def test_a_call_that_fails_in_its_midst_leaves_no_flag_up() -> None:
     """And is over when the last of its fetches is, however late: what they read is written by the next call."""
     host = Host(3, RingProduct)
+    calls = [FOUR, *(FOUR._replace(blocks=blocks) for blocks in ((4, 4, 5), (3,), (700, 1, 2, GRANULE // 8)))]
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> tuple[list[Tensor], Tensor]:
         pass_on, results = transport._pass_on, []
@@ -122,15 +122,16 @@ def test_a_call_that_fails_in_its_midst_leaves_no_flag_up() -> None:
             transport._stream.enqueue(lambda: time.sleep(0.03))
             pass_on(then)
 
-        for number in range(4):
-            with mock.patch.object(transport, "_pass_on", late if rank == 1 else pass_on), pytest.raises(MemoryError):
+        for number, call in enumerate(calls):
+            late_fetches = mock.patch.object(transport, "_pass_on", late if rank == 1 else pass_on)
+            with late_fetches, pytest.raises(MemoryError, match=f"no memory for block {number}"):
                 sum_on(transport, rank, stream, FOUR, 10 + number, fails_at=number)
-            results.append(sum_on(transport, rank, stream, FOUR, number))
+            results.append(sum_on(transport, rank, stream, call, number))
         stream.synchronize()
         return results, flags_of(transport)
 
     for results, flags in host.run(task):
-        check_all([results], host, [FOUR] * 4)
+        check_all([results], host, calls)
         assert not flags.any()
 
 
@@ -181,12 +182,9 @@ def test_what_failed_first_is_raised_where_the_end_of_the_call_fails_too() -> No
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_flag_is_raised_by_one_rank_and_awaited_by_its_owner(size: int) -> None:
-    """Rank r's memory is at r << 32."""
-    raised: Counter[int] = Counter()
-    awaited: Counter[int] = Counter()
-    lowered: Counter[int] = Counter()
-    needed = ring_steps.Flags.needed(size)
+def test_every_flag_has_one_that_raises_it_and_one_that_waits_for_it(size: int) -> None:
+    """Who waits does so in memory of its own: rank r's is at r << 32."""
+    raised, awaited, lowered = Counter[int](), Counter[int](), Counter[int]()
 
     def writes(addresses: list[int], value: int) -> FlagWrites:
         (raised if value else lowered).update(addresses)
@@ -197,21 +195,15 @@ def test_every_flag_is_raised_by_one_rank_and_awaited_by_its_owner(size: int) ->
         awaited.update(addresses)
         return mock.Mock(FlagWaits)
 
-    def barrier(mine: list[int], theirs: list[int]) -> object:
-        return waits(mine), writes(theirs, 1)
-
     memory = mock.Mock(PeerMemory, flag=lambda rank, number: (rank << 32) + number)
-    with (
-        mock.patch.object(ring_steps, "FlagWrites", writes),
-        mock.patch.object(ring_steps, "FlagWaits", waits),
-        mock.patch.object(ring_steps, "StreamBarrier", barrier),
-    ):
+    barrier = mock.Mock(side_effect=lambda mine, theirs: (waits(mine), writes(theirs, 1)))
+    with mock.patch.multiple(ring_steps, FlagWrites=writes, FlagWaits=waits, StreamBarrier=barrier):
         for rank in range(size):
             ring_steps.Flags(memory, rank, size)
     numbers = {address: address & 0xFFFFFFFF for address in awaited}
     assert set(raised.values()) == set(awaited.values()) == {1}
     assert raised.keys() <= awaited.keys()
-    assert max(numbers.values()) < needed
+    assert max(numbers.values()) < ring_steps.Flags.needed(size)
     complete, barriers = MOST_BLOCKS * size, 2 * MOST_BLOCKS * size  # numbers of the first
     own = {complete + block * size + rank for block, rank in itertools.product(range(MOST_BLOCKS), range(size))}
     assert {numbers[address] for address in awaited.keys() - raised.keys()} <= own  # nobody tells itself

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from cuda.bindings import driver
 
-from distributed.fake_calls import BRAIN, Call, check_calls, sum_on
+from distributed.fake_calls import BRAIN, Call, check_calls, sum_on_two_streams
 from distributed.fake_gpus import Host, Stream
 from fastattention.distributed.transports import ring_steps
 from fastattention.distributed.transports.ring_product import RingProduct
@@ -20,36 +20,31 @@ from fastattention.gpu_runtime import streams
 FIRST = Call((5, 23, 1, 7), 5)
 
 
-def kept_after_each(*calls: Call) -> list[list[list[tuple[tuple[int, ...], int]]]]:
-    """By rank and call, which steps are kept then, by the rows of their kind. All calls are right."""
-
-    def kept(transport: RingProduct) -> list[tuple[tuple[int, ...], int]]:
-        assert transport._steps is not None
-        return [(kind.rows, id(steps)) for kind, (_, steps) in transport._steps._kept.items()]
-
-    return check_calls(Host(3, RingProduct), calls, kept)
-
-
-def test_calls_of_a_kind_have_the_same_steps_whatever_their_result() -> None:
-    for first, *others in kept_after_each(FIRST, FIRST, FIRST):
-        assert [rows for rows, _ in first] == [FIRST.blocks]
-        assert others == [first, first]
+OTHERS = [FIRST._replace(blocks=(5, 23, 8)), FIRST._replace(hidden=4), FIRST._replace(dtype=BRAIN)]
 
 
 @pytest.mark.parametrize(
-    "other",
-    [FIRST._replace(blocks=(5, 23, 8)), FIRST._replace(hidden=4), FIRST._replace(dtype=BRAIN)],
-    ids=["blocks", "hidden", "dtype"],
+    ("calls", "counts"),
+    [
+        ([FIRST] * 3, [1, 1, 1]),
+        *(([other, FIRST, other, FIRST], [1, 2, 2, 2]) for other in OTHERS),
+        ([*OTHERS, OTHERS[0]], [1, 2, 1, 2]),  # with room for two
+    ],
+    ids=["same", "blocks", "hidden", "dtype", "bounded"],
 )
-def test_calls_of_another_kind_have_their_own(other: Call) -> None:
-    for kept in kept_after_each(other, FIRST, other, FIRST):
-        assert [len(each) for each in kept] == [1, 2, 2, 2]
-
-
-def test_what_is_kept_stays_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_a_kind_have_the_same_steps_whatever_their_result(
+    calls: list[Call], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ring_steps, "MOST_KEPT", 2)
-    for kept in kept_after_each(*(Call((rows, 2), 5) for rows in (1, 2, 3, 1))):
-        assert [[rows[0] for rows, _ in each] for each in kept] == [[1], [1, 2], [3], [3, 1]]
+
+    def kept(transport: RingProduct) -> dict[ring_steps.Kind, int]:
+        assert transport._steps is not None
+        return {kind: id(steps) for kind, (_, steps) in transport._steps._kept.items()}
+
+    for found in check_calls(Host(3, RingProduct), calls, kept):
+        assert [len(each) for each in found] == counts
+        for before, after in pairwise(found):
+            assert len(after) < len(before) or before.items() <= after.items()
 
 
 def test_calls_on_another_stream_or_in_inference_mode_have_their_own() -> None:
@@ -57,12 +52,7 @@ def test_calls_on_another_stream_or_in_inference_mode_have_their_own() -> None:
     host = Host(3, RingProduct)
 
     def task(transport: RingProduct, rank: int, stream: Stream) -> None:
-        here = host.here.streams
-        here.insert(1, Stream())
-        for number in range(8):
-            here[0], here[1] = here[1], here[0]  # the first is the current one
-            with torch.inference_mode(number // 2 % 2 == 1):
-                sum_on(transport, rank, here[0], FIRST, number)
+        list(sum_on_two_streams(host, transport, rank, FIRST, [False, False, True, True] * 2))
         assert transport._steps is not None
         kept = transport._steps._kept
         assert len(kept) == 4

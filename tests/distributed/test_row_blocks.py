@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,38 +43,26 @@ def random(*shape: int) -> Tensor:
 
 
 @st.composite
-def dense_calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
-    """Calls of up to three sequences, longer or shorter than their keys."""
+def calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
+    """Of up to three sequences: longer or shorter than their keys, or a cache with padding, in rows or pages."""
     torch.manual_seed(draw(st.integers(0, 9)))
-    b, sq, sk = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(0, 12))
-    axes = [(draw(st.sampled_from([1, size])) if size else 0) for size in (b, 4, sq, sk)]
-    chosen = draw(options())
-    return prepare_dense(
-        random(b, sq, 4, 8), random(b, sk, 2, 8), random(b, sk, 2, 4), chosen,
-        alibi_slopes=draw(st.sampled_from([None, random(4), random(b, 4)])),
-        attn_bias=random(*axes) if draw(st.booleans()) else None,
-        sinks=draw(st.sampled_from([None, random(4)])),
-    )  # fmt: skip
-
-
-@st.composite
-def cached_calls(draw: st.DrawFn) -> tuple[Problem, Inputs]:
-    """Calls to caches whose lengths differ, with padding, in rows or pages."""
-    torch.manual_seed(draw(st.integers(0, 9)))
-    b, sq, capacity = draw(st.integers(1, 3)), draw(st.integers(1, 9)), 12
-    lengths = torch.tensor(draw(st.lists(st.integers(0, capacity), min_size=b, max_size=b)), dtype=torch.int32)
-    paged, chosen = draw(st.booleans()), draw(options())
-    k_cache, v_cache = random(4, capacity, 2, 8), random(4, capacity, 2, 4)
+    b, sq, sk, chosen = draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(0, 12)), draw(options())
+    slopes, sinks = draw(st.sampled_from([None, random(4), random(b, 4)])), draw(st.sampled_from([None, random(4)]))
+    if draw(st.booleans()):
+        axes = [(draw(st.sampled_from([1, size])) if size else 0) for size in (b, 4, sq, sk)]
+        bias = random(*axes) if draw(st.booleans()) else None
+        q, k, v = random(b, sq, 4, 8), random(b, sk, 2, 8), random(b, sk, 2, 4)
+        return prepare_dense(q, k, v, chosen, alibi_slopes=slopes, attn_bias=bias, sinks=sinks)
+    lengths = torch.tensor(draw(st.lists(st.integers(0, 12), min_size=b, max_size=b)), dtype=torch.int32)
+    k_cache, v_cache = random(4, 12, 2, 8), random(4, 12, 2, 4)
     table, rows = None, torch.randperm(4)[:b].int()
-    if paged:
+    if draw(st.booleans()):
         k_cache, v_cache = k_cache.view(16, 3, 2, 8), v_cache.view(16, 3, 2, 4)
         table, rows = torch.randperm(16)[: b * 4].int().view(b, 4), None
     arguments = KvCacheArguments(
         random(b, sq, 4, 8), k_cache, v_cache, cache_seqlens=lengths, block_table=table, cache_batch_idx=rows,
-        cache_leftpad=lengths // 3 if draw(st.booleans()) else None,
-        alibi_slopes=draw(st.sampled_from([None, random(4), random(b, 4)])),
-        attn_bias=random(b, 1, sq, capacity) if draw(st.booleans()) else None,
-        sinks=draw(st.sampled_from([None, random(4)])),
+        cache_leftpad=lengths // 3 if draw(st.booleans()) else None, alibi_slopes=slopes,
+        attn_bias=random(b, 1, sq, 12) if draw(st.booleans()) else None, sinks=sinks,
     )  # fmt: skip
     return prepare_kvcache(arguments, chosen)
 
@@ -88,8 +76,7 @@ def attention_of_rows(problem: Problem, inputs: Inputs, start: int, stop: int) -
     return torch.cat(parts)
 
 
-@settings(deadline=None)
-@given(call=st.one_of(dense_calls(), cached_calls()), data=st.data())
+@given(call=calls(), data=st.data())
 def test_a_block_is_those_rows_of_the_whole(call: tuple[Problem, Inputs], data: st.DataObject) -> None:
     problem, inputs = call
     step = 1 if may_cut_sequences(problem) else problem.seqlen_q
@@ -119,64 +106,40 @@ def test_every_block_of_a_windowed_call_is_those_rows_of_the_whole(window: tuple
         torch.testing.assert_close(attention_of_rows(problem, inputs, start, stop), whole[start:stop])
 
 
-@settings(deadline=None)
-@given(seqlen_q=st.integers(1, 9), ends=st.lists(st.integers(1, 40), min_size=1, max_size=5, unique=True))
-def test_pieces_are_all_rows_in_order(seqlen_q: int, ends: list[int]) -> None:
-    ends.sort()
-    found = [
-        sequence * seqlen_q + row
-        for start, stop in zip([0, *ends], ends, strict=False)
-        for piece in pieces(start, stop, seqlen_q)
-        for sequence in range(piece.first_sequence, piece.end_sequence)
-        for row in range(piece.first_row, piece.end_row)
-    ]
-    assert found == list(range(ends[-1]))
-
-
 def test_whole_sequences_are_one_piece() -> None:
     assert pieces(3, 29, 5) == (Piece(0, 1, 3, 5), Piece(1, 5, 0, 5), Piece(5, 6, 0, 4))
 
 
-def test_a_causal_block_is_given_no_key_that_none_of_its_rows_sees() -> None:
-    problem, inputs = prepare_dense(*(random(1, 8, 2, 8) for _ in range(3)), Options(causal=True))
-    piece = Piece(0, 1, 2, 5)
-    assert piece_inputs(inputs, piece, piece_call(problem, piece, "auto")).k.shape[1] == 5
-
-
-def test_no_tensor_of_a_dense_block_is_a_copy() -> None:
+def test_a_causal_dense_block_is_views_of_the_keys_that_its_rows_see() -> None:
     bias = random(1, 1, 8, 1)
     problem, inputs = prepare_dense(*(random(2, 8, 2, 8) for _ in range(3)), Options(causal=True), attn_bias=bias)
     piece = Piece(1, 2, 2, 5)
     part = piece_inputs(inputs, piece, piece_call(problem, piece, "auto"))
+    assert part.k.shape[1] == part.v.shape[1] == 5
     for name in ("q", "k", "v", "attn_bias"):
         assert getattr(part, name).untyped_storage().data_ptr() == getattr(inputs, name).untyped_storage().data_ptr()
 
 
-def call_of_three_sequences(causal: bool) -> AttentionLinear:
+def call_of_three_sequences(causal: bool) -> tuple[AttentionLinear, Tensor]:
+    """And its result of all 21 rows."""
+    torch.manual_seed(0)
     q, k, v = random(3, 7, 4, 8), random(3, 9, 2, 8), random(3, 9, 2, 4)
     problem, inputs = prepare_dense(q, k, v, Options(causal=causal))
-    return AttentionLinear(problem, inputs, random(6, 16), "cpu")
+    call, out = AttentionLinear(problem, inputs, random(6, 16), "cpu"), torch.empty(21, 6)
+    call.compute(0, 21, out)
+    return call, out
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("blocks", "attended"),
-    [
-        ((5, 5, 5, 6), (21,)),
-        ((3, 4, 7, 7), (7, 14)),
-        ((1, 1, 6, 2, 11), (8, 13)),
-        ((2, 3, 5, 11), (2, 8, 11)),
-        ((9, 12), (9, 12)),
-    ],
+    [((5, 5, 5, 6), (21,)), ((3, 4, 7, 7), (7, 14)), ((1, 1, 6, 2, 11), (8, 13)), ((2, 3, 5, 11), (2, 8, 11))],
 )
 def test_attention_of_several_blocks_at_once_is_that_of_each(
     blocks: tuple[int, ...], attended: tuple[int, ...], causal: bool
 ) -> None:
     """Of three sequences, wherever blocks begin; and it is computed once for all rows that are asked for together."""
-    torch.manual_seed(len(blocks))
-    call = call_of_three_sequences(causal)
-    expected = torch.empty(21, 6)
-    call.compute(0, 21, expected)
+    call, expected = call_of_three_sequences(causal)
     out = torch.full_like(expected, torch.nan)
     with mock.patch.object(call, "attend", wraps=call.attend) as attend:
         compute = CoarseAttention(call, attended).compute
@@ -187,11 +150,8 @@ def test_attention_of_several_blocks_at_once_is_that_of_each(
     assert [each.args for each in attend.call_args_list] == [(piece,) for piece in asked]
 
 
-def test_attention_that_is_ahead_serves_rows_in_any_order_and_its_products_add() -> None:
-    torch.manual_seed(0)
-    call = call_of_three_sequences(causal=True)
-    expected = torch.empty(21, 6)
-    call.compute(0, 21, expected)
+def test_attention_at_once_serves_rows_in_any_order_and_products_add() -> None:
+    call, expected = call_of_three_sequences(causal=True)
     out = torch.full_like(expected, torch.nan)
     with mock.patch.object(call, "attend", wraps=call.attend) as attend:
         compute = CoarseAttention(call, (10, 11)).compute

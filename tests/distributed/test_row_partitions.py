@@ -21,8 +21,7 @@ from fastattention.distributed.row_partitions import (
 
 def made(recipe: Recipe, batch_size: int, seqlen_q: int, whole_sequences: bool = False) -> Partition | None:
     """What one recipe makes of a call."""
-    found = dict(partitions([recipe], batch_size, seqlen_q, whole_sequences=whole_sequences))
-    return found.get(0)
+    return dict(partitions([recipe], batch_size, seqlen_q, whole_sequences=whole_sequences)).get(0)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +74,7 @@ def test_blocks_of_fewer_rows_are_left_out() -> None:
     recipes = [Recipe((1,) * 8), Recipe((1, 1)), Recipe((1,) * 4)]
     for rows, places in ((2 * LEAST_ROWS - 1, []), (2 * LEAST_ROWS, [1]), (4 * LEAST_ROWS, [1, 2])):
         assert [place for place, _ in partitions(recipes, 1, rows, whole_sequences=False)] == places
-
-
-def test_a_single_sequence_that_must_stay_whole_has_no_blocks_of_its_own() -> None:
+    # A single sequence that must stay whole has no blocks of its own.
     assert made(Recipe((1, 1)), 1, 8192, whole_sequences=True) is None
     assert made(Recipe((1, 1), 1), 1, 8192, whole_sequences=True) == Partition((4096, 4096), (8192,))
 

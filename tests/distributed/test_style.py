@@ -42,6 +42,7 @@ from fastattention.distributed import (
     deferred_attn,
     deferred_attn_with_kvcache,
     npu,
+    row_partitions,
 )
 from fastattention.errors import ArgumentError, UnsupportedError
 
@@ -81,74 +82,65 @@ def test_it_computes_what_the_whole_block_does_on_every_rank(team: Team, attend:
     assert all(torch.equal(first, other) for other in others)
 
 
-def short(size: int, limit: str) -> None:
-    """Without a plan of one's own, and with the other limit out of the way."""
-    block = whole()
-    made = parallel(block, size, TilingAllReduce())
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, told(None):
-        patch.setattr(f"fastattention.distributed.row_partitions.{limit}", 1)
-        patch.setattr(DeferredAttention, "project", lambda *_, **__: pytest.fail("it was divided into blocks"))
-        for x in (tokens(3, 1), tokens(1, 1), tokens(3, 11)):
-            assert_as_exact_as(made(x), block(x), exact(block, x))
-
-
-@pytest.mark.parametrize("limit", ["LEAST_BYTES", "LEAST_ROWS"])
-def test_calls_too_short_for_blocks_take_the_usual_way_without_a_word(team: Team, limit: str) -> None:
-    team.run(short, team.size, limit)
-
-
-def long(size: int) -> None:
-    block = whole()
-    made = parallel(block, size, TilingAllReduce())
-    calls = []
-    project = DeferredAttention.project
-    x = torch.randn(2, 600, HIDDEN)
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch, told(None):
-        patch.setattr("fastattention.distributed.row_partitions.LEAST_BYTES", 1)
-        patch.setattr(DeferredAttention, "project", lambda *a, **k: calls.append(k["plan"]) or project(*a, **k))
-        assert_as_exact_as(made(x), block(x), exact(block, x))
-    assert calls == ["auto"]
-
-
-def test_long_calls_ask_the_planner(team: Team) -> None:
-    team.run(long, team.size)
+REASONS = {
+    "gradients": "gradients are wanted",
+    "tensors": "the projection was given a tensor",
+    "dtypes": "the projection's weight is torch.float32 and attention's output torch.bfloat16",
+    "npu": "tensors are on cpu; npu_mm_all_reduce_base is an operator of Ascend NPUs",
+}
 
 
 def as_rowwise(size: int, kind: str) -> None:
     """Results and gradients of RowwiseParallel, where TilingAllReduce cannot be."""
-    ours = parallel(whole(computed if kind == "tensors" else causal), size, TilingAllReduce(plan=thirds))
+    style = TilingAllReduce(plan=thirds, transport=npu.NAME if kind == "npu" else "auto")
+    ours = parallel(whole(computed if kind == "tensors" else causal), size, style)
     theirs, x = parallel(whole(computed), size, RowwiseParallel()), tokens()
-    if kind == "npu":
-        ours = parallel(whole(causal), size, TilingAllReduce(transport=npu.NAME, plan=thirds))
-        with torch.no_grad(), told("tensors are on cpu; npu_mm_all_reduce_base is an operator of Ascend NPUs"):
-            assert torch.equal(ours(x), theirs(x))
-        return
-    if kind == "dtypes":
-        with torch.no_grad(), told("the projection's weight is torch.float32 and attention's output torch.bfloat16"):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                given = ours(x)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert torch.equal(given, theirs(x))
-        return
-    with told("gradients are wanted" if kind == "gradients" else "the projection was given a tensor"):
-        out = ours(x)
-    expected = theirs(x)
+    has_gradients = kind in ("gradients", "tensors")
+    with torch.set_grad_enabled(has_gradients):
+        with told(REASONS[kind]), torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "dtypes"):
+            out = ours(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "dtypes"):
+            expected = theirs(x)
     assert torch.equal(out, expected)
-    out.square().sum().backward()
-    expected.square().sum().backward()
-    for (name, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert isinstance(weight.grad, DTensor), name
-        assert isinstance(other.grad, DTensor), name
-        assert torch.equal(weight.grad.full_tensor(), other.grad.full_tensor()), name
+    if has_gradients:
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        for (name, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert isinstance(weight.grad, DTensor), name
+            assert isinstance(other.grad, DTensor), name
+            assert torch.equal(weight.grad.full_tensor(), other.grad.full_tensor()), name
 
 
-@pytest.mark.parametrize("kind", ["gradients", "tensors", "dtypes", "npu"])
+@pytest.mark.parametrize("kind", REASONS)
 def test_what_cannot_be_tiled_is_told_and_computed_as_by_rowwise_parallel(team: Team, kind: str) -> None:
     team.run(as_rowwise, team.size, kind)
 
 
 @torch.no_grad()
-def compiled(size: int) -> None:
+def calls_too_short_for_blocks_take_the_usual_way_without_a_word(size: int) -> None:
+    block = whole()
+    made = parallel(block, size, TilingAllReduce())
+    for limit in ("LEAST_BYTES", "LEAST_ROWS"):
+        with pytest.MonkeyPatch.context() as patch, told(None):
+            patch.setattr(row_partitions, limit, 1)  # the other one is reason enough
+            patch.setattr(DeferredAttention, "project", lambda *_, **__: pytest.fail("it was divided into blocks"))
+            for x in (tokens(3, 1), tokens(1, 1), tokens(3, 11)):
+                assert_as_exact_as(made(x), block(x), exact(block, x))
+
+
+@torch.no_grad()
+def long_calls_are_divided_as_is_agreed_on(size: int) -> None:
+    block, x, calls, project = whole(), torch.randn(2, 600, HIDDEN), [], DeferredAttention.project
+    made = parallel(block, size, TilingAllReduce())
+    with pytest.MonkeyPatch.context() as patch, told(None):
+        patch.setattr(row_partitions, "LEAST_BYTES", 1)
+        patch.setattr(DeferredAttention, "project", lambda *a, **k: calls.append(k["plan"]) or project(*a, **k))
+        assert_as_exact_as(made(x), block(x), exact(block, x))
+    assert calls == ["auto"]
+
+
+@torch.no_grad()
+def torch_compile_traces_the_usual_way(size: int) -> None:
     block, x = whole(), tokens()
     made = torch.compile(parallel(block, size, TilingAllReduce(plan=thirds)), backend="eager")
     with told("the call is traced by torch.compile"):
@@ -156,44 +148,42 @@ def compiled(size: int) -> None:
     assert_as_exact_as(out, block(x), exact(block, x))
 
 
-def test_torch_compile_traces_the_usual_way(team: Team) -> None:
-    team.run(compiled, team.size)
-
-
-def wrong_plan(size: int) -> None:
+@torch.no_grad()
+def a_wrong_plan_is_an_error_after_which_the_group_still_works(size: int) -> None:
     block = whole()
     made = parallel(block, size, TilingAllReduce(plan=lambda num_rows: [num_rows, 1]))
-    with torch.no_grad(), pytest.raises(ArgumentError, match=r"plan=\[33, 1\].*= 33"):
+    with pytest.raises(ArgumentError, match=r"plan=\[33, 1\].*= 33"):
         made(tokens())
-    with torch.no_grad():  # and the group still works
-        parallel(block, size, TilingAllReduce(plan=thirds))(tokens())
+    parallel(block, size, TilingAllReduce(plan=thirds))(tokens())
 
 
-def test_a_wrong_plan_is_an_error_on_every_rank(team: Team) -> None:
-    team.run(wrong_plan, team.size)
-
-
-def copies(size: int) -> None:
+@torch.no_grad()
+def a_copy_computes_with_its_own_weights(size: int) -> None:
     block, x = whole(), tokens()
     made = parallel(block, size, TilingAllReduce(plan=thirds))
     twin = copy.deepcopy(made)
-    with torch.no_grad():
-        made.o.weight.to_local().zero_()  # type: ignore[operator]
-        assert_as_exact_as(twin(x), block(x), exact(block, x))
+    made.o.weight.to_local().zero_()  # type: ignore[operator]
+    assert_as_exact_as(twin(x), block(x), exact(block, x))
 
 
-def test_a_copy_computes_with_its_own_weights(team: Team) -> None:
-    team.run(copies, team.size)
-
-
-def of_another_layer(size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
+def layers_that_are_not_linear_are_refused(size: int) -> None:
     with pytest.raises(UnsupportedError, match=r"an nn\.Linear, got Embedding"):
-        parallelize_module(nn.Embedding(3, 4), mesh, TilingAllReduce())
+        parallelize_module(nn.Embedding(3, 4), init_device_mesh("cpu", (size,)), TilingAllReduce())
 
 
-def test_another_layer_is_refused(team: Team) -> None:
-    team.run(of_another_layer, team.size)
+PROMISES: list[Callable[[int], None]] = [
+    calls_too_short_for_blocks_take_the_usual_way_without_a_word,
+    long_calls_are_divided_as_is_agreed_on,
+    torch_compile_traces_the_usual_way,
+    a_wrong_plan_is_an_error_after_which_the_group_still_works,
+    a_copy_computes_with_its_own_weights,
+    layers_that_are_not_linear_are_refused,
+]
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_on_every_rank(team: Team, promise: Callable[[int], None]) -> None:
+    team.run(promise, team.size)
 
 
 def deferred() -> tuple[Any, Tensor]:
@@ -221,7 +211,7 @@ def deferred() -> tuple[Any, Tensor]:
         lambda out: (out > 0) & (out != 1.0),
         lambda out: torch.tensor(len(out)),
     ],
-)  # fmt: skip
+)
 def test_whatever_else_wants_its_numbers_gets_the_tensor(use: Callable[[Any], Tensor]) -> None:
     waiting, out = deferred()
     assert torch.equal(use(waiting), use(out))
@@ -254,27 +244,17 @@ def test_flattening_heads_leaves_it_waiting(flat: Callable[[Any], Any]) -> None:
 @torch.no_grad()
 def test_a_module_that_is_not_parallelised_computes_it() -> None:
     block, x = whole(cached), tokens()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        out = block(x)
-    torch.testing.assert_close(out.double(), exact(block, x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(block(x).double(), exact(block, x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("how", "named"),
-    [
-        ({"plan": [600, 600]}, r"plan=\[600, 600\] must be .auto. or a function"),
-        ({"plan": "best"}, "plan='best' must be"),
-        ({"transport": "foo"}, "transport='foo' is not known; choose 'auto' or one of 'c10d'"),
-    ],
-)
-def test_options_that_no_call_could_have_are_refused_at_once(how: dict[str, Any], named: str) -> None:
-    with pytest.raises(ArgumentError, match=named):
-        TilingAllReduce(**how)
-
-
-def test_options_that_row_blocks_do_not_have_are_refused() -> None:
+def test_unknown_options_are_refused_at_once() -> None:
     q = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ArgumentError, match=r"plan=\[600, 600\] must be .auto. or a function"):
+        TilingAllReduce(plan=[600, 600])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="plan='best' must be"):
+        TilingAllReduce(plan="best")
+    with pytest.raises(ArgumentError, match="transport='foo' is not known; choose 'auto' or one of 'c10d'"):
+        TilingAllReduce(transport="foo")
     with pytest.raises(ArgumentError, match="dropout_p is no option of deferred attention; known are softmax_scale"):
         deferred_attn(q, q, q, dropout_p=0.1)
     with pytest.raises(ArgumentError, match=r"rotary_cos is no option.*cache_seqlens"):

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.case import DenseCase, KvCacheCase
+from unit.plan_calls import files_of
 
-from distributed.sums import Sum, check, check_repeated, run_part, run_repeated
+from distributed.sums import Sum, arguments_of, check, check_repeated, run_part, run_repeated
 from distributed.team import Team
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.distributed import agreement, row_partitions
@@ -136,6 +137,19 @@ def run_twice(one: Sum) -> torch.Tensor:
 def test_a_known_call_communicates_its_sums_alone(team: Team, plan: tuple[int, ...] | str) -> None:
     one = Sum(CASE, plan)
     check(one, team.run(run_twice, one))
+
+
+@torch.no_grad()
+def files_of_a_known_call(one: Sum) -> set[str]:
+    function, arguments = arguments_of(one)
+    function(**arguments)
+    return files_of(lambda: function(**arguments))
+
+
+def test_a_known_call_enters_few_files(team: Team) -> None:
+    for entered in team.run(files_of_a_known_call, AUTO):
+        assert {"distributed/transports/c10d.py", "backends/cpu/plan.py"} <= entered
+        assert len(entered) <= 12, sorted(entered)
 
 
 def run_refused(one: Sum, other: Sum, odd_rank: int, transport: str = "auto") -> torch.Tensor:

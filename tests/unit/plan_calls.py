@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,21 @@ def assert_new(call: Call, arguments: Arguments) -> None:
 def other_strides(x: Tensor) -> Tensor:
     """As x, with its second axis outermost in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def files_of(call: Callable[[], object]) -> set[str]:
+    """The files of the package whose functions a call enters."""
+    entered: set[str] = set()
+
+    def enter(frame: Any, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            entered.add(str(path.relative_to(PACKAGE)))
+
+    before = sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return entered

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,11 +34,11 @@ from fastattention.backends.registry import get_backend
 from fastattention.problem import Layout
 from unit.plan_calls import (
     FUNCTIONS,
-    PACKAGE,
     Arguments,
     Call,
     dense,
     every_function,
+    files_of,
     int32,
     kvcache,
     unchecked,
@@ -358,24 +356,6 @@ def test_other_backends_have_plans_too() -> None:
     problem = explain(**arguments).problem
     assert problem.layout is Layout.DENSE
     assert not isinstance(get_backend("sdpa").plan(problem, mock.Mock()), cpu_plan.CpuPlan)
-
-
-def files_of(call: Callable[[], object]) -> set[str]:
-    """The files of the package whose functions a call enters."""
-    entered: set[str] = set()
-
-    def enter(frame: Any, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
-            entered.add(str(path.relative_to(PACKAGE)))
-
-    before = sys.getprofile()
-    sys.setprofile(enter)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return entered
 
 
 @every_function

@@ -17,13 +17,11 @@ are medians of rounds in turns, the slowest rank's. Ratios are to serial, called
 losses. "Most possible" is serial over the longer of compute and all-reduce. Eager calls also pay for Python. Nothing
 has been measured on an Ascend NPU or on V100s.
 
-| column | what it is |
-|---|---|
-| `two-shot` | torch: attention, GEMM, `two_shot_all_reduce_` in symmetric memory |
-| `async` | torch's async tensor parallelism: attention, fused GEMM and reduce-scatter, all-gather |
-| `default` | what a user gets: our own attention and the fastest strategy |
-| `auto` | the fastest strategy, with `backend="sdpa"` |
-| others | one transport, with `backend="sdpa"`; `copy_engine` and `nccl_symmetric` no longer exist |
+- `two-shot`: torch's attention, GEMM, and `two_shot_all_reduce_` in symmetric memory.
+- `async`: torch's async tensor parallelism: attention, fused GEMM and reduce-scatter, all-gather.
+- `default`: what a user gets, our own attention and the fastest strategy.
+- `auto`: the fastest strategy, with `backend="sdpa"`. The other columns are one transport each, likewise.
+- `copy_engine` and `nccl_symmetric` no longer exist.
 
 Results without `two-shot`, `async` and `default` were measured before these were compared."""
 SECTIONS = (

@@ -56,7 +56,7 @@ class _Explained(BaseException):
 
 # What fast_attn_with_kvcache calls the fields of Inputs.
 _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
-Signature = tuple[object, ...]
+CallSignature = tuple[object, ...]
 _CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")  # which may be a number
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -117,7 +117,7 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-def signature_of(tensors: Sequence[object], backend: object, *scalars: Hashable) -> Signature | None:
+def signature_of(tensors: Sequence[object], backend: object, *scalars: Hashable) -> CallSignature | None:
     """All that validation and plans read of a call but the numbers in index tensors and addresses.
 
     None where a call has to be looked at more closely: while something follows it, as in `runs_eagerly`, and for all
@@ -152,7 +152,7 @@ def signature_of(tensors: Sequence[object], backend: object, *scalars: Hashable)
 
 
 def plan_prefill(
-    signature: Signature | None, given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
+    signature: CallSignature | None, given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
 ) -> tuple[Plan, Inputs]:
     """The plan of a call without a cache, and its tensors.
 
@@ -171,7 +171,7 @@ def plan_prefill(
 
 
 def plan_kvcache(
-    signature: Signature | None,
+    signature: CallSignature | None,
     arguments: KvCacheArguments,
     options: Options,
     rotary_interleaved: bool,
@@ -193,7 +193,7 @@ def plan_kvcache(
 
 def prefill_signature(
     given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str
-) -> Signature | None:
+) -> CallSignature | None:
     """`signature_of` a call without a cache; maxima that are no integers are read in every call."""
     if max_seqlens is None:
         tensors = (given.q, given.k, given.v, given.alibi_slopes, given.attn_bias, given.sinks, given.dropout_seed)
@@ -209,7 +209,7 @@ def kvcache_signature(
     num_splits: int,
     backend: str,
     panels: PanelCache | None = None,
-) -> Signature | None:
+) -> CallSignature | None:
     """`signature_of` a call with a cache."""
     if not (type(rotary_interleaved) is bool and type(num_splits) is int):
         return None
@@ -221,19 +221,13 @@ def kvcache_signature(
 
 
 def _new_plan(
-    signature: Signature | None, problem: Problem, inputs: Inputs, given: Inputs, backend: str
+    signature: CallSignature | None, problem: Problem, inputs: Inputs, given: Inputs, backend: str
 ) -> tuple[Plan, Inputs]:
     stop_if_explaining(problem, backend)
     plan = Plan(problem, inputs, given, backend)
     if signature is not None:
         _plans[signature] = plan
     return plan, inputs
-
-
-def run(problem: Problem, inputs: Inputs, backend: str) -> AttentionOutput:
-    """Serves a validated call with the backend of that name, or with the first that can for "auto"."""
-    stop_if_explaining(problem, backend)
-    return Plan(problem, inputs, inputs, backend).run(inputs)
 
 
 def stop_if_explaining(problem: Problem, backend: str) -> None:

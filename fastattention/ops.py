@@ -21,9 +21,6 @@ from fastattention.validation.common import read_int
 from fastattention.validation.prefill import MaxSeqlens
 from fastattention.vmap import vmap_attention, vmap_attention_backward, vmap_attention_kvcache
 
-# The field that may be a number, where the operator takes a tensor.
-_CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")
-
 
 def call_attention(given: Inputs, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
     """The operator `fastattention::attention`."""
@@ -38,12 +35,12 @@ def call_attention_kvcache(
     arguments: KvCacheArguments, options: Options, rotary_interleaved: bool, num_splits: int, backend: str
 ) -> AttentionOutput:
     """The operator `fastattention::attention_kvcache`."""
-    values = list(arguments)
     if not (arguments.cache_seqlens is None or isinstance(arguments.cache_seqlens, Tensor)):
         q, length = arguments.q, read_int("cache_seqlens", arguments.cache_seqlens)
-        values[_CACHE_SEQLENS] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+        lengths = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+        arguments = arguments._replace(cache_seqlens=lengths)
     out, lse = torch.ops.fastattention.attention_kvcache(
-        *values, options.softmax_scale, options.causal, options.window_left, options.window_right, options.softcap,
+        *arguments, options.softmax_scale, options.causal, options.window_left, options.window_right, options.softcap,
         options.return_lse, rotary_interleaved, num_splits, backend,
     )  # fmt: skip
     return AttentionOutput(out, lse if options.return_lse else None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fastattention.backends.registry import select_backend
-from fastattention.dispatch import Signature
+from fastattention.dispatch import CallSignature
 from fastattention.distributed import transports
 from fastattention.distributed.autotune import Trial
 from fastattention.distributed.object_collectives import check_serves, from_rank_0, gather
@@ -74,7 +74,8 @@ class Agreement:
         self.group_size = group_size
         self.transports: dict[tuple[str, torch.device], Transport] = {}
         self.agreed: dict[Key, Agreed] = {}
-        self.calls: dict[Signature | None, CachedCall] = {}  # only of keys in `agreed`, which all ranks have or none
+        # Only of keys in `agreed`, which all ranks have or none.
+        self.calls: dict[CallSignature | None, CachedCall] = {}
         # Winners, eagerly and in a graph, by what calls have in common and the transports that were tried.
         self._winners: dict[tuple[Hashable, tuple[str, ...]], tuple[Place, Place]] = {}
 
@@ -105,7 +106,7 @@ class Agreement:
             known.graph.transport.reserve(key.problem.total_q * key.hidden * key.problem.dtype.itemsize)
         return known.now(device)
 
-    def remember(self, signature: Signature, key: Key, inputs: Inputs) -> None:
+    def remember(self, signature: CallSignature, key: Key, inputs: Inputs) -> None:
         """Calls of this signature have this key, and tensors like these. Nothing is kept of what is not agreed on."""
         agreed = self.agreed.get(key)
         if agreed is not None:

@@ -160,7 +160,7 @@ def attention_linear_allreduce_with_kvcache(
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:
     problem = key.problem
     stop_if_explaining(problem, key.backend)
-    select_backend(problem, key.backend)
+    select_backend(problem, key.backend)  # raises where there is none, before the ranks are asked anything
     elsewhere = problem.device.type == "cuda" and module.current_device() != problem.device.index
     # Streams and flags of transports are those of the current device.
     with torch.cuda.device(problem.device) if elsewhere else contextlib.nullcontext():

@@ -112,7 +112,8 @@ def _check_strides(a: KvCacheArguments) -> None:
             check_not_expanded(name, cache.shape, cache.stride())
 
 
-@functools.lru_cache(maxsize=4096)  # for distributed/, which has no plans
+# Tensor-parallel calls to caches are not known by a signature.
+@functools.lru_cache(maxsize=4096)
 def _kvcache_problem(
     s: _Signatures, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool, panel_size: int
 ) -> Problem:

@@ -143,7 +143,8 @@ def _check_dense_shapes(q: Signature, k: Signature, v: Signature) -> None:
         raise ArgumentError(f"v has seqlen_k {v.shape[1]} and k has {k.shape[1]}; they must be the same")
 
 
-@functools.lru_cache(maxsize=4096)  # for distributed/, which has no plans
+# Tensor-parallel calls with biases, slopes, sinks or given blocks are not known by a signature.
+@functools.lru_cache(maxsize=4096)
 def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, needs_grad: bool) -> Problem:
     """longest: checked maxima of a varlen call; None for a dense one, whose shapes are checked here."""
     q, k, v = s.q, s.k, s.v

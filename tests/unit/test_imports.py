@@ -102,7 +102,7 @@ def test_an_import_that_points_up_or_across_is_found(module: str, source: str) -
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("interface", "from fastattention.dispatch import run"),
+        ("interface", "from fastattention.dispatch import explain_call"),
         ("cli.main", "from fastattention import fast_attn_func"),
         ("integrations.transformers", "from fastattention.offload.placement import place"),
         ("backends.sdpa.masks", "from fastattention.backends.common.tile_range import TileRange"),

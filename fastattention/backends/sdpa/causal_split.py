@@ -58,7 +58,10 @@ def inputs_of(division: Division, inputs: Inputs) -> tuple[Inputs, Inputs]:
 
 
 def merge(first: AttentionOutput, last: AttentionOutput, return_lse: bool) -> AttentionOutput:
-    """The results of both as one: in float32, and rounded once. Every row sees keys in either."""
+    """The results of both as one: in float32, and rounded once.
+
+    Every row sees keys in either, so that nothing `merge_parts` does for empty parts is needed, nor its copies.
+    """
     assert first.lse is not None
     assert last.lse is not None
     weight = torch.sigmoid(first.lse - last.lse).transpose(1, 2).unsqueeze(-1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastattention.backends.common.bounded import BoundedDict
 from fastattention.distributed.object_collectives import gather, timeout_of
 from fastattention.distributed.transports.all_reduce import (
     AllReduceConfig,
@@ -44,7 +45,7 @@ class PeerKernel(PeerToPeer):
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self._prepared: dict[tuple[int, torch.dtype], _Launch] = {}
+        self._prepared: BoundedDict[tuple[int, torch.dtype], _Launch] = BoundedDict(MOST_PREPARED)
         if self._reason is None:
             seconds = timeout_of(group._get_backend(device)).total_seconds()
             self._timeout = round(min(seconds, LONGEST_TIMEOUT) * 1e9)  # nanoseconds
@@ -75,8 +76,6 @@ class PeerKernel(PeerToPeer):
         params = make_params(parts, flags, self._rank, out.numel(), num_ctas, self._timeout, one_shot)
         config = AllReduceConfig(out.dtype, self._size, self._bulk_copies)
         [function] = module.load_kernel(config, self._device.index).functions
-        if len(self._prepared) >= MOST_PREPARED:
-            self._prepared.clear()
         made = self._prepared[out.numel(), out.dtype] = _Launch(function, params)
         return made
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.backends.common.bounded import BoundedDict
 from fastattention.distributed.transports.ring_order import MOST_BLOCKS, Share, shares_of, steps
 from fastattention.gpu_runtime.peer_memory import PeerMemory
 from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, Operation, StreamBarrier, copy_operation
@@ -79,7 +80,7 @@ class RingSteps:
         self._memory = memory
         self._rank, self._size, self._here = rank, size, here
         self._fetching, self._gathering = fetching.cuda_stream, gathering.cuda_stream
-        self._kept: dict[Kind, tuple[torch.cuda.Stream, tuple[Step, ...]]] = {}
+        self._kept: BoundedDict[Kind, tuple[torch.cuda.Stream, tuple[Step, ...]]] = BoundedDict(MOST_KEPT)
 
     def of(self, kind: Kind, out: Tensor) -> tuple[torch.cuda.Stream, tuple[Step, ...]]:
         """The stream of the compute, and the steps in their order. out: a result of that kind."""
@@ -89,8 +90,6 @@ class RingSteps:
         shares, sums = shares_of(kind.rows, self._size), self._memory.like(out)
         order = steps(len(shares), self._size)
         made = tuple(self._step(kind, sums, shares[block], block, step) for block, step in order)
-        if len(self._kept) >= MOST_KEPT:
-            self._kept.clear()
         kept = self._kept[kind] = torch.cuda.current_stream(out.device), made
         return kept
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.backends.common.bounded import BoundedDict
-from fastattention.backends.registry import Verdict, check_name, select_backend, verdicts
+from fastattention.backends.registry import Verdict, check_name, chosen, select_backend, verdicts
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache, prepare_prefill
@@ -35,15 +35,17 @@ class Explanation(NamedTuple):
     @property
     def backend(self) -> str | None:
         """Name of the backend that `backend="auto"` takes; None when there is none."""
-        return next((verdict.backend for verdict in self.verdicts if verdict.reason is None), None)
+        one = chosen(self.verdicts)
+        return None if one is None else one.backend
 
     def __str__(self) -> str:
-        chosen = self.backend
+        serving = self.backend
         lines = []
-        for name, reason, how in self.verdicts:
-            served = "serves this call" if name == chosen else "could serve this call"
-            state = reason or (f"{served} by {how}" if how else served)
-            lines.append(f"{'->' if name == chosen else '  '} {name}: {state}")
+        for name, reason, how, why_faster in self.verdicts:
+            served = "serves this call" if name == serving else "could serve this call"
+            served += f" by {how}" if how else ""
+            served += f"; faster here: {why_faster}" if why_faster else ""
+            lines.append(f"{'->' if name == serving else '  '} {name}: {reason or served}")
         return "\n".join(lines)
 
 
@@ -87,10 +89,10 @@ class Plan:
         """inputs: as kernels read them; given: what they were made from."""
         if not isinstance(backend, str):  # the look-up wants what can be hashed
             check_name(backend)  # type: ignore[unreachable]
-        chosen = select_backend(problem, backend)
+        selected = select_backend(problem, backend)
         self.problem = problem
-        self._range = f"fastattention::{chosen.name}"
-        self.forward = chosen.plan(problem, inputs)
+        self._range = f"fastattention::{selected.name}"
+        self.forward = selected.plan(problem, inputs)
         pairs = zip(Inputs._fields, given, inputs, strict=True)
         self._converted = [name for name, before, after in pairs if before is not after]
 

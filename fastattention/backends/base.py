@@ -50,6 +50,13 @@ class Backend(abc.ABC):
         """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""
         return ""
 
+    def why_faster(self, problem: Problem) -> str | None:
+        """Why this backend is faster than those before it in the registry, for a problem that `why_not` accepted.
+
+        None where it is not, or is not known to be. The answer depends on `problem`, its device and torch alone.
+        """
+        return None
+
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""
         return None

@@ -66,9 +66,25 @@ def test_an_error_lists_every_reason(only_backends: RegisterBackends) -> None:
     assert "picky: headdim=8 is not supported by picky; use 64" in str(raised.value)
 
 
+class Swift(Willing):
+    name = "swift"
+
+    def why_faster(self, problem: Problem) -> str | None:
+        return "it is swift from headdim 32 on" if problem.headdim >= 32 else None
+
+
+def test_auto_takes_the_first_that_is_faster(only_backends: RegisterBackends) -> None:
+    only_backends(Picky, Swift, Willing)
+    assert isinstance(registry.select_backend(problem_of(64)), Swift)
+    assert isinstance(registry.select_backend(problem_of(64), "picky"), Picky)
+    assert isinstance(registry.select_backend(problem_of(8)), Swift)  # the first that can
+    only_backends(Willing, Swift)
+    assert type(registry.select_backend(problem_of(8))) is Willing
+
+
 def test_verdicts_are_in_order_with_their_reasons(only_backends: RegisterBackends) -> None:
     only_backends(Willing, Absent, Picky)
-    assert [(name, reason) for name, reason, _ in registry.verdicts(problem_of(64))] == [
+    assert [(one.backend, one.reason) for one in registry.verdicts(problem_of(64))] == [
         ("willing", None),
         ("absent", "needs a device called moon; there is none"),
         ("picky", None),

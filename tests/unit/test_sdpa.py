@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.backends.registry import get_backend
 from fastattention.backends.sdpa import backend as sdpa_backend
-from fastattention.backends.sdpa import fused, masks
+from fastattention.backends.sdpa import fused, masks, parts
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.reference import reference_attention
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
@@ -314,9 +314,9 @@ def test_varlen_dropout_mask_is_padded_with_zeros() -> None:
 def test_memory_that_gpu_kernels_fault_on_is_copied() -> None:
     wide = torch.randn(2, 3, 4, 24)
     for fitting in (wide, wide[..., :16], wide[:, 1:, ::2, 8:], wide.transpose(1, 2)):
-        assert fused._aligned(fitting) is fitting
+        assert parts.aligned(fitting) is fitting
     for misplaced in (wide[..., 1:9], wide.flatten()[1:-23].view(1, 2, 12, 23)[..., :8], wide.transpose(2, 3)):
-        copy = fused._aligned(misplaced)
+        copy = parts.aligned(misplaced)
         assert copy.is_contiguous()
         assert copy.data_ptr() != misplaced.data_ptr()
         assert torch.equal(copy, misplaced)
@@ -334,11 +334,11 @@ def test_describe_names_torch_and_its_kernels() -> None:
 def test_all_tensors_are_asked_for_their_alignment(which: int, what: str) -> None:
     """In one go, by `attend_whole`: torch's kernels of a GPU fault where one of them lies askew."""
     tensors = [torch.zeros(2, 3, 4, 8) for _ in range(3)]
-    assert fused._are_aligned(*tensors)
+    assert parts.are_aligned(*tensors)
     room = torch.zeros(2, 3, 4, 12)
     tensors[which] = room[..., 1:9] if what == "address" else torch.zeros(2, 3, 4, 9)[..., :8]
     assert tensors[which].data_ptr() % 16 == (4 if what == "address" else 0)
-    assert not fused._are_aligned(*tensors)
+    assert not parts.are_aligned(*tensors)
 
 
 @pytest.mark.parametrize("longest", [1, 40])

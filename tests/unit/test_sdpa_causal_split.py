@@ -25,6 +25,7 @@ LONG = replace(LOWER_RIGHT, seqlen_q=600, total_q=1200, seqlen_k=1000, return_ls
 @pytest.fixture
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "_cudnn_takes", lambda problem: problem.headdim <= 256)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
-from fastattention.backends.sdpa.parts import Part
 from fastattention.problem import Layout, Problem
 from fastattention.reference import reference_attention
 from fastattention.validation import Options, prepare_dense
@@ -43,6 +42,7 @@ LOWER_RIGHT = replace(FULL, window_right=0)
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "_cudnn_takes", lambda problem: problem.headdim <= 256)
     gpu_kernels._share_keys.cache_clear()
     yield
     gpu_kernels._share_keys.cache_clear()
@@ -56,6 +56,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"nheads_k": 4},
         {"headdim": 8, "headdim_v": 8},
         {"headdim": 128, "headdim_v": 128},
+        {"headdim": 256, "headdim_v": 256},
         {"seqlen_q": 1},
     ],
     ids=str,
@@ -76,7 +77,7 @@ REFUSED: list[dict[str, Any]] = [
     {"headdim": 96},
     {"headdim_v": 32},
     {"headdim": 20, "headdim_v": 20},
-    {"headdim": 136, "headdim_v": 136},
+    {"headdim": 264, "headdim_v": 264},
     {"softmax_scale": 0.0},
     {"softmax_scale": -0.125},
     {"softcap": 3.0},
@@ -106,11 +107,11 @@ def test_a_causal_call_with_more_keys_than_queries_is_flash_attentions(return_ls
         assert not gpu_kernels.can_serve(problem)
 
 
-def test_a_single_causal_query_sees_all_keys() -> None:
-    """It needs no kernel for masks: cuDNN's gives its lse, and scaled_dot_product_attention all else."""
+def test_a_single_query_is_flash_attentions() -> None:
+    """The lse of cuDNN's kernel does not repeat. Without lse scaled_dot_product_attention serves it."""
     problem = replace(LOWER_RIGHT, seqlen_q=1, total_q=2)
     assert gpu_kernels.can_serve(problem)
-    assert gpu_kernels.kernel_of(problem) == "cudnn"
+    assert gpu_kernels.kernel_of(problem) == "flash"
     assert not gpu_kernels.can_serve(replace(problem, return_lse=False))
 
 
@@ -124,6 +125,12 @@ def test_other_masks_are_refused(changes: dict[str, Any]) -> None:
 def test_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert not gpu_kernels.can_serve(FULL)
+
+
+@pytest.mark.parametrize("headdim", [128, 136])
+def test_flash_attention_has_heads_of_128_at_most(headdim: int) -> None:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        assert gpu_kernels.can_serve(replace(FULL, headdim=headdim, headdim_v=headdim)) == (headdim <= 128)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +160,7 @@ class Kernel:
 
     def __init__(self, name: str, places: tuple[int, int, int | None]) -> None:
         self.calls = 0
-        self._real = getattr(torch.ops.aten, name)
+        self._real = getattr(torch, name)
         self._causal, self._dropout, self._lse = places
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float) -> Any:
@@ -161,7 +168,7 @@ class Kernel:
         arguments = (q, k, v, *rest)
         inferred = self._real(*(x.to("meta") if isinstance(x, Tensor) else x for x in arguments), scale=scale)
         assert arguments[self._dropout] == 0.0
-        assert self._lse is None or arguments[self._lse] is True
+        assert self._lse is None or type(arguments[self._lse]) is bool
         options = Options(softmax_scale=scale, causal=arguments[self._causal], return_lse=True)
         exact = reference_attention(*prepare_dense(*(x.transpose(1, 2) for x in (q, k, v)), options))
         assert exact.lse is not None
@@ -176,7 +183,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     places = {"cudnn": (6, 5, 4), "flash": (4, 3, None)}[request.param]
     computing = Kernel(name, places)  # type: ignore[arg-type]
     monkeypatch.setattr(gpu_kernels, "kernel_of", lambda problem: request.param)
-    monkeypatch.setattr(torch.ops.aten, name, computing)
+    monkeypatch.setattr(torch, name, computing)
     return computing
 
 
@@ -185,8 +192,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 def test_operators_get_what_they_ask_for(kernel: Kernel, problem: Problem, dtype: torch.dtype) -> None:
     q = torch.randn(2, problem.seqlen_q, 4, 64).to(dtype)
     k, v = (torch.randn(2, problem.seqlen_k, 2, 64).to(dtype) for _ in range(2))
-    part = Part(*(x.transpose(1, 2) for x in (q, k, v)), None, None, None)
-    out, lse, mask = gpu_kernels.attend(replace(problem, dtype=dtype), part)
+    out, lse, mask = gpu_kernels.attend(replace(problem, dtype=dtype), *(x.transpose(1, 2) for x in (q, k, v)))
     options = Options(softmax_scale=problem.softmax_scale, causal=problem is not FULL, return_lse=True)
     expected = reference_attention(*prepare_dense(q, k, v, options))
     assert torch.equal(out, expected.out.transpose(1, 2).to(dtype))
@@ -199,7 +205,7 @@ def test_operators_get_what_they_ask_for(kernel: Kernel, problem: Problem, dtype
 def test_heads_share_keys_where_these_kernels_are() -> None:
     plain = replace(FULL, return_lse=False)
     assert gpu_kernels.share_keys(plain)
-    for changes in ({"dtype": torch.float32}, {"headdim": 160, "headdim_v": 160}, {"device": torch.device("cpu")}):
+    for changes in ({"dtype": torch.float32}, {"headdim": 264, "headdim_v": 264}, {"device": torch.device("cpu")}):
         assert not gpu_kernels.share_keys(replace(plain, **changes))
     with sdpa_kernel([SDPBackend.MATH]):
         assert not gpu_kernels.share_keys(plain)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch.autograd import forward_ad
 
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
-from fastattention.backends.sdpa import causal_split, fused, gpu_kernels, math
+from fastattention.backends.sdpa import causal_split, cudnn_prefill, fused, gpu_kernels, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
-from fastattention.backends.sdpa.parts import Part, join, split
+from fastattention.backends.sdpa.parts import Part, aligned, join, keep_aligned, split
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 
@@ -34,7 +37,26 @@ class SdpaBackend(Backend):
             )
         return None
 
+    def how(self, problem: Problem) -> str:
+        """By cuDNN's operator where that is why it is faster; otherwise torch chooses."""
+        return "cuDNN" if cudnn_prefill.why_faster(problem) else ""
+
+    def why_faster(self, problem: Problem) -> str | None:
+        """Where it is for cuDNN's sake."""
+        return cudnn_prefill.why_faster(problem)
+
+    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+        """CuDNN's operator at once, where it is faster."""
+        generally = functools.partial(self._forward, problem)
+        q, k, v = inputs.q, inputs.k, inputs.v
+        fits = keep_aligned(q.element_size(), q.stride(), k.stride(), v.stride())
+        return cudnn_prefill.plan(problem, generally) if fits and cudnn_prefill.why_faster(problem) else generally
+
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        """Attention, planned for this call alone."""
+        return self.plan(problem, inputs)(inputs)
+
+    def _forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, splits the call into sequences of one length, attends to each and joins the results."""
         # torch's kernels have no derivatives in forward mode
         by_kernels = not (problem.needs_grad and forward_ad._current_level >= 0)
@@ -48,8 +70,8 @@ class SdpaBackend(Backend):
                 self.forward(division.rectangle, first), self.forward(division.square, last), problem.return_lse
             )
         if by_kernels and gpu_kernels.can_serve(problem):
-            parts = split(problem, inputs, inputs.q, whole_batch=True)
-            return join(problem, inputs, [gpu_kernels.attend(problem, part) for part in parts])
+            q, k, v = (aligned(x.transpose(1, 2)) for x in (inputs.q, inputs.k, inputs.v))
+            return join(problem, inputs, [gpu_kernels.attend(problem, q, k, v)])
         q = inputs.q if inputs.k_new is None else append_tokens(problem, inputs)
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         by_kernels = by_kernels and fused.can_express(problem)

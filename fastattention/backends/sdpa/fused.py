@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, Mask, chunk_mask, chunks, hides_nothing, sees_everything
-from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
+from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_groups, unfold_groups
 from fastattention.problem import Inputs, Layout, Problem
 
 _HAS_ENABLE_GQA = torch.__version__ >= "2.5"
@@ -47,7 +47,7 @@ def attend_whole(problem: Problem, inputs: Inputs) -> Tensor | None:
     if whole is None or (whole.by_gpu_kernels and not gpu_kernels.share_keys(problem)):
         return None
     q, k, v = inputs.q, inputs.k, inputs.v
-    if whole.off_cpu and not _are_aligned(q, k, v):
+    if whole.off_cpu and not are_aligned(q, k, v):
         return None
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **whole.arguments)
     return out.transpose(1, 2).contiguous()
@@ -193,34 +193,6 @@ def _sdpa(problem: Problem, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -
     if not q.shape[3] == v.shape[3] == width:
         q, k, v = (F.pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in (q, k, v))
     if q.device.type != "cpu":
-        q, k, v = (_aligned(x) for x in (q, k, v))
+        q, k, v = (aligned(x) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, scale=problem.softmax_scale, **arguments)
     return out if out.shape[3] == problem.headdim_v else out[..., : problem.headdim_v]
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """`x`, copied where torch's GPU kernels would refuse it or fault."""
-    return x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _is_aligned(x: Tensor) -> bool:
-    """Whether rows are without gaps and start at multiples of 16 bytes."""
-    return x.data_ptr() % 16 == 0 and _keep_aligned(x.stride(), x.element_size())
-
-
-def _are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """`_is_aligned` of all three, by one look-up."""
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    return addresses % 16 == 0 and _all_keep_aligned(q.stride(), k.stride(), v.stride(), q.element_size())
-
-
-@functools.lru_cache(maxsize=4096)
-def _all_keep_aligned(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], itemsize: int) -> bool:
-    return all(_keep_aligned(strides, itemsize) for strides in (q, k, v))
-
-
-@functools.lru_cache(maxsize=4096)
-def _keep_aligned(strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether all rows are so where the first one is."""
-    *outer, last = strides
-    return last == 1 and all(stride * itemsize % 16 == 0 for stride in outer)

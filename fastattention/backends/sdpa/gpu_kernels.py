@@ -9,18 +9,32 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 from torch.backends import cuda as switches
 
-from fastattention.backends.sdpa.parts import Part
 from fastattention.problem import AttentionOutput, Layout, Problem
 
-_HEADDIM_MULTIPLE, _MOST_HEADDIM = 8, 128  # that both kernels take
+_HEADDIM_MULTIPLE = 8  # that both kernels take
+_MOST_HEADDIM_OF_FLASH = 128
 _FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopper cuDNN's is the slower one
 
 
 def can_serve(problem: Problem) -> bool:
     """Whether one of them serves what scaled_dot_product_attention does not."""
-    return torch.version.hip is None and _could_serve(problem) and kernel_of(problem) is not None
+    return (problem.return_lse or _is_lower_right(problem)) and computes(problem) and kernel_of(problem) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def computes(problem: Problem) -> bool:
+    """Whether their operators express the call, whatever torch has switched on."""
+    return (
+        problem.layout is Layout.DENSE
+        and _could_take(problem)
+        and problem.softmax_scale > 0.0
+        and _is_plain(problem)
+        and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q <= problem.seqlen_k))
+        and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
+    )
 
 
 def share_keys(problem: Problem) -> bool:
@@ -31,21 +45,7 @@ def share_keys(problem: Problem) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _share_keys(problem: Problem, cudnn: bool, flash: bool) -> bool:
     """By one look-up: before a short call each takes its time."""
-    return torch.version.hip is None and _could_take(problem) and _kernel(problem, cudnn, flash) is not None
-
-
-@functools.lru_cache(maxsize=4096)
-def _could_serve(problem: Problem) -> bool:
-    """Whatever torch has switched on."""
-    return (
-        (problem.return_lse or _is_lower_right(problem))
-        and problem.layout is Layout.DENSE
-        and _could_take(problem)
-        and problem.softmax_scale > 0.0
-        and _is_plain(problem)
-        and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q <= problem.seqlen_k))
-        and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
-    )
+    return _could_take(problem) and _kernel(problem, cudnn, flash) is not None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,36 +53,59 @@ def _could_take(problem: Problem) -> bool:
     return (
         problem.device.type == "cuda"
         and problem.dtype in (torch.float16, torch.bfloat16)
-        and problem.headdim == problem.headdim_v <= _MOST_HEADDIM
+        and problem.headdim == problem.headdim_v
         and problem.headdim % _HEADDIM_MULTIPLE == 0
     )
 
 
-def attend(problem: Problem, part: Part) -> AttentionOutput:
-    """Attention of a part of a problem that `can_serve` accepted."""
-    kernel = kernel_of(problem)
-    causal = not _sees_everything(problem)
-    aten, scale = torch.ops.aten, problem.softmax_scale
-    if kernel == "cudnn":
-        results = aten._scaled_dot_product_cudnn_attention(
-            part.q, part.k, part.v, None, True, 0.0, causal, False, scale=scale
-        )
-    else:
-        results = aten._scaled_dot_product_flash_attention(part.q, part.k, part.v, 0.0, causal, False, scale=scale)
-    out, lse = results[:2]
+def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
+    """Attention to heads first, of a problem that one of them `computes`."""
+    if kernel_of(problem) == "cudnn":
+        return attend_by_cudnn(problem, q, k, v)
+    out, lse, *_ = torch._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, not _sees_everything(problem), False, scale=problem.softmax_scale
+    )
+    return AttentionOutput(out, lse if problem.return_lse else None)
+
+
+def attend_by_cudnn(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
+    """Likewise, where `kernel_of` has named cuDNN's."""
+    out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
+        q, k, v, None, problem.return_lse, 0.0, problem.is_causal, False, scale=problem.softmax_scale
+    )
     return AttentionOutput(out, lse.view(out.shape[:3]) if problem.return_lse else None)
 
 
 def kernel_of(problem: Problem) -> str | None:
-    """The one that torch has switched on, the GPU is new enough for, and the mask fits: "cudnn" or "flash"."""
+    """The one that torch has switched on, the GPU is new enough for, and the call fits: "cudnn" or "flash"."""
     return _kernel(problem, switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
 def _kernel(problem: Problem, cudnn: bool, flash: bool) -> str | None:
+    if torch.version.hip is not None:
+        return None
     capability = _capability(problem.device)
-    if cudnn and capability >= _FIRST_CUDNN and not _is_lower_right(problem):
+    # The kernel that cuDNN has for a single query adds up lse in any order.
+    fits_cudnn = problem.seqlen_q > 1 and not _is_lower_right(problem)
+    if cudnn and capability >= _FIRST_CUDNN and fits_cudnn and _cudnn_takes(problem):
         return "cudnn"
-    return "flash" if flash and capability >= _FIRST_FLASH else None
+    return "flash" if flash and capability >= _FIRST_FLASH and problem.headdim <= _MOST_HEADDIM_OF_FLASH else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _cudnn_takes(problem: Problem) -> bool:
+    """By torch's own account, which knows this cuDNN's limits, of tensors of these shapes that take no memory."""
+    if not hasattr(switches, "can_use_cudnn_attention"):
+        return False  # before torch 2.5
+    with torch.cuda.device(problem.device):
+        row = torch.empty(problem.headdim, dtype=problem.dtype, device=problem.device)
+
+        def repeated(nheads: int, seqlen: int) -> Tensor:
+            return row.as_strided((problem.batch_size, nheads, seqlen, problem.headdim), (0, 0, 0, 1))
+
+        q, k = repeated(problem.nheads, problem.seqlen_q), repeated(problem.nheads_k, problem.seqlen_k)
+        call = switches.SDPAParams(q, k, k, None, 0.0, False, problem.group_size > 1)
+        return bool(switches.can_use_cudnn_attention(call))
 
 
 def _is_lower_right(problem: Problem) -> bool:

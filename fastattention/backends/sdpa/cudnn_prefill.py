@@ -1,0 +1,47 @@
+"""Prefill that is faster by cuDNN's attention than by our kernels, on Hopper and newer GPUs.
+
+cuDNN builds a plan for every new shape, which takes the host 45 to 85 ms on an H100. So only calls with much to
+compute go there by themselves (docs/decisions/0054-prefill-by-cudnn-on-hopper.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.backends import cuda as switches
+
+from fastattention.backends.sdpa import gpu_kernels
+from fastattention.problem import AttentionOutput, Inputs, Problem
+
+# Floating-point operations from which a call goes there. Causal ones are prompts, and most have a length of their own;
+# others are encoders and images, whose lengths return.
+_LEAST_OPERATIONS_CAUSAL, _LEAST_OPERATIONS = 5e10, 1e10
+_LEAST_QUERIES = 128  # our decode kernel serves fewer
+
+
+def why_faster(problem: Problem) -> str | None:
+    """Why cuDNN's kernel serves a call faster than ours, or None."""
+    if problem.seqlen_q < _LEAST_QUERIES or not gpu_kernels.computes(problem):
+        return None
+    if gpu_kernels.kernel_of(problem) != "cudnn":
+        return None
+    operations = 4.0 * problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k * problem.headdim
+    least = 2.0 * _LEAST_OPERATIONS_CAUSAL if problem.is_causal else _LEAST_OPERATIONS  # half of the scores are hidden
+    return "1.3 to 2.3 times as fast as our kernels on an H100" if operations >= least else None
+
+
+def plan(problem: Problem, otherwise: Callable[[Inputs], AttentionOutput]) -> Callable[[Inputs], AttentionOutput]:
+    """Calls of a problem that is faster, with strides that keep rows aligned.
+
+    otherwise: serves tensors that begin at other addresses, and calls while torch has cuDNN's attention switched off
+    """
+
+    def attend(inputs: Inputs) -> AttentionOutput:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+        if not (aligned and switches.cudnn_sdp_enabled()):  # type: ignore[no-untyped-call]
+            return otherwise(inputs)
+        result = gpu_kernels.attend_by_cudnn(problem, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return result._replace(out=result.out.transpose(1, 2).contiguous())
+
+    return attend

@@ -1,0 +1,143 @@
+"""Prefill by cuDNN on Hopper: which calls go there by themselves, and how they are served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattention.backends import registry
+from fastattention.backends.sdpa import cudnn_prefill, gpu_kernels
+from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.dispatch import Explanation
+from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.reference import reference_attention
+from fastattention.validation import Options, prepare_dense
+from unit.test_sdpa_gpu_kernels import FULL, LOWER_RIGHT, REFUSED, SQUARE, Kernel
+
+LONG_FULL = replace(FULL, batch_size=1, seqlen_q=1024, seqlen_k=1024, nheads=32, headdim=128, headdim_v=128)
+LONG = replace(LONG_FULL, seqlen_q=4096, seqlen_k=4096, window_right=0)
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_kernels, "_cudnn_takes", lambda problem: problem.headdim <= 256)
+
+
+@pytest.mark.parametrize("problem", [LONG, LONG_FULL], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"return_lse": False}, {"dtype": torch.float16}, {"headdim": 256, "headdim_v": 256}], ids=str
+)
+def test_long_prefill_is_faster_by_cudnn(problem: Problem, changes: dict[str, Any]) -> None:
+    reason = cudnn_prefill.why_faster(replace(problem, **changes))
+    assert reason is not None
+    assert "as fast as our kernels" in reason
+
+
+@pytest.mark.parametrize("changes", [one for one in REFUSED if one != {"return_lse": False}], ids=str)
+@pytest.mark.parametrize("problem", [LONG, LONG_FULL], ids=["causal", "full"])
+def test_what_cudnn_cannot_compute_is_not_its(problem: Problem, changes: dict[str, Any]) -> None:
+    assert cudnn_prefill.why_faster(replace(problem, **changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_faster"),
+    [
+        (replace(LONG, seqlen_q=2470, seqlen_k=2470), False),
+        (replace(LONG, seqlen_q=2471, seqlen_k=2471), True),
+        (replace(LONG, batch_size=8, seqlen_q=873, seqlen_k=873), False),
+        (replace(LONG, batch_size=8, seqlen_q=874, seqlen_k=874), True),
+        (replace(LONG_FULL, seqlen_q=596, seqlen_k=1024), False),
+        (replace(LONG_FULL, seqlen_q=597, seqlen_k=1024), True),
+        (replace(LONG_FULL, seqlen_q=127, seqlen_k=131072), False),  # few queries are a decode
+        (replace(LONG_FULL, seqlen_q=128, seqlen_k=131072), True),
+        (replace(LONG, seqlen_q=2048, seqlen_k=32768), False),  # whose mask cuDNN does not have
+    ],
+)
+def test_calls_with_little_to_compute_stay_ours(problem: Problem, is_faster: bool) -> None:
+    """A plan of cuDNN's takes longer to build than they save."""
+    assert (cudnn_prefill.why_faster(problem) is not None) == is_faster
+
+
+def test_it_asks_the_gpu_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        assert cudnn_prefill.why_faster(LONG) is None
+    for capability, is_faster in (((8, 0), False), ((8, 9), False), ((10, 0), True)):
+        monkeypatch.setattr(gpu_kernels, "_capability", lambda device, found=capability: found)
+        assert (cudnn_prefill.why_faster(LONG) is not None) == is_faster
+    monkeypatch.setattr(gpu_kernels, "_cudnn_takes", lambda problem: False)
+    assert cudnn_prefill.why_faster(LONG) is None
+
+
+def test_an_explanation_says_so() -> None:
+    backend = SdpaBackend()
+    verdicts = (
+        registry.Verdict("cuda", None, "the forward kernel"),
+        registry.Verdict("cpu", "no CPU tensors"),
+        registry.Verdict("sdpa", None, backend.how(LONG), backend.why_faster(LONG)),
+    )
+    explanation = Explanation(LONG, verdicts)
+    assert explanation.backend == "sdpa"
+    assert str(explanation).splitlines() == [
+        "   cuda: could serve this call by the forward kernel",
+        "   cpu: no CPU tensors",
+        "-> sdpa: serves this call by cuDNN; faster here: 1.3 to 2.3 times as fast as our kernels on an H100",
+    ]
+    assert backend.how(LOWER_RIGHT) == ""
+
+
+class Call:
+    """A problem in bfloat16, with its tensors, here on the CPU, and its exact result."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = replace(problem, batch_size=2)
+        q, k, v = (
+            torch.randn(2, seqlen, nheads, 64).to(torch.bfloat16)
+            for seqlen, nheads in ((problem.seqlen_q, 4), (problem.seqlen_k, 2), (problem.seqlen_k, 2))
+        )
+        options = Options(softmax_scale=problem.softmax_scale, causal=problem.is_causal, return_lse=problem.return_lse)
+        checked, self.inputs = prepare_dense(q, k, v, options)
+        self.exact = reference_attention(checked, self.inputs)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    computing = Kernel("_scaled_dot_product_cudnn_attention", (6, 5, 4))
+    monkeypatch.setattr(torch, "_scaled_dot_product_cudnn_attention", computing)
+    for least in ("_LEAST_QUERIES", "_LEAST_OPERATIONS", "_LEAST_OPERATIONS_CAUSAL"):
+        monkeypatch.setattr(cudnn_prefill, least, 1)
+    return computing
+
+
+@pytest.mark.parametrize("problem", [FULL, SQUARE], ids=["full", "causal"])
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+def test_its_plan_calls_the_operator(kernel: Kernel, problem: Problem, return_lse: bool) -> None:
+    call = Call(replace(problem, return_lse=return_lse))
+    out, lse, mask = SdpaBackend().plan(call.problem, call.inputs)(call.inputs)
+    assert kernel.calls == 1
+    assert torch.equal(out, call.exact.out.to(torch.bfloat16))
+    assert out.is_contiguous()
+    assert (lse is not None) == return_lse
+    if lse is not None and call.exact.lse is not None:
+        assert torch.equal(lse, call.exact.lse.float())
+    assert mask is None
+
+
+def test_its_plan_leaves_other_tensors_to_the_rest(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, general = Call(FULL), AttentionOutput(torch.zeros(1), None)
+    monkeypatch.setattr(SdpaBackend, "_forward", lambda self, problem, inputs: general)
+    attend = SdpaBackend().plan(call.problem, call.inputs)
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert attend(call.inputs) is general
+    memory = torch.randn(call.inputs.k.numel() + 1).to(torch.bfloat16)
+    assert attend(call.inputs._replace(k=memory[1:].view_as(call.inputs.k))) is general
+    gaps = torch.randn(2, 40, 2, 65).to(torch.bfloat16)[..., :64]
+    strided: Inputs = call.inputs._replace(v=gaps)
+    assert SdpaBackend().plan(call.problem, strided)(strided) is general
+    assert kernel.calls == 0
+    attend(call.inputs)
+    assert kernel.calls == 1

@@ -60,7 +60,8 @@ def bench(
     questions: Annotated[
         list[str] | None,
         typer.Argument(
-            help="prefill, decode, packed, overhead (CPU); gpu, gpu_decode; npu. Default: all for this machine."
+            help="prefill, decode, packed, overhead (CPU); gpu, gpu_decode; npu. Default: all of these for this "
+            "machine. model: a whole model with random weights."
         ),
     ] = None,
     quick: Annotated[
@@ -76,13 +77,21 @@ def bench(
     threads: Annotated[
         int | None, typer.Option(min=1, max=MOST_THREADS, help="Threads of each contender. Default: torch's.")
     ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Of question model: llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b, with /8 for one rank "
+            "of eight; or a model folder, of which only the shape is used."
+        ),
+    ] = "llama-2-7b",
+    layers: Annotated[int | None, typer.Option(min=1, help="Of question model: fewer layers than it has.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
     """Benchmark this machine's GPU or NPU, and its CPU, against every peer that is installed."""
     from fastattention.cli.bench import command
 
     with errors_as_messages():
-        command.bench(questions or [], quick, seqlen, seconds, threads, output)
+        command.bench(questions or [], quick, seqlen, seconds, threads, (model, layers), output)
 
 
 @app.command()

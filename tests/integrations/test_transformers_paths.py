@@ -25,6 +25,7 @@ from transformers import (
 from fastattention import ArgumentError, UnsupportedError
 from fastattention.integrations import transformers as integration
 from fastattention.integrations.transformers import mask_function, masks
+from fastattention.integrations.transformers.masks import CachedMask
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from integrations.models import DECODERS, VOCABULARY, assert_same, make_cache, padding_mask, pair, prompts
 
@@ -307,6 +308,30 @@ def test_one_compiled_step_decodes_a_static_cache(side: str) -> None:
     assert len(graphs) == 1
     called = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"}
     assert any("attention_kvcache" in target for target in called)
+
+
+def test_a_step_that_may_not_read_lengths_decodes_a_static_cache_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a CUDA graph is captured."""
+    made = []
+
+    def noted(*arguments: Any) -> CachedMask:
+        made.append(CachedMask(*arguments))
+        return made[-1]
+
+    results = []
+    for model in (pair("llama").eager, pair("llama").fast):
+        past = StaticCache(config=model.config, max_cache_len=24)
+        with torch.no_grad():
+            logits = [model(prompts(), **{CACHE_ARGUMENT: past}).logits[:, -1]]
+            with monkeypatch.context() as capturing:
+                capturing.setattr(mask_function, "is_tracing", lambda tensor=None: True)
+                capturing.setattr(mask_function, "CachedMask", noted)
+                for token in range(3):
+                    step = prompts()[:, token : token + 1]
+                    logits.append(model(step, **{CACHE_ARGUMENT: past}).logits[:, -1])
+        results.append(torch.stack(logits, dim=1))
+    assert_same(results[1], results[0])
+    assert [mask.cache_seqlens.tolist() for mask in made] == [[12] * 3, [13] * 3, [14] * 3]
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

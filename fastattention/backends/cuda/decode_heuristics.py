@@ -16,11 +16,12 @@ from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, COMBINE_TEA
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.problem import MAX_HEADDIM, Layout, Problem
 
-# Rows, queries times the heads of a group, up to which a call is a decode on every GPU.
-_MAX_ROWS = 128
 # Keys of a sequence, without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).
 _LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS = 256, 1024
-_FORWARD_TILE = 128  # queries of a tile of the forward kernel, about
+# Rows of tiles of the forward and the decode kernel, about. A multiprocessor has two CTAs of the forward kernel, which
+# are its full speed; one alone, and the decode kernel, have this much of it.
+_FORWARD_TILE, _DECODE_TILE = 128, 64
+_SPEED_OF_ONE_CTA, _SPEED_OF_DECODE = 0.79, 0.75
 _MAX_WAVES = 4
 _MAX_ROWS_IN_PLACE = 16  # a CTA would merge more of them longer than it takes to launch another kernel
 _MAX_NUMBERS_IN_PLACE = 16 * 256  # likewise, of all these rows
@@ -140,17 +141,27 @@ def num_rows(problem: Problem) -> int:
 
 def is_decode(problem: Problem, limits: Limits) -> bool:
     """Whether the decode kernel serves a problem, rather than the forward kernel."""
-    rows = num_rows(problem)
-    ctas_of_forward = problem.batch_size * problem.nheads * -(-problem.seqlen_q // _FORWARD_TILE)
-    leaves_idle = ctas_of_forward < 2 * limits.num_sms
-    if problem.layout is Layout.DENSE and not problem.has_bias and problem.seqlen_k >= _LEAST_KEYS:
-        many_keys = rows <= _MAX_ROWS and problem.seqlen_k >= _LEAST_KEYS_OF_MANY_ROWS
-        return rows <= _MAX_ROWS_IN_PLACE or (many_keys and leaves_idle)
-    if problem.layout is not Layout.KVCACHE:
+    if problem.layout is Layout.VARLEN:
         return False
     if problem.cache_dtype is not None:
         return True  # the forward kernel reads no quantised caches
-    return rows <= _MAX_ROWS or leaves_idle
+    few_rows = num_rows(problem) <= _MAX_ROWS_IN_PLACE
+    if problem.layout is Layout.DENSE and problem.seqlen_k < (_LEAST_KEYS if few_rows else _LEAST_KEYS_OF_MANY_ROWS):
+        return False
+    return few_rows or _decodes_faster(problem, limits)
+
+
+def _decodes_faster(problem: Problem, limits: Limits) -> bool:
+    """Compares how long multiprocessors are busy, in tiles of the forward kernel.
+
+    That has a CTA for every tile of queries of a head: few CTAs leave multiprocessors idle, and few queries most of a
+    tile empty. The decode kernel shares out all keys evenly, but is slower.
+    """
+    ctas = problem.batch_size * problem.nheads * -(-problem.seqlen_q // _FORWARD_TILE)
+    forward = 1 / _SPEED_OF_ONE_CTA if ctas <= limits.num_sms else 2 * -(-ctas // (2 * limits.num_sms))
+    tiles = problem.batch_size * problem.nheads_k * -(-num_rows(problem) // _DECODE_TILE)
+    decode = tiles * _DECODE_TILE / _FORWARD_TILE / limits.num_sms / _SPEED_OF_DECODE
+    return decode < forward
 
 
 def configs_for(

@@ -48,9 +48,11 @@ class SdpaBackend(Backend):
     def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """CuDNN's operator at once, where it is faster."""
         generally = functools.partial(self._forward, problem)
+        if cudnn_prefill.why_faster(problem) is None:
+            return generally
         q, k, v = inputs.q, inputs.k, inputs.v
         fits = keep_aligned(q.element_size(), q.stride(), k.stride(), v.stride())
-        return cudnn_prefill.plan(problem, generally) if fits and cudnn_prefill.why_faster(problem) else generally
+        return cudnn_prefill.plan(problem, generally) if fits else generally
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Attention, planned for this call alone."""

@@ -13,9 +13,11 @@ from fastattention.cli.bench import gpu, gpu_decode, npu
 from fastattention.cli.bench.session import answer, publish, show_header, start_session
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.workload import BenchWorkload
+from fastattention.cli.console import require_extra
 from fastattention.errors import ArgumentError
 
 DEVICES, DEVICE_ROUNDS = {"gpu": gpu.answer, "gpu_decode": gpu_decode.answer, "npu": npu.answer}, 9
+MODEL = "model"
 FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # a workload: 3 to 5 minutes and less than one in all on two cores
 
 
@@ -25,29 +27,36 @@ def bench(
     seqlen: int | None,
     seconds: float | None,
     num_threads: int | None,
+    model: tuple[str, int | None],
     output: Path,
 ) -> None:
-    """Run the questions (all when none is named) and publish each. Raises ArgumentError for an unknown one.
+    """Run the questions (all but MODEL when none is named) and publish each. Raises ArgumentError for an unknown one.
 
     seqlen: length of the longest prefill of the quick suite, which it selects. seconds: for each workload.
-    num_threads: None follows torch.
+    num_threads: None follows torch. model: its name or folder, and how many of its layers, for MODEL.
     """
     short = quick or seqlen is not None
     suite = quick_suite(seqlen or 2048) if short else full_suite()
     for question in questions:
-        if question not in (*suite, *DEVICES):
-            raise ArgumentError(f"question {question!r} is not known; choose from {', '.join([*suite, *DEVICES])}")
+        if question not in (choices := [*suite, *DEVICES, MODEL]):
+            raise ArgumentError(f"question {question!r} is not known; choose from {', '.join(choices)}")
     _check_folder(output)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    fastattention.set_num_threads(num_threads)
     has_gpu = torch.cuda.is_available()
     present = {"gpu": has_gpu, "gpu_decode": has_gpu, "npu": AscendBackend().why_unavailable() is None}
     for device, answer_on in DEVICES.items():
         if device in questions or (not questions and present[device]):
             answer_on(gpu.QUICK_SEQLENS if short else gpu.FULL_SEQLENS, DEVICE_ROUNDS, output)
-    of_processor = [question for question in questions or suite if question not in DEVICES]
+    if MODEL in questions:
+        require_extra("transformers", "transformers")
+        from fastattention.cli.bench.whole_model import command as whole_model
+
+        whole_model.answer(*model, short, output)
+    of_processor = [question for question in questions or suite if question in suite]
     if of_processor:
-        _bench_processor(
-            of_processor, suite, seconds or (QUICK_SECONDS if short else FULL_SECONDS), num_threads, output
-        )
+        _bench_processor(of_processor, suite, seconds or (QUICK_SECONDS if short else FULL_SECONDS), output)
 
 
 def _check_folder(output: Path) -> None:
@@ -60,12 +69,7 @@ def _check_folder(output: Path) -> None:
         raise ArgumentError(f"output={str(output)!r} is no folder to write to: {error.strerror}") from error
 
 
-def _bench_processor(
-    questions: list[str], suite: dict[str, list[BenchWorkload]], seconds: float, num_threads: int | None, output: Path
-) -> None:
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    fastattention.set_num_threads(num_threads)
+def _bench_processor(questions: list[str], suite: dict[str, list[BenchWorkload]], seconds: float, output: Path) -> None:
     session = start_session()
     show_header(session)
     for question in questions:

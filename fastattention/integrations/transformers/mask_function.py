@@ -21,7 +21,7 @@ from fastattention.integrations.transformers.masks import (
     Window,
 )
 from fastattention.integrations.transformers.model_source import matrix_needed, require_dispatch
-from fastattention.integrations.transformers.patterns import BIDIRECTIONAL, Pattern, recognise
+from fastattention.integrations.transformers.patterns import BIDIRECTIONAL, CAUSAL, Pattern, recognise
 
 
 def fast_attention_mask(
@@ -76,6 +76,12 @@ def fast_attention_mask(
         return mask
 
     pattern = recognise(mask_function)
+    decodes = q_length == 1 and pattern == CAUSAL and kv_offset == 0 and not torch.is_grad_enabled()
+    if isinstance(q_offset, Tensor) and decodes and attention_mask is None and not needed:
+        # Nobody may read how full a static cache is while a CUDA graph is captured, or torch.compile traces.
+        lengths = (q_offset + 1).to(torch.int32).expand(batch_size).contiguous()
+        shape = (batch_size, 1, q_length, kv_length)
+        return CachedMask(shape, True, CAUSAL.window, as_tensor, lengths, None, False)
     unreadable = isinstance(q_offset, Tensor) or (attention_mask is not None and is_tracing(attention_mask))
     if needed or pattern is None or unreadable:
         return as_tensor()

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.backends.common.bounded import BoundedDict
-from fastattention.backends.registry import Verdict, check_name, chosen, select_backend, verdicts
+from fastattention.backends.common.traffic import Extent, Traffic
+from fastattention.backends.registry import Verdict, check_name, chosen, get_backend, select_backend, verdicts
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache, prepare_prefill
@@ -27,10 +28,15 @@ from fastattention.validation.prefill import MaxSeqlens
 
 
 class Explanation(NamedTuple):
-    """Which backend serves a call, and every backend's reason. `print` shows a table."""
+    """Which backend serves a call, every backend's reason, and the call's main-memory traffic. `print` shows a table.
+
+    `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, or for a call
+    with attn_bias.
+    """
 
     problem: Problem
     verdicts: tuple[Verdict, ...]
+    traffic: Traffic | None = None
 
     @property
     def backend(self) -> str | None:
@@ -46,6 +52,8 @@ class Explanation(NamedTuple):
             served += f" by {how}" if how else ""
             served += f"; faster here: {why_faster}" if why_faster else ""
             lines.append(f"{'->' if name == serving else '  '} {name}: {reason or served}")
+        if self.traffic is not None:
+            lines.append(str(self.traffic))
         return "\n".join(lines)
 
 
@@ -225,18 +233,23 @@ def kvcache_signature(
 def _new_plan(
     signature: CallSignature | None, problem: Problem, inputs: Inputs, given: Inputs, backend: str
 ) -> tuple[Plan, Inputs]:
-    stop_if_explaining(problem, backend)
+    stop_if_explaining(problem, inputs, backend)
     plan = Plan(problem, inputs, given, backend)
     if signature is not None:
         _plans[signature] = plan
     return plan, inputs
 
 
-def stop_if_explaining(problem: Problem, backend: str) -> None:
+def stop_if_explaining(problem: Problem, inputs: Inputs, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
     if _explaining.get():
         check_name(backend)  # an unknown one is an error here as it is in the call
-        raise _Explained(Explanation(problem, tuple(verdicts(problem))))
+        considered = tuple(verdicts(problem))
+        serving = chosen([one for one in considered if backend in ("auto", one.backend)])
+        traffic = None
+        if serving is not None:
+            traffic = get_backend(serving.backend).traffic(problem, Extent.of(problem, inputs))
+        raise _Explained(Explanation(problem, considered, traffic))
 
 
 def runs_eagerly(*tensors: object) -> bool:

@@ -379,6 +379,9 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
 
     - `function`: any attention function of the package. Its caches are not written.
 
+    Its `traffic` counts bytes of main memory: `tiled` of our CUDA kernels, `lower_bound` of any algorithm, `standard`
+    of attention that keeps scores in memory. Lengths are read from their device.
+
     Raises ArgumentError as the call would, and under torch.compile, where a call cannot be explained.
     """
     if not callable(function):

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fastattention.backends.common.merge import merge_parts
+from fastattention.backends.common.traffic import Extent, Traffic, traffic_of
 from fastattention.problem import AttentionOutput, Inputs, MergeProblem, Problem
 
 
@@ -56,6 +57,13 @@ class Backend(abc.ABC):
         None where it is not, or is not known to be. The answer depends on `problem`, its device and torch alone.
         """
         return None
+
+    def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
+        """Main-memory traffic of a problem that `why_not` accepted; its bounds alone where kernels are not modelled.
+
+        None with attn_bias, whose memory may be shared by heads and rows.
+        """
+        return None if problem.has_bias else traffic_of(problem, extent, self.name, None, None)
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""

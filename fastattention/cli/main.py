@@ -294,3 +294,36 @@ def plan_allreduce(
     options = command.Options(model=model, tp=tp, seqlen=seqlen, batch_size=batch, hardware=hardware)
     with errors_as_messages():
         command.plan(options, output)
+
+
+@plan.command("traffic")
+def plan_traffic(
+    seqlen: Annotated[int, typer.Option(min=1, max=LONGEST, help="Length of every sequence: keys, and queries too.")],
+    seqlen_q: Annotated[
+        int | None,
+        typer.Option(min=1, max=LONGEST, help="Queries over a cache of --seqlen keys; 1 for decoding."),
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 32,
+    heads_k: Annotated[int | None, typer.Option(min=1, max=MOST, help="Key/value heads. Default: --heads.")] = None,
+    headdim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,
+    causal: Annotated[bool, typer.Option("--causal", help="Apply a causal mask.")] = False,
+    dtype: Annotated[KernelDtype, typer.Option(help="Of q, k and v.")] = KernelDtype.FLOAT16,
+    gpu: Annotated[str, typer.Option(help="P100, GTX 1080, V100, T4, A100, RTX 3090, RTX 4090 or H100.")] = "H100",
+) -> None:
+    """Predict the main-memory traffic of attention on a GPU, beside its lower bound. Needs no GPU."""
+    from fastattention.cli.plan import traffic as command
+
+    options = command.Options(
+        batch_size=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen,
+        nheads=heads,
+        nheads_k=heads_k or heads,
+        headdim=headdim,
+        causal=causal,
+        dtype=dtype.value,
+        gpu=gpu,
+    )
+    with errors_as_messages():
+        command.plan(options)

@@ -159,7 +159,7 @@ def attention_linear_allreduce_with_kvcache(
 
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:
     problem = key.problem
-    stop_if_explaining(problem, key.backend)
+    stop_if_explaining(problem, inputs, key.backend)
     select_backend(problem, key.backend)  # raises where there is none, before the ranks are asked anything
     elsewhere = problem.device.type == "cuda" and module.current_device() != problem.device.index
     # Streams and flags of transports are those of the current device.

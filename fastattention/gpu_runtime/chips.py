@@ -22,6 +22,11 @@ class Limits(NamedTuple):
         """The code path for this GPU."""
         return arch_of(self.target)
 
+    @property
+    def on_chip_bytes(self) -> int:
+        """All memory on the chip: the L2 cache, and shared memory and registers of all multiprocessors."""
+        return self.l2_bytes + self.num_sms * (self.shared_per_sm + 4 * self.registers_per_sm)
+
 
 # Every code path, newest first, with the oldest GPUs it serves.
 ARCHS = (80, 75, 70, 60)

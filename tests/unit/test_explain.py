@@ -37,13 +37,16 @@ def test_it_names_the_backend_and_every_reason(only_backends: RegisterBackends) 
         "   absent: needs a device called moon; there is none",
         "   picky: headdim=8 is not supported by picky; use 64",
         "-> willing: serves this call",
+        "main-memory traffic of willing: not modelled; lower bound 896 B; standard attention 1.25 KiB",
     ]
 
 
 def test_it_tells_the_chosen_from_the_able(only_backends: RegisterBackends) -> None:
     only_backends(Picky, Willing)
     explanation = explain(x(1, 3, 2, 64), x(1, 4, 2, 64), x(1, 4, 2, 64))
-    assert str(explanation).splitlines() == ["-> picky: serves this call", "   willing: could serve this call"]
+    lines = str(explanation).splitlines()
+    assert lines[:2] == ["-> picky: serves this call", "   willing: could serve this call"]
+    assert lines[2].startswith("main-memory traffic of picky: ")
 
 
 def test_it_explains_that_nobody_can(only_backends: RegisterBackends) -> None:

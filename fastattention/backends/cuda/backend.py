@@ -14,6 +14,7 @@ from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
+from fastattention.backends.common.traffic import Extent, Traffic, traffic_of
 from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
 from fastattention.backends.cuda.counters import counters_of
 from fastattention.backends.cuda.merging import (
@@ -26,6 +27,7 @@ from fastattention.backends.cuda.merging import (
 )
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.backends.cuda.plan import Plan, make_plan
+from fastattention.backends.cuda.traffic import tiled_keys
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -80,6 +82,14 @@ class CudaBackend(Backend):
         if self._plan(problem).split is not None:
             return "the decode kernel"
         return "the forward kernel" if problem.layout is Layout.KVCACHE else ""
+
+    def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
+        """Of the kernels; copies that a call makes before them (backends/cuda/memory.py) are not counted."""
+        if problem.has_bias:
+            return None
+        limits = self._limits(problem)
+        keys = tiled_keys(problem, extent, self._plan(problem), limits)
+        return traffic_of(problem, extent, self.name, keys, limits.on_chip_bytes)
 
     def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """The launches for these strides. Where v may be in the memory of k, each call looks whether it is."""

@@ -160,13 +160,18 @@ def first_that_fits(candidates: Iterable[KernelConfig], limits: Limits) -> Kerne
     raise CompileError(f"no kernel fits compute capability {limits.target / 10:.1f}: {'; '.join(reasons)}")
 
 
+def l2_bytes_for_keys(limits: Limits) -> int:
+    """Of keys and values that stay in the L2 cache: three quarters of it, the rest is for queries and results."""
+    return limits.l2_bytes * 3 // 4
+
+
 def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
-    """Query heads whose CTAs start together: their keys and values fill at most three quarters of the L2 cache.
+    """Query heads whose CTAs start together: their keys and values fit `l2_bytes_for_keys`, or are of one key head.
 
     Whole groups that share a key head, and as many each time, so that the last ones fill the GPU too.
     """
     key_head_bytes = problem.seqlen_k * (problem.headdim + problem.headdim_v) * 2
-    most = max(1, limits.l2_bytes * 3 // 4 // max(key_head_bytes, 1))
+    most = max(1, l2_bytes_for_keys(limits) // max(key_head_bytes, 1))
     key_heads = max(1, problem.nheads_k * problem.batch_size)
     num_rounds = -(-key_heads // most)
     return -(-key_heads // num_rounds) * problem.group_size

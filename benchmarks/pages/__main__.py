@@ -24,6 +24,7 @@ from pages import (
     speed_chart,
     tensor_parallel,
     volta_model,
+    whole_models,
     wide_heads,
 )
 
@@ -34,6 +35,7 @@ BUILDERS = {
     "benchmarks/gpu.md": gpu.build_prefill,
     "benchmarks/gpu-decode.md": gpu.build_decode,
     "benchmarks/wide-heads.md": wide_heads.build,
+    "benchmarks/whole-models.md": whole_models.build,
     "benchmarks/long-contexts.md": long_contexts.build,
     "benchmarks/tensor-parallel.md": tensor_parallel.build,
     "benchmarks/quantised-caches.md": quantised_caches.build,

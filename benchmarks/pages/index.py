@@ -10,6 +10,7 @@ PAGES = (
     ("[GPU: prefill](gpu.md)", "every code path against torch's three kernels", ("gpu", "h100/gpu")),
     ("[GPU: decode](gpu-decode.md)", "caches, pages, quantised caches", ("gpu_decode", "h100/gpu_decode")),
     ("[Wide heads](wide-heads.md)", "heads of 512, latent attention", ("h100/gpu_headdim", "headdim")),
+    ("[Whole models](whole-models.md)", "by eager, sdpa and ours", ("h100/model_llama-2-7b",)),
     ("[Long contexts](long-contexts.md)", "caches shared by a GPU and its host", ("long_context",)),
     ("[Tensor parallelism](tensor-parallel.md)", "attention, GEMM and all-reduce in row blocks",
      ("tiled_allreduce_tp2", "tiled_allreduce_tp4", "h100/tiled_allreduce_tp2")),

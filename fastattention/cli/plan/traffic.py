@@ -18,7 +18,7 @@ from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.problem import MAX_HEADDIM_V, Layout, Problem
 from fastattention.sizes import format_bytes
 
-NOTE = "Every number is predicted, none is measured. docs/internals/traffic.md has the model."
+NOTE = "Every number is predicted; an H100 read 2 to 3 times as much. docs/internals/traffic.md has the model."
 
 
 @dataclass(frozen=True)

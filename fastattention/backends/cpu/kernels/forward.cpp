@@ -26,6 +26,10 @@ constexpr int64_t kShortSplitRows = 32;
 constexpr int64_t kTokenBytes = 2048;
 // Heads are packed into panels and processed in waves of about this many bytes: working memory does not grow with the batch.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
+// A head whose panels take at most so many bytes is packed by the thread that works on it, if threads then finish together:
+// up to this much longer than the shortest time.
+constexpr int64_t kOwnBytes = int64_t{1} << 20;
+constexpr double kFinishTogether = 1.1;
 // Multiply-adds below which waking another thread costs more than it saves: about 15 microseconds of work.
 constexpr double kSerialWork = 5e5;
 
@@ -170,6 +174,8 @@ private:
         int64_t first_panel, end_panel;
         int64_t floats;  // of keys, then of values, then of their scales
         int64_t tiles;
+
+        int64_t num_panels() const { return end_panel - first_panel; }
     };
 
     bool prefill() {
@@ -186,6 +192,7 @@ private:
             for (int64_t head = 0; head < p_.nheads_k; ++head)
                 jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
         }
+        if (finish_together(jobs)) return run_heads(g, jobs);
         for (size_t begin = 0, end; begin < jobs.size(); begin = end) {
             int64_t floats = jobs[begin].floats;
             for (end = begin + 1; end < jobs.size() && (floats + jobs[end].floats) * 4 <= kWaveBytes; ++end)
@@ -193,6 +200,48 @@ private:
             if (!run_wave(g, &jobs[begin], static_cast<int64_t>(end - begin), floats)) return false;
         }
         return true;
+    }
+
+    // Whether a thread for each head at a time loses little: no thread waits for panels then, and they stay in its caches.
+    bool finish_together(const std::vector<PrefillJob>& jobs) const {
+        int64_t longest = 0, all = 0, floats = 0;
+        for (const PrefillJob& job : jobs) {
+            const int64_t work = job.tiles * job.num_panels();
+            longest = std::max(longest, work);
+            floats = std::max(floats, job.floats);
+            all += work;
+        }
+        const int64_t rounds = divide_up(static_cast<int64_t>(jobs.size()), num_threads_);
+        return floats * 4 <= kOwnBytes && longest * rounds * num_threads_ <= kFinishTogether * all;
+    }
+
+    bool run_heads(const PanelGeometry& g, const std::vector<PrefillJob>& jobs) {
+        int64_t floats = g.scratch_floats;
+        for (const PrefillJob& job : jobs) floats = std::max(floats, g.scratch_floats + job.floats);
+        floats = divide_up(floats, 16) * 16;  // whole cache lines for each thread
+        Arena arena(floats * num_threads_ * sizeof(float));
+        if (arena.data() == nullptr) return false;
+        float* working = reinterpret_cast<float*>(arena.data());
+        parallel_for(static_cast<int64_t>(jobs.size()), num_threads_, [&](int64_t index, int slot) {
+            PrefillJob job = jobs[index];
+            float* scratch = working + slot * floats;
+            place(g, job, scratch + g.scratch_floats);
+            for (int64_t panel = job.first_panel; panel < job.end_panel; ++panel) kernels_.pack_panel(call_, job.head, panel);
+            for (int64_t tile = 0; tile < job.tiles; ++tile)
+                kernels_.prefill_tile(call_, job.head, tile * g.tile_rows, scratch);
+        });
+        return true;
+    }
+
+    // Gives a job its panels. Kernels address them by key from key 0 on, whether or not the first panels are needed.
+    void place(const PanelGeometry& g, PrefillJob& job, float* memory) const {
+        const int64_t keys = job.num_panels() * g.panel;
+        job.head.keys = memory - job.first_panel * g.panel * g.key_units;
+        job.head.values = memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_stride;
+        if (is_quantised(p_)) {
+            job.head.value_scales = memory + job.floats - keys - job.first_panel * g.panel;
+            job.head.key_scales = job.head.value_scales - keys;
+        }
     }
 
     bool run_wave(const PanelGeometry& g, PrefillJob* jobs, int64_t count, int64_t floats) {
@@ -206,22 +255,14 @@ private:
         std::vector<int64_t> first_of_sequence;  // job
         for (int64_t i = 0; i < count; ++i) {
             PrefillJob& job = jobs[i];
-            const int64_t keys = (job.end_panel - job.first_panel) * g.panel;
-            // Kernels address both by key from key 0 on, whether or not the first panels are needed.
-            job.head.keys = panel_memory - job.first_panel * g.panel * g.key_units;
-            job.head.values =
-                panel_memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_stride;
+            place(g, job, panel_memory);
             panel_memory += job.floats;
-            if (is_quantised(p_)) {
-                job.head.value_scales = panel_memory - keys - job.first_panel * g.panel;
-                job.head.key_scales = job.head.value_scales - keys;
-            }
             const bool continues = i > 0 && jobs[i - 1].head.sequence == job.head.sequence;
             if (!continues) {
                 first_of_sequence.push_back(i);
                 panels.push_back(panels.back());
             }
-            panels.back() += job.end_panel - job.first_panel;
+            panels.back() += job.num_panels();
             tiles.push_back(tiles.back() + job.tiles);
         }
         auto find = [](const std::vector<int64_t>& starts, int64_t index) {
@@ -231,8 +272,7 @@ private:
             // Through the heads first: those of one token are often neighbours in memory.
             const auto sequence = find(panels, index);
             const int64_t first = first_of_sequence[sequence];
-            const int64_t num_panels = jobs[first].end_panel - jobs[first].first_panel;
-            const int64_t num_heads = (panels[sequence + 1] - panels[sequence]) / num_panels;
+            const int64_t num_heads = (panels[sequence + 1] - panels[sequence]) / jobs[first].num_panels();
             const int64_t within = index - panels[sequence];
             const PrefillJob& job = jobs[first + within % num_heads];
             kernels_.pack_panel(call_, job.head, job.first_panel + within / num_heads);

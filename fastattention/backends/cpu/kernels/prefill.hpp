@@ -3,9 +3,10 @@
 
 namespace FA_NAMESPACE {
 
-static constexpr int64_t kTileRows = 48;  // a multiple of every Unit::kRowStep
+// Query rows of a tile, multiples of every Unit::kRowStep: of many rows more share a panel, where the L2 cache has the room.
+static constexpr int64_t kTileRows = 48, kMostTileRows = Vec::kWidth == 16 ? 96 : 48, kManyRows = 1024;
 // Keys of a tile. At a time the L2 cache holds a panel of keys, or as many columns of the tile's values, and queries, scores
-// and results of the tile's rows: with heads of 512 floats about 450 KB with AVX-512, whose processors have 1 MB and more, and
+// and results of the tile's rows: with heads of 512 floats about 700 KB with AVX-512, whose processors have 1 MB and more, and
 // 280 KB elsewhere.
 static constexpr int64_t kTileKeys = Vec::kWidth == 16 ? 512 : 256;
 // Rows of the score and query tiles are padded so that they do not all fall into the same cache sets.
@@ -25,10 +26,10 @@ FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     g.keys_per_unit = Unit::kElements;
     g.value_columns = round_up(p.headdim_v, Vec::kWidth);
     g.value_stride = g.value_columns > kUnpaddedColumns ? g.value_columns + kRowPadding : g.value_columns;
-    g.tile_rows = kTileRows;
+    g.tile_rows = p.seqlen_q * (p.nheads / p.nheads_k) < kManyRows ? kTileRows : kMostTileRows;
     const int64_t query_stride = g.key_units + kRowPadding;
     // A query is widened before it is narrowed to pairs: the last row needs room for that.
-    g.scratch_floats = kTileRows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;
+    g.scratch_floats = g.tile_rows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;
     return g;
 }
 
@@ -59,6 +60,19 @@ FA_INLINE void pack_scales(const Call& call, const HeadPanels& head, int64_t fir
     }
 }
 
+// As many keys as a vector has lanes, on their way into a panel, where their units lie across. They are copied one after
+// the other first: where they come from they may be 4 KB apart, and read side by side they would throw each other out.
+static constexpr int64_t kBlockStride = kMaxHeaddim + kRowPadding;
+
+// units: of a key, with zeros behind them up to a multiple of the vector's width
+FA_INLINE void transpose_keys(float* block, float* panel, int64_t units) {
+    for (int64_t u = 0; u < units; u += Vec::kWidth) {
+        transpose_square(block + u, kBlockStride);
+        for (int64_t i = 0; i < smaller(Vec::kWidth, units - u); ++i)
+            store(panel + (u + i) * kPanel, load(block + i * kBlockStride + u));
+    }
+}
+
 // Packs one panel of keys, transposed, and the values of the same keys. Keys past the end become zeros: their scores are
 // masked, and zeros keep whatever follows the sequence in memory out of the products. Quantised numbers stay without their
 // scales, which join the scores and the probabilities: floats and bfloat16 hold them exactly.
@@ -71,16 +85,19 @@ static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, 
     const PanelRows rows(call, head, first, n);
     float* keys = head.keys + first * g.key_units;
     float* values = head.values + first * g.value_stride;
-    float wide[kMaxHeaddim + Vec::kWidth];
+    const int64_t padded = round_up(g.key_units, Vec::kWidth);
+    float block[Vec::kWidth * kBlockStride];
     for (int64_t j = 0; j < kPanel; ++j) {
-        if (j >= n) {
-            for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = 0.0f;
-            for (int64_t c = 0; c < g.value_columns; ++c) values[j * g.value_stride + c] = 0.0f;
-            continue;
+        float* key = block + j % Vec::kWidth * kBlockStride;
+        float* value = values + j * g.value_stride;
+        if (j < n) {
+            widen_row(reinterpret_cast<const Stored*>(rows.keys[j]), key, p.headdim, padded);
+            widen_row(reinterpret_cast<const Stored*>(rows.values[j]), value, p.headdim_v, g.value_columns);
+        } else {
+            memset(key, 0, padded * sizeof(float));
+            memset(value, 0, g.value_columns * sizeof(float));
         }
-        widen_row(reinterpret_cast<const Stored*>(rows.keys[j]), wide, p.headdim, p.headdim);
-        for (int64_t u = 0; u < g.key_units; ++u) keys[u * kPanel + j] = wide[u];
-        widen_row(reinterpret_cast<const Stored*>(rows.values[j]), values + j * g.value_stride, p.headdim_v, g.value_columns);
+        if ((j + 1) % Vec::kWidth == 0) transpose_keys(block, keys + j + 1 - Vec::kWidth, g.key_units);
     }
     pack_scales<Stored>(call, head, first, n);
 }
@@ -104,14 +121,14 @@ static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, 
     const PanelRows rows(call, head, first, n);
     float* keys = head.keys + first * g.key_units;
     float* values = head.values + first / 2 * g.value_stride;
-    Bfloat16 key[kMaxHeaddim + 2] = {}, pair[2][kMaxHeaddimV + 2 * Vec::kWidth] = {};
+    const int64_t padded = round_up(g.key_units, Vec::kWidth);
+    float block[Vec::kWidth * kBlockStride];
+    Bfloat16 pair[2][kMaxHeaddimV + 2 * Vec::kWidth] = {};
     for (int64_t j = 0; j < kPanel; ++j) {
-        if (j < n) {
-            copy_row(reinterpret_cast<const Stored*>(rows.keys[j]), key, p.headdim);
-        } else {
-            memset(key, 0, p.headdim * sizeof(Bfloat16));
-        }
-        for (int64_t u = 0; u < g.key_units; ++u) memcpy(&keys[u * kPanel + j], &key[2 * u], 4);
+        float* key = block + j % Vec::kWidth * kBlockStride;
+        memset(key, 0, padded * sizeof(float));
+        if (j < n) copy_row(reinterpret_cast<const Stored*>(rows.keys[j]), reinterpret_cast<Bfloat16*>(key), p.headdim);
+        if ((j + 1) % Vec::kWidth == 0) transpose_keys(block, keys + j + 1 - Vec::kWidth, g.key_units);
     }
     for (int64_t j = 0; j < kPanel; j += 2) {
         for (int64_t i = 0; i < 2; ++i) {
@@ -138,13 +155,13 @@ public:
           geometry_(panel_geometry<Unit>(*call.params)),
           softmax_(call, sequence_),
           first_row_(first_row),
-          num_rows_(smaller(kTileRows, call.rows(sequence_) - first_row)),
+          num_rows_(smaller(geometry_.tile_rows, call.rows(sequence_) - first_row)),
           padded_rows_(round_up(num_rows_, Unit::kRowStep)),
           query_stride_(geometry_.key_units + kRowPadding) {
         queries_ = scratch;
-        scores_ = queries_ + kTileRows * query_stride_ + kMaxHeaddim;
-        acc_o_ = scores_ + kTileRows * kScoreStride;
-        row_sum_ = acc_o_ + kTileRows * geometry_.value_stride;
+        scores_ = queries_ + geometry_.tile_rows * query_stride_ + kMaxHeaddim;
+        acc_o_ = scores_ + geometry_.tile_rows * kScoreStride;
+        row_sum_ = acc_o_ + geometry_.tile_rows * geometry_.value_stride;
     }
 
     void run() {
@@ -244,7 +261,7 @@ private:
     const RowSoftmax<Unit> softmax_;
     const int64_t first_row_, num_rows_, padded_rows_, query_stride_;
     float *queries_, *scores_, *acc_o_, *row_sum_;
-    float row_max_[kTileRows];
+    float row_max_[kMostTileRows];
 };
 
 template <class Element, class Unit>

@@ -134,6 +134,30 @@ FA_INLINE Vec reduce_columns(const Vec* acc) {
     return {_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31))};
 }
 
+// Transposes eight vectors, `stride` floats apart, in place: pairs of floats, then of pairs, then halves.
+FA_INLINE void transpose_square(float* square, int64_t stride) {
+    __m256 rows[8], pairs[8], fours[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) rows[i] = _mm256_loadu_ps(square + i * stride);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            fours[i + 2 * j] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0x44);
+            fours[i + 2 * j + 1] = _mm256_shuffle_ps(pairs[i + j], pairs[i + j + 2], 0xee);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        _mm256_storeu_ps(square + i * stride, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x20));
+        _mm256_storeu_ps(square + (i + 4) * stride, _mm256_permute2f128_ps(fours[i], fours[i + 4], 0x31));
+    }
+}
+
 // Lane i is from[i / kTimes].
 template <int kTimes>
 FA_INLINE Vec repeat_each(const float* from) {

@@ -219,6 +219,7 @@ FA_INLINE void interleave_pairs(Vec a, Vec b, Vec& first, Vec& second) {
     first = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_load_si512(order.lane[0]), y))};
     second = {_mm512_castsi512_ps(_mm512_permutex2var_epi16(x, _mm512_load_si512(order.lane[1]), y))};
 }
+#endif
 
 // Transposes sixteen vectors, `stride` floats apart, in place: in squares of 1, 2, 4 and 8 off the diagonal.
 FA_INLINE void transpose_square(float* square, int64_t stride) {
@@ -250,7 +251,6 @@ FA_INLINE void transpose_square(float* square, int64_t stride) {
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) _mm512_storeu_ps(square + i * stride, rows[i]);
 }
-#endif
 
 // Lane i is from[i / kTimes].
 template <int kTimes>

@@ -160,6 +160,16 @@ FA_INLINE Vec reduce_columns(const Vec* acc) {
     return {Float4{reduce_add(acc[0]), reduce_add(acc[1]), reduce_add(acc[2]), reduce_add(acc[3])}};
 }
 
+// Transposes four vectors, `stride` floats apart, in place.
+FA_INLINE void transpose_square(float* square, int64_t stride) {
+    for (int i = 0; i < Vec::kWidth; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float upper = square[j * stride + i];
+            square[j * stride + i] = square[i * stride + j];
+            square[i * stride + j] = upper;
+        }
+}
+
 // Lane i is from[i / kTimes].
 template <int kTimes>
 FA_INLINE Vec repeat_each(const float* from) {

@@ -4,7 +4,9 @@
 namespace FA_NAMESPACE {
 
 // Query rows of a tile, multiples of every Unit::kRowStep: of many rows more share a panel, where the L2 cache has the room.
-static constexpr int64_t kTileRows = 48, kMostTileRows = Vec::kWidth == 16 ? 96 : 48, kManyRows = 1024;
+// A mask that moves with the rows hides more of a tall tile, so that it takes more rows to pay.
+static constexpr int64_t kTileRows = 48, kMostTileRows = Vec::kWidth == 16 ? 96 : 48;
+static constexpr int64_t kManyRows = 1024, kManyMaskedRows = 4096;
 // Keys of a tile. At a time the L2 cache holds a panel of keys, or as many columns of the tile's values, and queries, scores
 // and results of the tile's rows: with heads of 512 floats about 700 KB with AVX-512, whose processors have 1 MB and more, and
 // 280 KB elsewhere.
@@ -26,7 +28,9 @@ FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     g.keys_per_unit = Unit::kElements;
     g.value_columns = round_up(p.headdim_v, Vec::kWidth);
     g.value_stride = g.value_columns > kUnpaddedColumns ? g.value_columns + kRowPadding : g.value_columns;
-    g.tile_rows = p.seqlen_q * (p.nheads / p.nheads_k) < kManyRows ? kTileRows : kMostTileRows;
+    const bool masked = p.window_left >= 0 || p.window_right >= 0;
+    const int64_t rows = p.seqlen_q * (p.nheads / p.nheads_k);
+    g.tile_rows = rows < (masked ? kManyMaskedRows : kManyRows) ? kTileRows : kMostTileRows;
     const int64_t query_stride = g.key_units + kRowPadding;
     // A query is widened before it is narrowed to pairs: the last row needs room for that.
     g.scratch_floats = g.tile_rows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;

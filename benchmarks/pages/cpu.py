@@ -37,13 +37,12 @@ def build() -> str:
 
 
 def _prefill() -> list[str]:
-    prefill, avx2 = Result.load("prefill"), Result.load("isa_avx2")
+    avx2 = Result.load("isa_avx2")
     return [
         "## Prefill",
-        "4096 tokens, hidden size 2048. GFLOP/s count half of the work for a causal mask.",
-        _comparison(prefill, "gflops"),
-        _limits(prefill),
-        prefill.provenance(prefill.processor),
+        "4096 tokens, hidden size 2048. GFLOP/s count half of the work for a causal mask. Figures of 128 and 512 "
+        "tokens are in [a decision](../decisions/0056-pack-and-attend-short-heads-on-one-thread.md).",
+        *_by_processor("prefill", "gflops"),
         "### With AVX2 only",
         "Our kernels are limited to AVX2; the peers use whatever the processor has, AVX-512 included.",
         _comparison(avx2, "gflops"),
@@ -53,18 +52,23 @@ def _prefill() -> list[str]:
 
 
 def _decode() -> list[str]:
-    blocks = [
+    return [
         "## Decode",
         "One query against a cache stored heads first, as Transformers stores it: (batch_size, nheads_k, seqlen, "
         'headdim). "Tokens first" is (batch_size, seqlen, nheads_k, headdim), as flash-attn stores it. "Heads folded" '
         'and "torch matmul" are written by hand in torch. A dash: the peer does not serve the call, or the variant '
         "does not apply to it.",
+        *_by_processor("decode", "gbytes_per_s"),
     ]
-    for name in ("decode", "xeon_amx/decode"):
+
+
+def _by_processor(question: str, rate: str) -> list[str]:
+    blocks = []
+    for name in (question, f"xeon_amx/{question}"):
         result = Result.load(name)
         blocks += [
             f"### {result.processor}",
-            _comparison(result, "gbytes_per_s"),
+            _comparison(result, rate),
             _limits(result),
             result.provenance(result.processor),
         ]
@@ -72,12 +76,10 @@ def _decode() -> list[str]:
 
 
 def _other_calls() -> list[str]:
-    varlen, tiny = Result.load("packed"), Result.load("overhead")
+    tiny = Result.load("overhead")
     return [
         "## Sequences of uneven length",
-        _comparison(varlen, "gflops"),
-        _limits(varlen),
-        varlen.provenance(varlen.processor),
+        *_by_processor("packed", "gflops"),
         "## Overhead of a call",
         "A single token and a single head: next to no arithmetic, so this is what a call costs. We lose here.",
         _comparison(tiny, None),

@@ -19,7 +19,8 @@ has been measured on an Ascend NPU or on V100s.
 
 - `two-shot`: torch's attention, GEMM, and `two_shot_all_reduce_` in symmetric memory.
 - `async`: torch's async tensor parallelism: attention, fused GEMM and reduce-scatter, all-gather.
-- `default`: what a user gets, our own attention and the fastest strategy.
+- `default`: what a user gets, and the fastest strategy. It had our own attention then. Since, long prefill goes to
+    cuDNN by itself ([0054](../decisions/0054-prefill-by-cudnn-on-hopper.md)), which has not been measured here.
 - `auto`: the fastest strategy, with `backend="sdpa"`. The other columns are one transport each, likewise.
 - `copy_engine` and `nccl_symmetric` no longer exist.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
+
+_WARM_UP = 2  # steps, in which libraries set up what a graph must not hold
 
 
 def prefill(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
@@ -38,31 +39,28 @@ class GraphedDecode:
 
     def __init__(self, model: PreTrainedModel, tokens: Tensor, num_steps: int) -> None:
         """Reads `tokens` (batch_size, seqlen), and has room for num_steps more than it takes to capture."""
-        cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + num_steps + _WARM_UP + 1)
-        self.token = prefill(model, tokens, cache)
+        # As long as the graph, which works on its memory.
+        self._cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + num_steps + _WARM_UP + 1)
+        self._token = prefill(model, tokens, self._cache)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP):
-                self._step(model, cache)
+                self._forward(model)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._step(model, cache)
+            self._forward(model)
 
     def step(self) -> None:
         """One token for every sequence."""
         self._graph.replay()
 
-    def _step(self, model: PreTrainedModel, cache: Cache) -> None:
-        self.token.copy_(forward(model, self.token, cache).argmax(-1))
+    def _forward(self, model: PreTrainedModel) -> None:
+        self._token.copy_(forward(model, self._token, self._cache).argmax(-1))
 
 
-_WARM_UP = 2
-Step = Callable[[], Any]
-
-
-def stepper(model: PreTrainedModel, token: Tensor, cache: Cache) -> Step:
+def stepper(model: PreTrainedModel, token: Tensor, cache: Cache) -> Callable[[], None]:
     """A function that adds a token to every sequence of a cache that grows."""
     newest = token.clone()
 

@@ -41,15 +41,13 @@ class Effort(NamedTuple):
 
 @dataclass
 class Figures:
-    """Of one attention: seconds of each round, the first included."""
+    """Of one attention: seconds of each round, the first included; where there are none, why."""
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)  # of a step
     graphed_decode: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    refused: dict[str, str] = field(
-        default_factory=dict
-    )  # "prefill", "decode" or "graphed_decode" -> why there is none
+    peak_bytes: int | None = None  # of a prefill, weights included
+    refused: dict[str, str] = field(default_factory=dict)  # by the names of the three lists
 
     def steady(self, what: str) -> float | None:
         """Median seconds of the rounds after the first, which builds plans and compiles."""

@@ -24,7 +24,7 @@ NUMBERS = ("", "x", "1.5e", "nan", "-1", str(10**30))
 # What a command needs beside the option that is wrong. MODEL is a folder with a model.
 NEEDED = {
     "info": "",
-    "bench": "",
+    "bench": "model",
     "generate": "--model=MODEL --prompt=x --max-new-tokens=1",
     "demo": "--new-tokens=1",
     "compile": "--arch=80 --headdim=64 --output=kernel.cubin",
@@ -32,6 +32,7 @@ NEEDED = {
     "plan ascend": "--seqlen=256",
     "plan offload": "--model=llama-3-8b --gpu-memory=20GiB --seqlen=4096",
     "plan allreduce": "--model=llama-2-7b --tp=2 --seqlen=1024",
+    "plan traffic": "--seqlen=256",
 }
 
 SIZES = ("", "x", "16Gb", "16gib", "-1GB", "16", "1e30", NOT_UTF8)
@@ -39,6 +40,7 @@ FILES = (".", "", "folder.png", "nowhere/file.png", "file/file.png", "/proc/file
 DEVICES = ("", "nothing", "meta", "cuda:99", "cuda:x", "cpu:-3", "mps", "xla", "vulkan", "lazy", "hpu", NOT_UTF8)
 TEXTS = {
     "bench questions": ("", "everything", NOT_UTF8),
+    "bench model": ("", "nowhere", "file", "damaged", "llama-2-7b/3", NOT_UTF8),
     "bench output": ("file", "file/folder", "/proc/folder", "x" * 300),
     "generate model": ("", "nowhere", "file", "damaged", "weightless", NOT_UTF8),
     "generate prompt": (NOT_UTF8,),
@@ -64,6 +66,7 @@ TEXTS = {
     "plan allreduce model": ("", "gpt", NOT_UTF8),
     "plan allreduce hardware": ("", "abacus", NOT_UTF8),
     "plan allreduce output": (*FILES, "plan", "plan.pdf"),
+    "plan traffic gpu": ("", "A10", NOT_UTF8),
 }
 
 

@@ -12,7 +12,7 @@ import emulator
 import pytest
 import torch
 from conformance.calls import Call, build_call
-from conformance.case import Case
+from conformance.case import Case, KvCacheCase
 from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
@@ -26,6 +26,7 @@ from torch import Tensor
 from fastattention import fast_attn_with_kvcache
 from fastattention.backends import registry
 from fastattention.backends.cuda import heuristics
+from fastattention.backends.cuda.decode_heuristics import is_decode
 from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig
 from fastattention.backends.cuda.plan import make_plan
 from fastattention.backends.cuda.variants import variants_of
@@ -152,6 +153,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
         runs = runs_in(tier_of(metafunc.config))
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
+
+
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=lambda backend: backend.name)
+def test_the_list_has_caches_for_both_kernels(backend: type[EmulatedCudaBackend]) -> None:
+    problems = [build_call(case, torch.float16).prepare()[0] for case in CASES if isinstance(case, KvCacheCase)]
+    decodes = [is_decode(problem, backend.limits) for problem in problems if problem.is_paged]
+    assert decodes.count(True) > 10
+    assert decodes.count(False) > 0
 
 
 def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:

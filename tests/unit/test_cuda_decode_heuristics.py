@@ -292,11 +292,13 @@ CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
         ({"layout": Layout.DENSE, "seqlen_q": 5, "seqlen_k": 1024}, True),
         ({"layout": Layout.DENSE, "seqlen_q": 5, "seqlen_k": 1023}, False),
         ({"layout": Layout.DENSE, "seqlen_k": 255}, False),
+        ({"layout": Layout.DENSE, "seqlen_q": 512, "seqlen_k": 2048, "nheads": 8}, True),
+        ({"layout": Layout.DENSE, "seqlen_q": 513, "seqlen_k": 2048, "nheads": 8}, False),
         ({"layout": Layout.DENSE, "has_bias": True}, True),
         ({"layout": Layout.VARLEN, "page_block_size": 16}, False),
     ],
     ids=["one query", "many sequences", "16 rows", "prefill", "quantised", "dense", "dense, 16 rows", "dense, 20 rows",
-         "dense, fewer keys", "dense, few keys", "bias", "varlen"],
+         "dense, fewer keys", "dense, few keys", "four keys a query", "fewer keys a query", "bias", "varlen"],
 )  # fmt: skip
 def test_few_rows_are_decodes(call: dict[str, object], decodes: bool) -> None:
     assert is_decode(replace(CALL, **call), CHIPS["A100"]) == decodes  # type: ignore[arg-type]

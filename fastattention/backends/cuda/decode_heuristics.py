@@ -17,7 +17,7 @@ from fastattention.gpu_runtime.chips import Limits
 from fastattention.problem import MAX_HEADDIM, Layout, Problem
 
 # Keys of a sequence, without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).
-_LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS = 256, 1024
+_LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS, _LEAST_KEYS_OF_A_QUERY = 256, 1024, 4
 # Rows of tiles of the forward and the decode kernel, about. A multiprocessor has two CTAs of the forward kernel, which
 # are its full speed; one alone, and the decode kernel, have this much of it.
 _FORWARD_TILE, _DECODE_TILE = 128, 64
@@ -146,8 +146,10 @@ def is_decode(problem: Problem, limits: Limits) -> bool:
     if problem.cache_dtype is not None:
         return True  # the forward kernel reads no quantised caches
     few_rows = num_rows(problem) <= _MAX_ROWS_IN_PLACE
-    if problem.layout is Layout.DENSE and problem.seqlen_k < (_LEAST_KEYS if few_rows else _LEAST_KEYS_OF_MANY_ROWS):
-        return False
+    if problem.layout is Layout.DENSE:
+        of_many = max(_LEAST_KEYS_OF_MANY_ROWS, _LEAST_KEYS_OF_A_QUERY * problem.seqlen_q)
+        if problem.seqlen_k < (_LEAST_KEYS if few_rows else of_many):
+            return False
     return few_rows or _decodes_faster(problem, limits)
 
 

@@ -54,7 +54,10 @@ def _find_shape(name: str) -> ModelShape:
             f"model={name!r} is neither a folder nor known; choose from {choices}, with /8 for one rank of eight"
         )
     shape = find_model(preset)
-    return shape.sharded(int(ranks)) if ranks else shape
+    try:
+        return shape.sharded(int(ranks)) if ranks else shape
+    except ArgumentError as error:
+        raise ArgumentError(f"model={name!r} is no share of a rank: {error}") from error
 
 
 def _named(shape: ModelShape, longest: int) -> PretrainedConfig:

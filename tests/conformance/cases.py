@@ -62,6 +62,9 @@ FEW_QUERIES = [
     DenseCase(name="few-queries-long", seqlen_q=1, seqlen_k=5003, nheads=5, nheads_k=1, batch_size=1, headdim=128),
     DenseCase(name="few-queries-wide", seqlen_q=2, seqlen_k=519, nheads=16, headdim=256, batch_size=1),
     DenseCase(name="few-queries-rows", seqlen_q=7, seqlen_k=333, nheads=8, headdim=64, causal=True, batch_size=3),
+    DenseCase(name="few-queries-bias", seqlen_q=2, seqlen_k=333, nheads=4, nheads_k=2, batch_size=3,
+              bias=Bias("bhqk", hides="entries")),
+    DenseCase(name="few-queries-bias-of-all-rows", seqlen_q=3, seqlen_k=700, causal=True, bias=Bias("qk")),
     DenseCase(name="few-queries-one-sequence-for-all", seqlen_q=1, seqlen_k=400, memory_k="one_batch_expanded",
               batch_size=40),
 ]  # fmt: skip

@@ -87,13 +87,14 @@ def test_a_folder_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_all_attentions_take_turns_on_the_same_prompt(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, tuple[int, ...]]] = []
-    plain = decode.forward
+    plain = decode.next_tokens
 
     def noted(given: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
         calls.append((given.config._attn_implementation, tuple(tokens.shape)))
         return plain(given, tokens, cache)
 
-    monkeypatch.setattr(decode, "forward", noted)
+    for module in (decode, measuring):
+        monkeypatch.setattr(module, "next_tokens", noted)
     fractions: list[float] = []
     figures = measure(model, Cell(2, 5), Effort(rounds=1, num_steps=3), fractions.append)
     assert calls == [call for _ in range(2) for name in ATTENTIONS for call in [(name, (2, 5)), *[(name, (2, 1))] * 3]]
@@ -117,7 +118,7 @@ def test_all_attentions_take_turns_on_the_same_prompt(model: Any, monkeypatch: p
 def test_what_does_not_fit_is_said_and_left_out(
     model: Any, error: BaseException, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, tries = measuring.prefill, []
+    plain, tries = measuring.next_tokens, []
 
     def failing(given: Any, *rest: Any) -> torch.Tensor:
         if given.config._attn_implementation == SDPA:
@@ -125,7 +126,7 @@ def test_what_does_not_fit_is_said_and_left_out(
             raise error
         return plain(given, *rest)
 
-    monkeypatch.setattr(measuring, "prefill", failing)
+    monkeypatch.setattr(measuring, "next_tokens", failing)
     figures = measure(model, Cell(1, 4), Effort(rounds=2, num_steps=1))
     assert tries == [SDPA]
     assert figures[SDPA].refused == {"prefill": reason}
@@ -135,7 +136,7 @@ def test_what_does_not_fit_is_said_and_left_out(
 
 @torch.inference_mode()
 def test_a_fault_of_ours_is_no_reason(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("a shape is wrong")))
+    monkeypatch.setattr(measuring, "next_tokens", lambda *_: (_ for _ in ()).throw(RuntimeError("a shape is wrong")))
     with pytest.raises(RuntimeError, match="a shape is wrong"):
         measure(model, Cell(1, 4), Effort(rounds=1, num_steps=1))
 

@@ -8,6 +8,20 @@ import torch
 from torch import Tensor
 
 from conformance.calls import WRITTEN, Call
+from conformance.engines import Engine
+
+
+class GpuEngine(Engine):
+    """A backend on calls that are moved to the first GPU."""
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        on_device = moved(call, "cuda")
+        out, lse = on_device.run(self.backend)
+        copied_back(call, on_device)
+        return out.cpu(), lse.cpu()
+
+    def run_without_lse(self, call: Call) -> Tensor:
+        return moved(call, "cuda").run_without_lse(self.backend).cpu()
 
 
 def moved(call: Call, device: str) -> Call:

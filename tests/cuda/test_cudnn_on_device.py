@@ -9,12 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
-from conformance.calls import Call
 from conformance.case import Case, DenseCase
 from conformance.cases import CASES
 from conformance.check import check
-from conformance.devices import copied_back, moved
-from conformance.engines import Engine, forget_backends
+from conformance.devices import GpuEngine
+from conformance.engines import forget_backends
 from torch import Tensor
 
 from fastattention import explain, fast_attn_func
@@ -29,7 +28,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 
 
-class CudnnEngine(Engine):
+class CudnnEngine(GpuEngine):
     """The sdpa backend on the first GPU, for calls that go to cuDNN when even the smallest do."""
 
     @contextmanager
@@ -43,15 +42,6 @@ class CudnnEngine(Engine):
         with self.active():
             is_its = cudnn_prefill.why_faster(replace(problem, device=torch.device("cuda:0")))
         return None if is_its else "not a call of cuDNN's"
-
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        on_device = moved(call, "cuda")
-        out, lse = on_device.run(self.backend)
-        copied_back(call, on_device)
-        return out.cpu(), lse.cpu()
-
-    def run_without_lse(self, call: Call) -> Tensor:
-        return moved(call, "cuda").run_without_lse(self.backend).cpu()
 
 
 LONG = [

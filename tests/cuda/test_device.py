@@ -12,11 +12,10 @@ from unittest import mock
 import merges
 import pytest
 import torch
-from conformance.calls import Call
 from conformance.case import Case
 from conformance.cases import CASES
 from conformance.check import check
-from conformance.devices import copied_back, moved
+from conformance.devices import GpuEngine
 from conformance.engines import Engine, forget_backends
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,7 +36,7 @@ if get_backend("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
 
-class DeviceEngine(Engine):
+class DeviceEngine(GpuEngine):
     """The cuda backend on the first GPU; `isa` holds the code path, e.g. "70"."""
 
     @contextmanager
@@ -52,15 +51,6 @@ class DeviceEngine(Engine):
 
     def refusal(self, problem: Problem) -> str | None:
         return verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason
-
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        on_device = moved(call, "cuda")
-        out, lse = on_device.run(self.backend)
-        copied_back(call, on_device)
-        return out.cpu(), lse.cpu()
-
-    def run_without_lse(self, call: Call) -> Tensor:
-        return moved(call, "cuda").run_without_lse(self.backend).cpu()
 
 
 def _target() -> int:

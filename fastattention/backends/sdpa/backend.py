@@ -13,7 +13,7 @@ from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.sdpa import causal_split, cudnn_prefill, fused, gpu_kernels, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
-from fastattention.backends.sdpa.parts import Part, aligned, join, keep_aligned, split
+from fastattention.backends.sdpa.parts import Part, aligned, join, split
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 
@@ -48,11 +48,7 @@ class SdpaBackend(Backend):
     def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """CuDNN's operator at once, where it is faster."""
         generally = functools.partial(self._forward, problem)
-        if cudnn_prefill.why_faster(problem) is None:
-            return generally
-        q, k, v = inputs.q, inputs.k, inputs.v
-        fits = keep_aligned(q.element_size(), q.stride(), k.stride(), v.stride())
-        return cudnn_prefill.plan(problem, generally) if fits else generally
+        return generally if cudnn_prefill.why_faster(problem) is None else cudnn_prefill.plan(problem, generally)
 
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Attention, planned for this call alone."""

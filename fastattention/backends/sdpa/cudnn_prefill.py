@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch.backends import cuda as switches
 
 from fastattention.backends.sdpa import gpu_kernels
+from fastattention.backends.sdpa.parts import are_aligned
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 # Floating-point operations from which a call goes there. Causal ones are prompts, and most have a length of their own;
@@ -31,15 +32,14 @@ def why_faster(problem: Problem) -> str | None:
 
 
 def plan(problem: Problem, otherwise: Callable[[Inputs], AttentionOutput]) -> Callable[[Inputs], AttentionOutput]:
-    """Calls of a problem that is faster, with strides that keep rows aligned.
+    """Calls of a problem that is faster.
 
-    otherwise: serves tensors that begin at other addresses, and calls while torch has cuDNN's attention switched off
+    otherwise: serves tensors that are not aligned, and calls while torch has cuDNN's attention switched off
     """
 
     def attend(inputs: Inputs) -> AttentionOutput:
         q, k, v = inputs.q, inputs.k, inputs.v
-        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-        if not (aligned and switches.cudnn_sdp_enabled()):  # type: ignore[no-untyped-call]
+        if not (are_aligned(q, k, v) and switches.cudnn_sdp_enabled()):  # type: ignore[no-untyped-call]
             return otherwise(inputs)
         result = gpu_kernels.attend_by_cudnn(problem, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return result._replace(out=result.out.transpose(1, 2).contiguous())

@@ -155,7 +155,7 @@ def aligned(x: Tensor) -> Tensor:
     """`x`, copied where torch's GPU kernels would refuse it or fault."""
     return (
         x
-        if x.data_ptr() % 16 == 0 and keep_aligned(x.element_size(), x.stride())
+        if x.data_ptr() % 16 == 0 and _keep_aligned(x.element_size(), x.stride())
         else x.clone(memory_format=torch.contiguous_format)
     )
 
@@ -163,11 +163,11 @@ def aligned(x: Tensor) -> Tensor:
 def are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `aligned` copies none of them, by one look-up."""
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    return addresses % 16 == 0 and keep_aligned(q.element_size(), q.stride(), k.stride(), v.stride())
+    return addresses % 16 == 0 and _keep_aligned(q.element_size(), q.stride(), k.stride(), v.stride())
 
 
 @functools.lru_cache(maxsize=4096)
-def keep_aligned(itemsize: int, *strides: tuple[int, ...]) -> bool:
+def _keep_aligned(itemsize: int, *strides: tuple[int, ...]) -> bool:
     """Whether rows of tensors are without gaps, and start at multiples of 16 bytes where the first one does."""
     return all(last == 1 and all(stride * itemsize % 16 == 0 for stride in outer) for *outer, last in strides)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,23 @@ def answer(session: Session, question: str, workloads: list[BenchWorkload], seco
 def publish(report: Report, directory: Path) -> None:
     """Print the tables; write QUESTION.json and, with the plot extra, QUESTION.png into `directory`."""
     show(report, OUTPUT)
-    written = [report.write_json(directory)]
+    path = report.write_json(directory)
+
+    def draw() -> Path:
+        from fastattention.cli.bench.plot import write_png
+
+        return write_png(report, directory)
+
+    publish_files(path, draw)
+
+
+def publish_files(report: Path, draw: Callable[[], Path]) -> None:
+    """Say which files there are: a report, and the picture that `draw` makes with the plot extra."""
+    written = [report]
     if importlib.util.find_spec("matplotlib") is None:
         MESSAGES.print(escape("no picture: it needs matplotlib, pip install '.[plot]' in the source tree"))
     else:
-        from fastattention.cli.bench.plot import write_png
-
-        written.append(write_png(report, directory))
+        written.append(draw())
     for path in written:
         MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
 

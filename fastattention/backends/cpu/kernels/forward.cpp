@@ -192,6 +192,7 @@ private:
             for (int64_t head = 0; head < p_.nheads_k; ++head)
                 jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
         }
+        if (jobs.empty()) return true;
         if (finish_together(jobs)) return run_heads(g, jobs);
         for (size_t begin = 0, end; begin < jobs.size(); begin = end) {
             int64_t floats = jobs[begin].floats;

@@ -18,7 +18,7 @@ from transformers import (
 import fastattention.integrations.transformers  # noqa: F401  # registers fast_attention
 from fastattention.cli.console import check_model_folder, first_line
 from fastattention.errors import ArgumentError
-from fastattention.offload.model_shape import PRESETS, ModelShape, find_model
+from fastattention.offload.model_shape import PRESETS, ModelShape
 
 
 def find_config(name: str, num_layers: int | None, longest: int) -> PretrainedConfig:
@@ -53,7 +53,7 @@ def _find_shape(name: str) -> ModelShape:
         raise ArgumentError(
             f"model={name!r} is neither a folder nor known; choose from {choices}, with /8 for one rank of eight"
         )
-    shape = find_model(preset)
+    shape = PRESETS[preset]
     try:
         return shape.sharded(int(ranks)) if ranks else shape
     except ArgumentError as error:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
 from rich.markup import escape
 
+from fastattention.cli.bench.session import publish_files
 from fastattention.cli.bench.whole_model.build import build, find_config
 from fastattention.cli.bench.whole_model.measure import ATTENTIONS, Cell, Effort, measure
 from fastattention.cli.bench.whole_model.report import Report, Row, write_png
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, status
+from fastattention.cli.console import OUTPUT, progress_bar, status
 from fastattention.cli.machine import describe_machine
 
 GPU_CELLS = tuple(
@@ -53,12 +53,7 @@ def answer(name: str, num_layers: int | None, quick: bool, output: Path) -> None
     for table in report.tables():
         OUTPUT.print(table)
     OUTPUT.print(f"in brackets: {ATTENTIONS[-1]} over the other, above 1 where it is faster")
-    MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
-    if importlib.util.find_spec("matplotlib") is None:
-        MESSAGES.print(escape("no picture: it needs matplotlib, pip install '.[plot]' in the source tree"))
-    else:
-        write_png(report, path.with_suffix(".png"))
-        MESSAGES.print(f"wrote {escape(str(path.with_suffix('.png')))}", soft_wrap=True)
+    publish_files(path, lambda: write_png(report, path.with_suffix(".png")))
 
 
 def _file_name(name: str) -> str:

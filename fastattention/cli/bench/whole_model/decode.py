@@ -6,29 +6,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, PreTrainedModel, StaticCache
 
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 
 _WARM_UP = 2  # steps, in which libraries set up what a graph must not hold
 
 
-def prefill(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
-    """The likeliest next tokens, (batch_size, 1), after `tokens` (batch_size, seqlen), which fill the cache."""
-    logits = forward(model, tokens, cache)
-    return logits[:, -1:].argmax(-1)
-
-
-def forward(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
-    """Logits of the last token, (batch_size, 1, vocab_size)."""
-    logits = model(tokens, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1).logits
-    assert isinstance(logits, Tensor)
-    return logits
-
-
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty one that grows."""
-    return DynamicCache(config=model.config)
+def next_tokens(model: PreTrainedModel, tokens: Tensor, cache: Cache) -> Tensor:
+    """The likeliest, (batch_size, 1), after `tokens` (batch_size, seqlen), which go into the cache."""
+    logits: Tensor = model(tokens, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1).logits
+    return logits.argmax(-1)
 
 
 class GraphedDecode:
@@ -41,7 +29,7 @@ class GraphedDecode:
         """Reads `tokens` (batch_size, seqlen), and has room for num_steps more than it takes to capture."""
         # As long as the graph, which works on its memory.
         self._cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + num_steps + _WARM_UP + 1)
-        self._token = prefill(model, tokens, self._cache)
+        self._token = next_tokens(model, tokens, self._cache)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -57,7 +45,7 @@ class GraphedDecode:
         self._graph.replay()
 
     def _forward(self, model: PreTrainedModel) -> None:
-        self._token.copy_(forward(model, self._token, self._cache).argmax(-1))
+        self._token.copy_(next_tokens(model, self._token, self._cache))
 
 
 def stepper(model: PreTrainedModel, token: Tensor, cache: Cache) -> Callable[[], None]:
@@ -65,6 +53,6 @@ def stepper(model: PreTrainedModel, token: Tensor, cache: Cache) -> Callable[[],
     newest = token.clone()
 
     def step() -> None:
-        newest.copy_(forward(model, newest, cache).argmax(-1))
+        newest.copy_(next_tokens(model, newest, cache))
 
     return step

@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from fastattention.cli import peak_memory
-from fastattention.cli.bench.whole_model.decode import GraphedDecode, new_cache, prefill, stepper
+from fastattention.cli.bench.whole_model.decode import GraphedDecode, next_tokens, stepper
 from fastattention.cli.console import OUT_OF_MEMORY, first_line
 from fastattention.errors import FastAttentionError
 from fastattention.integrations.transformers import NAME
@@ -75,9 +75,9 @@ def measure(
 def _turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figures: Figures) -> None:
     """One prefill and some steps after it."""
     with _refusals(figures, "prefill"):
-        cache = new_cache(model)
+        cache = DynamicCache(config=model.config)
         _reset_peak(model.device)
-        seconds, newest = _timed(model.device, lambda: prefill(model, tokens, cache))
+        seconds, newest = _timed(model.device, lambda: next_tokens(model, tokens, cache))
         figures.prefill.append(seconds)
         figures.peak_bytes = max(figures.peak_bytes or 0, _peak_bytes(model.device)) or None
     if "prefill" not in figures.refused and "decode" not in figures.refused:

@@ -95,8 +95,8 @@ def _peak(row: Row, name: str) -> str:
     return row.figures[name].refused.get("prefill", "") if peak is None else f"{peak / 1e9:.2f}"
 
 
-def write_png(report: Report, path: Path) -> None:
-    """Bars of prefill and decode by batch and length, a panel each. Needs matplotlib."""
+def write_png(report: Report, path: Path) -> Path:
+    """Bars of prefill and decode by batch and length, a panel each; returns the path. Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -120,3 +120,4 @@ def write_png(report: Report, path: Path) -> None:
     panels[0, 0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+    return path

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import typer
-from random_llama import random_llama
 from rich import box
 from rich.table import Table
 from transformers import DynamicCache
@@ -26,6 +25,7 @@ from transformers import DynamicCache
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.cli.bench.report import SCHEMA, in_words, title
+from fastattention.cli.bench.whole_model.build import build, config_of
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers import NAME
@@ -99,7 +99,7 @@ def main(
     for name in dtypes.split(","):
         dtype = getattr(torch, name)
         lengths = [int(length) for length in keys.split(",")]
-        model = random_llama(SHAPE, max(lengths) + tokens, "sdpa", dtype, torch.device("cpu"))
+        model = build(config_of(SHAPE, max(lengths) + tokens), dtype, torch.device("cpu"))
         for length in lengths:
             rows.append({"dtype": name, "keys": length, "seconds": measure(model, length, dtype, rounds, tokens)})
     show(rows)

@@ -181,10 +181,11 @@ def transformers_offloaded(
     case: Case, shape: ModelShape, device: torch.device, dtype: torch.dtype, steps: int
 ) -> float:
     """Median seconds of a step of Transformers' own Llama with its offloaded cache: all layers are on the host."""
-    from random_llama import random_llama
     from transformers import DynamicCache
 
-    model = random_llama(shape, 2 * case.seqlen, "sdpa", dtype, device)
+    from fastattention.cli.bench.whole_model.build import build, config_of
+
+    model: Any = build(config_of(shape, 2 * case.seqlen), dtype, device)
     cache = DynamicCache(config=model.config, offloading=True)
     # Its tensors grow with every token, and torch rounds pinned memory up to a power of two: stay below one.
     seqlen = case.seqlen - steps - 1

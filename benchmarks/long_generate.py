@@ -2,14 +2,18 @@
 
     python benchmarks/long_generate.py
 
-Transformers' own Llama of the shape of an 8B model, with random weights and a random prompt, within a budget of GPU
-memory for all that the process takes of it.
+Models of Transformers with random weights and a random prompt, within a budget of GPU memory for all that the process
+takes of it. Beside what was measured stands the plan, by bandwidths measured in the same process. A model of eight
+tensor-parallel ranks has one of their shares: the GPU stands for one rank, communicates with nobody, and has the host
+to itself.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -17,20 +21,41 @@ from typing import Any
 
 import torch
 import typer
-from random_llama import random_llama
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.whole_model.build import build, find_config, find_shape
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers import NAME, FastAttentionCache
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
-from fastattention.offload.memory import PREFILL_CHUNK
-from fastattention.offload.model_shape import PRESETS
-from fastattention.sizes import format_bytes
+from fastattention.offload.measure import hardware_around
+from fastattention.offload.memory import PAGE_SIZE, PREFILL_CHUNK, prompt_workspace
+from fastattention.offload.model_shape import ModelShape
+from fastattention.offload.pages import PageShape
+from fastattention.offload.placement import place
+from fastattention.sizes import format_bytes, read_bytes
 
 RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the results. chunk: tokens of a prompt that pass through the model at once."""
+
+    model: str
+    gpu_memory: str
+    chunk: int = PREFILL_CHUNK
+
+
+# The weights of LLaMA-3-8B leave 1 GiB of 16: the usual chunk does not fit there.
+CASES = (
+    Case("llama-3-8b", "32GiB"),
+    Case("llama-3-8b", "16GiB", chunk=2048),
+    Case("pangu-38b/8", "32GiB"),
+    Case("pangu-38b/8", "16GiB"),
+)
 
 
 class Clock(BaseStreamer):
@@ -47,14 +72,14 @@ class Clock(BaseStreamer):
         """No more come."""
 
 
-def measure(model: Any, cache: FastAttentionCache, prompt: int, new_tokens: int) -> dict[str, Any]:
+def measure(model: Any, cache: FastAttentionCache, prompt: int, new_tokens: int, chunk: int) -> dict[str, Any]:
     """The figures of one call."""
     tokens = torch.randint(model.config.vocab_size, (1, prompt), device="cuda")
     clock = Clock()
     torch.cuda.reset_peak_memory_stats()
     model.generate(
         tokens, attention_mask=torch.ones_like(tokens), **{CACHE_ARGUMENT: cache}, streamer=clock, do_sample=False,
-        max_new_tokens=new_tokens, min_new_tokens=new_tokens, prefill_chunk_size=PREFILL_CHUNK,
+        max_new_tokens=new_tokens, min_new_tokens=new_tokens, prefill_chunk_size=chunk,
     )  # fmt: skip
     start, *times = clock.times
     steps = [after - before for before, after in pairwise(times)]
@@ -73,31 +98,61 @@ def measure(model: Any, cache: FastAttentionCache, prompt: int, new_tokens: int)
     }
 
 
-def main(
-    model: str = "llama-3-8b",
-    prompt: int = 262144,
-    new_tokens: int = 32,
-    gpu_memory: str = "32GiB",
-    output: Path = RESULTS,
-) -> None:
-    """Measure the current GPU and its host; write long_generate.json into `output`."""
-    llama = random_llama(PRESETS[model], prompt + new_tokens, NAME, torch.bfloat16, torch.device("cuda"))
-    warm = FastAttentionCache(llama.config, gpu_memory=gpu_memory)
-    measure(llama, warm, 4096, 2)  # kernels are compiled and bandwidths measured
-    del warm
-    cache = FastAttentionCache(llama.config, gpu_memory=gpu_memory)
-    row = {"model": model, "gpu_memory": gpu_memory, **measure(llama, cache, prompt, new_tokens)}
+def plan(case: Case, shape: ModelShape, seqlen: int, workspace: int) -> dict[str, Any]:
+    """What is predicted of this machine."""
+    page = PageShape(PAGE_SIZE, shape.nheads_k, shape.headdim, shape.headdim_v, torch.bfloat16)
+    hardware = hardware_around(torch.device("cuda", 0), page)
+    gpu_memory = read_bytes("gpu_memory", case.gpu_memory)
+    placement = place(shape, hardware, batch_size=1, seqlen=seqlen, gpu_memory=gpu_memory, workspace=workspace)
+    return {
+        "policy": placement.policy.value,
+        "num_layers_cpu": placement.num_layers_cpu,
+        "seconds_per_token": placement.seconds,
+        "hardware": asdict(hardware),
+    }
+
+
+def run(case: Case, prompt: int, new_tokens: int) -> dict[str, Any]:
+    """A row of the results, of a model of its own."""
+    shape = find_shape(case.model)
+    model: Any = build(find_config(case.model, None, prompt + new_tokens), torch.bfloat16, torch.device("cuda", 0))
+    model.set_attn_implementation(NAME)
+    workspace = prompt_workspace(shape) * case.chunk // PREFILL_CHUNK
+
+    def call(prompt: int, new_tokens: int) -> dict[str, Any]:
+        cache = FastAttentionCache(model.config, gpu_memory=case.gpu_memory, workspace=workspace)
+        return measure(model, cache, prompt, new_tokens, case.chunk)
+
+    call(2 * case.chunk, 2)  # kernels are compiled and bandwidths measured
+    gc.collect()
+    measured = call(prompt, new_tokens)
+    return {**asdict(case), **measured, "plan": plan(case, shape, prompt + new_tokens, workspace)}
+
+
+def show(row: dict[str, Any]) -> None:
+    """In a sentence."""
+    planned = row["plan"]
+    OUTPUT.print(
+        f"{row['prompt']} tokens of {row['model']} within {row['gpu_memory']}: prefill {row['prefill_seconds']:.1f} s, "
+        f"then {1e3 * row['seconds_per_token']:.1f} ms a token ({row['policy']}, {row['num_layers_cpu']} layers on the "
+        f"CPU, {format_bytes(row['kv_gpu_bytes'])} of the cache on the GPU and {format_bytes(row['kv_cpu_bytes'])} on "
+        f"the CPU); {format_bytes(row['gpu_peak_bytes'])} of the GPU at most. Planned: "
+        f"{1e3 * planned['seconds_per_token']:.1f} ms, {planned['policy']}, {planned['num_layers_cpu']} layers"
+    )
+
+
+def main(prompt: int = 262144, new_tokens: int = 32, output: Path = RESULTS) -> None:
+    """Measure the first GPU and its host; write long_generate.json into `output`."""
     machine = describe_machine()
     OUTPUT.print(title(machine))
-    OUTPUT.print(
-        f"{prompt} tokens of {model} within {gpu_memory}: prefill {row['prefill_seconds']:.1f} s, then "
-        f"{1e3 * row['seconds_per_token']:.1f} ms a token ({row['policy']}, {row['num_layers_cpu']} layers on the CPU, "
-        f"{format_bytes(row['kv_gpu_bytes'])} of the cache on the GPU and {format_bytes(row['kv_cpu_bytes'])} on the "
-        f"CPU); {format_bytes(row['gpu_peak_bytes'])} of the GPU at most"
-    )
-    record = {"schema": SCHEMA, "question": "long_generate", "machine": machine, "rows": [row]}
     output.mkdir(parents=True, exist_ok=True)
-    (output / "long_generate.json").write_text(json.dumps(record, indent=1) + "\n")
+    record: dict[str, Any] = {"schema": SCHEMA, "question": "long_generate", "machine": machine, "rows": []}
+    for case in CASES:
+        row = run(case, prompt, new_tokens)
+        show(row)
+        record["rows"].append(row)
+        (output / "long_generate.json").write_text(json.dumps(record, indent=1) + "\n")
+        gc.collect()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def find_config(name: str, num_layers: int | None, longest: int) -> PretrainedCo
     name: a preset, with "/8" behind it for one of eight tensor-parallel ranks; or a folder with a config.json.
     num_layers: None for as many as it has. Raises ArgumentError for a name that is neither, and more layers than that.
     """
-    config = _stored(Path(name)) if Path(name).is_dir() else _named(_find_shape(name), longest)
+    config = _stored(Path(name)) if Path(name).is_dir() else config_of(find_shape(name), longest)
     if num_layers is not None:
         if num_layers > config.num_hidden_layers:
             raise ArgumentError(f"layers={num_layers} is more than the {config.num_hidden_layers} of {name}")
@@ -46,7 +46,8 @@ def build(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) ->
     return model.eval()  # type: ignore[no-any-return]
 
 
-def _find_shape(name: str) -> ModelShape:
+def find_shape(name: str) -> ModelShape:
+    """A preset, or one rank's share of it. Raises ArgumentError for other names."""
     preset, _, ranks = name.partition("/")
     if preset not in PRESETS or (ranks and not ranks.isdigit()):
         choices = ", ".join(PRESETS)
@@ -60,8 +61,8 @@ def _find_shape(name: str) -> ModelShape:
         raise ArgumentError(f"model={name!r} is no share of a rank: {error}") from error
 
 
-def _named(shape: ModelShape, longest: int) -> PretrainedConfig:
-    """Llama; a model without a gated MLP is built as Starcoder2, which has none."""
+def config_of(shape: ModelShape, longest: int) -> PretrainedConfig:
+    """For sequences of up to `longest` tokens: Llama, or Starcoder2 for a shape without a gated MLP."""
     sizes: dict[str, Any] = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,

@@ -21,7 +21,7 @@ from fastattention.problem import Layout, Problem
 
 MIB = 2**20
 H100 = CHIPS["H100"]
-# 4 CTAs at a time, which is 4 tiles of 128 queries at headdim 128; three quarters of L2 hold 48 of its float16 tokens.
+# 4 CTAs at a time, which is 4 tiles of 128 queries at headdim 128; a quarter of L2 holds 16 of its float16 tokens.
 SMALL = H100._replace(num_sms=2, l2_bytes=32 * 1024)
 # float16, 16 heads of 128: 16 MiB for each of q, k, v and out.
 PROBLEM = Problem(
@@ -78,8 +78,8 @@ def test_what_fits_the_l2_cache_moves_once(changes: dict[str, Any], moved: Bytes
         ({}, SMALL._replace(num_sms=4), 1024),  # one wave
         ({"nheads": 2}, SMALL, 4 * 1024),  # tiles of both heads on one key head: two a wave
         ({"nheads": 8}, SMALL, 16 * 1024),  # of eight heads on one key head it takes two waves for every tile
-        ({"window_right": 0}, SMALL._replace(l2_bytes=MIB), 1024),
-        ({"window_left": 127, "window_right": 0}, SMALL._replace(l2_bytes=MIB), 1024),
+        ({"window_right": 0}, SMALL._replace(l2_bytes=2 * MIB), 1024),
+        ({"window_left": 127, "window_right": 0}, SMALL._replace(l2_bytes=2 * MIB), 1024),
         ({"seqlen_q": 0, "total_q": 0}, SMALL, 0),
         ({"seqlen_k": 0}, SMALL, 0),
     ],

@@ -161,8 +161,12 @@ def first_that_fits(candidates: Iterable[KernelConfig], limits: Limits) -> Kerne
 
 
 def l2_bytes_for_keys(limits: Limits) -> int:
-    """Of keys and values that stay in the L2 cache: three quarters of it, the rest is for queries and results."""
-    return limits.l2_bytes * 3 // 4
+    """Of keys and values of heads that start together: an eighth of the L2 cache.
+
+    CTAs of one group of heads still run when those of the next two begin, queries and results pass through the cache
+    too, and an H100 keeps a copy of what it reads in each half of it.
+    """
+    return limits.l2_bytes // 8
 
 
 def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastattention.backends.common.traffic import Extent, mask_of, token_bytes, visible_keys
-from fastattention.backends.cuda.heuristics import l2_bytes_for_keys
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.backends.cuda.plan import Plan
 from fastattention.gpu_runtime.chips import Limits
@@ -33,7 +32,8 @@ def _keys_of_waves(problem: Problem, extent: Extent, plan: Plan, limits: Limits,
 
     The tiles of heads_per_l2_wave heads start together, those of the last rows first (kernels/work.cuh). A wave is as
     many of them as the GPU holds. Its CTAs go through the keys in step: from main memory comes each key that one of
-    them sees, once. Keys that the wave before has seen too are still in the L2 cache, if all that it saw fits.
+    them sees, once. Keys that the wave before has seen too are still in the L2 cache, if all that it saw fits a quarter
+    of it: an H100 keeps a copy in each half, and queries and results take half of that.
     """
     config = plan.attention[0].variant
     assert isinstance(config, KernelConfig)
@@ -49,5 +49,5 @@ def _keys_of_waves(problem: Problem, extent: Extent, plan: Plan, limits: Limits,
         begin, end = mask.row_begin(first * config.tile_m), mask.row_end(min(past * config.tile_m, seqlen_q) - 1)
         if end > begin:
             keys += min(end, first_kept) - begin
-            first_kept = begin if (end - begin) * key_bytes <= l2_bytes_for_keys(limits) else seqlen_k
+            first_kept = begin if (end - begin) * key_bytes <= limits.l2_bytes // 4 else seqlen_k
     return keys

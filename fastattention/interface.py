@@ -113,9 +113,10 @@ def fast_attn_func(
     """
     with_lse = return_lse or return_attn_probs
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
-    seed = _dropout_seed(q, options.dropout_p)
+    seed = _dropout_seed(q) if options.dropout_p else None
     given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed)
-    return _returned(_attend(given, None, options, backend, return_attn_probs), return_lse, return_attn_probs)
+    result = _attend(given, None, options, backend, return_attn_probs)
+    return _returned(result, return_lse, return_attn_probs) if with_lse else result.out
 
 
 def fast_attn_qkvpacked_func(
@@ -215,7 +216,7 @@ def fast_attn_varlen_func(
     options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
     given = Inputs(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes, attn_bias=attn_bias,
-        sinks=sinks, dropout_seed=_dropout_seed(q, options.dropout_p),
+        sinks=sinks, dropout_seed=_dropout_seed(q) if options.dropout_p else None,
     )  # fmt: skip
     max_seqlens = (max_seqlen_q, max_seqlen_k)
     return _returned(_attend(given, max_seqlens, options, backend, return_attn_probs), return_lse, return_attn_probs)
@@ -402,10 +403,8 @@ def _attend(
     return ops.call_attention(given, max_seqlens or (None, None), options, backend)
 
 
-def _dropout_seed(q: Tensor, dropout_p: float) -> Tensor | None:
+def _dropout_seed(q: Tensor) -> Tensor:
     """A seed from torch's generator. A tensor, so that a traced call draws a new one each time it runs."""
-    if dropout_p == 0.0:
-        return None
     require_tensor("q", q)
     return torch.randint(2**62, (), dtype=torch.int64, device=q.device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,17 @@ from fastattention.gpu_runtime.variant import Entry, Variant
 
 _FIRST_OVERLAPPING = 90  # the compute capability from which kernels may overlap
 _MAX_LAUNCH_CONFIGS = 1024
+
+
+def _without_cuda(device_index: int = 0) -> int:
+    raise CompileError("this torch is built without CUDA")
+
+
+# torch's own functions, which every call asks; those around them in torch.cuda would cost as much as a launch.
+# Index of the current device, once there is a tensor on one; torch.cuda asks for that first.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _without_cuda)
+# The handle of the current stream of a device.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _without_cuda)
 
 
 @functools.cache
@@ -84,7 +96,8 @@ class Function:
         (status,) = self._launch(
             self._handle, num_ctas, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
         )
-        _check_launch(status)
+        if status:
+            raise _refused(status)
 
 
 class OverlappingFunction(Function):
@@ -100,7 +113,8 @@ class OverlappingFunction(Function):
         config = self._configs.get((num_ctas, stream)) or self._config(num_ctas, stream)
         arguments = ctypes.c_void_p(ctypes.addressof(params))
         (status,) = self._launch(config, self._handle, ctypes.addressof(arguments), 0)
-        _check_launch(status)
+        if status:
+            raise _refused(status)
 
     def _config(self, num_ctas: int, stream: int) -> Any:
         driver = driver_bindings()
@@ -118,9 +132,8 @@ class OverlappingFunction(Function):
         return config
 
 
-def _check_launch(status: Any) -> None:
-    if status:
-        raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
+def _refused(status: Any) -> CompileError:
+    return CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
 
 
 class Kernel:
@@ -139,16 +152,6 @@ class Kernel:
             overlaps = entry.overlaps and target >= _FIRST_OVERLAPPING
             functions.append(OverlappingFunction(entry, handle) if overlaps else Function(entry, handle))
         self.functions = tuple(functions)
-
-
-def current_device() -> int:
-    """Index of torch's current device, once there is a tensor on one; torch.cuda asks for that first."""
-    return int(torch._C._cuda_getDevice())
-
-
-def current_stream(device_index: int) -> int:
-    """The handle of torch's current stream of a device; the object around it would cost as much as a launch."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
 
 
 @functools.cache

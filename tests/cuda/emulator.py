@@ -22,6 +22,7 @@ from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, MergeConfig
 from fastattention.backends.cuda.params import AttentionParams, MergeParams
 from fastattention.backends.cuda.plan import Plan
+from fastattention.backends.cuda.scratch import Scratch
 from fastattention.gpu_runtime.cache import HEADERS, hash_sources
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -236,6 +237,7 @@ class EmulatedCudaBackend(CudaBackend):
     limits: ClassVar[Limits]
     reports: list[Report]  # of the launches of the last call, or merge
     counters: Tensor
+    scratch: Scratch  # of the last decode
     newest: Plan
 
     def why_unavailable(self) -> str | None:
@@ -267,9 +269,13 @@ class EmulatedCudaBackend(CudaBackend):
             ranges = ranges_of(params, problem, num_slots)
         self.reports.append(launch(step, params, ranges))
 
-    def _counters(self, count: int, problem: Problem) -> Tensor:
-        self.counters = torch.zeros(count, dtype=torch.int32)
-        return self.counters
+    def _scratch(self, problem: Problem) -> Callable[[int, int], Scratch]:
+        def take(num_counters: int, num_floats: int) -> Scratch:
+            self.counters = torch.zeros(num_counters, dtype=torch.int32)
+            self.scratch = Scratch(self.counters, torch.full((num_floats,), math.nan))
+            return self.scratch
+
+        return take
 
     def merge(self, problem: MergeProblem, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         self.reports = []

@@ -216,8 +216,8 @@ def test_a_kernel_is_enqueued_on_the_device_of_its_call(
     monkeypatch.setattr(module.KernelLaunch, "function", lambda self, index: function)
     monkeypatch.setattr(module, "current_stream", lambda index: 70 + index)
     monkeypatch.setattr(torch.cuda, "device", Device)
-    enqueue = backend._launcher(module.KernelLaunch(mock.Mock(), 0, 5), PROBLEM)
     monkeypatch.setattr(module, "current_device", lambda: current)
+    enqueue = backend._launcher(module.KernelLaunch(mock.Mock(), 0, 5), PROBLEM)
     enqueue(mock.Mock())
     assert launched == [(5, 70)]
     assert entered == ([] if current == 0 else [0, -1])

@@ -16,7 +16,6 @@ from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
 from fastattention.backends.common.traffic import Extent, Traffic, traffic_of
 from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
-from fastattention.backends.cuda.counters import counters_of
 from fastattention.backends.cuda.merging import (
     DTYPE_NAMES,
     MOST_WARPS,
@@ -27,6 +26,7 @@ from fastattention.backends.cuda.merging import (
 )
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.backends.cuda.plan import Plan, make_plan
+from fastattention.backends.cuda.scratch import Scratch, scratch_of
 from fastattention.backends.cuda.traffic import tiled_keys
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS, Limits
@@ -139,9 +139,7 @@ class CudaBackend(Backend):
         if call is None:
             plan = self._plan(problem, in_keys)
             launcher = functools.partial(self._launcher, problem=problem)
-            call = self._calls[key] = PlannedCall(
-                problem, inputs, plan, launcher, functools.partial(self._counters, problem=problem)
-            )
+            call = self._calls[key] = PlannedCall(problem, inputs, plan, launcher, self._scratch(problem))
         return call
 
     def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:
@@ -173,21 +171,23 @@ class CudaBackend(Backend):
     def _arch(self, limits: Limits) -> int:
         return self._forced_arch or config.cuda_arch() or limits.arch
 
-    def _counters(self, count: int, problem: Problem) -> Tensor:
+    def _scratch(self, problem: Problem) -> Callable[[int, int], Scratch]:
+        """Gives so many counters and floats of the current stream."""
         index = _device_index(problem)
-        return counters_of(index).take(count, module.current_stream(index))
+        take, current_stream = scratch_of(index).take, module.current_stream
+        return lambda num_counters, num_floats: take(num_counters, num_floats, current_stream(index))
 
     def _launcher(self, launch: KernelLaunch, problem: Problem | MergeProblem) -> Launcher:
         index, num_ctas = _device_index(problem), launch.num_ctas
-        function = launch.function(index)
+        enqueue_on = launch.function(index).launch
+        current_device, current_stream = module.current_device, module.current_stream
 
         def enqueue(params: Params) -> None:
-            stream = module.current_stream(index)
-            if index == module.current_device():
-                function.launch(params, num_ctas, stream)
+            if index == current_device():
+                enqueue_on(params, num_ctas, current_stream(index))
             else:
                 with torch.cuda.device(index):
-                    function.launch(params, num_ctas, stream)
+                    enqueue_on(params, num_ctas, current_stream(index))
 
         return enqueue
 

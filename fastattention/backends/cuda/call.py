@@ -15,6 +15,7 @@ from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
 from fastattention.backends.cuda.memory import is_aligned, prepared
 from fastattention.backends.cuda.params import AttentionParams
 from fastattention.backends.cuda.plan import Plan, append_params, append_template, attention_template
+from fastattention.backends.cuda.scratch import Scratch
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
@@ -24,7 +25,7 @@ Launcher = Callable[[Params], None]
 class PlannedCall:
     """Attention to tensors with the strides of `inputs`. Any number of threads may call it at a time.
 
-    launcher: gives what enqueues a kernel; take_counters: gives so many counters of the current stream
+    launcher: gives what enqueues a kernel; take_scratch: gives so many counters and floats of the current stream
     """
 
     def __init__(
@@ -33,52 +34,58 @@ class PlannedCall:
         inputs: Inputs,
         plan: Plan,
         launcher: Callable[[KernelLaunch], Launcher],
-        take_counters: Callable[[int], Tensor],
+        take_scratch: Callable[[int, int], Scratch],
     ) -> None:
-        self._problem, self._plan, self._take_counters = problem, plan, take_counters
+        self._problem, self._plan, self._take_scratch = problem, plan, take_scratch
         self._append = None if plan.append is None else (launcher(plan.append), append_template(problem, inputs))
         self._launchers = [launcher(launch) for launch in plan.attention]
         self._addresses = Addresses(AttentionParams, inputs)
         self._template: bytes | None = None  # of calls whose tensors kernels read where they are
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
+        split = plan.split if plan.split is not None and plan.split.num_slots > 0 else None
+        self._partial_rows = 0 if split is None else split.num_slots * split.partial_rows
+        self._num_counters = 0 if split is None else split.num_counters * problem.batch_size
         self._has_keys = problem.layout is not Layout.VARLEN or problem.batch_size > 0
 
     def __call__(self, inputs: Inputs) -> AttentionOutput:
         """Appends, then attention: one kernel, or a decode and the merge of its parts."""
-        problem, plan = self._problem, self._plan
-        template, addresses = self._template, self._addresses.of(inputs)  # which may raise: before anything is written
+        addresses = self._addresses.of(inputs)  # which may raise: before anything is written
         if self._append is not None:
             inputs = self._append_tokens(*self._append, inputs)
             addresses[0] = inputs.q.data_ptr()
+        template = self._template
         # Strides that are known are aligned, but memory may begin anywhere.
         if template is None or (addresses[0] | addresses[1] | addresses[2]) % 16 != 0:  # of q, k and v
-            given, inputs = inputs, prepared(inputs, plan.dtype)
-            template, addresses = attention_template(problem, inputs, plan), self._addresses.of(inputs)
-            if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
-                self._template = template
+            return self._attend_prepared(inputs)
+        out = inputs.q.new_empty_strided(*self._out)
+        lse = None if self._lse is None else inputs.q.new_empty_strided(*self._lse, dtype=torch.float32)
+        self._attend(template, addresses, out, lse)
+        return AttentionOutput(out, lse)
+
+    def _attend_prepared(self, given: Inputs) -> AttentionOutput:
+        """To tensors that kernels may not read where they are, or that nobody has looked at."""
+        problem, plan = self._problem, self._plan
+        inputs = prepared(given, plan.dtype)
+        template = attention_template(problem, inputs, plan)
         if not self._has_keys:
             return keyless(problem, inputs)  # no CTA is there to write rows behind the last sequence
-        q, headdim_v = inputs.q, inputs.v.shape[-1]
-        is_whole = headdim_v == problem.headdim_v
-        out = q.new_empty_strided(*self._out) if is_whole else q.new_empty((*problem.out_shape[:-1], headdim_v))
-        lse = None if self._lse is None else q.new_empty_strided(*self._lse, dtype=torch.float32)
-        self._attend(template, addresses, out, lse)
-        if not is_whole or plan.dtype is not problem.dtype:
-            out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
+        if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
+            self._template = template
+        out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))
+        lse = None if self._lse is None else inputs.q.new_empty_strided(*self._lse, dtype=torch.float32)
+        self._attend(template, self._addresses.of(inputs), out, lse)
+        out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
 
     def _attend(self, template: bytes, addresses: Sequence[int], out: Tensor, lse: Tensor | None) -> None:
         """addresses: of the tensors of a call, q, k and v first."""
         partials_at = stats_at = counters_at = 0
-        if (split := self._plan.split) is not None and split.num_slots > 0:
-            rows = split.num_slots * split.partial_rows
-            partials = out.new_empty(rows * (out.shape[-1] + 2), dtype=torch.float32)
-            partials_at = partials.data_ptr()
-            stats_at = partials_at + 4 * rows * out.shape[-1]
-            if split.merges_in_place:
-                counters = self._take_counters(split.num_counters * self._problem.batch_size)
-                counters_at = counters.data_ptr()
+        if rows := self._partial_rows:
+            columns = out.shape[-1]
+            scratch = self._take_scratch(self._num_counters, rows * (columns + 2))
+            partials_at, counters_at = scratch.partials_at, scratch.counters_at
+            stats_at = partials_at + 4 * rows * columns
         params = AttentionParams.from_buffer_copy(template)
         results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
         self._addresses.pack_into(

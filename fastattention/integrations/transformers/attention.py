@@ -23,6 +23,9 @@ from fastattention.integrations.transformers.stored import StoredTokens
 
 # Arguments with which sparse and gated models change the softmax in ways that nothing else tells.
 UNKNOWN_ARGUMENTS = ("block_indices", "sinks")
+_VARLEN_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_MEANINGFUL = frozenset((*UNKNOWN_ARGUMENTS, *_VARLEN_ARGUMENTS, "output_attentions"))
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 def fast_attention_forward(
@@ -63,20 +66,22 @@ def fast_attention_forward(
     Raises UnsupportedError for paged caches, output_attentions and the arguments of sparse models, ArgumentError for
     masks that do not fit.
     """
-    _refuse_unsupported(cache, kwargs)
+    sequences = None
+    if cache is not None or not _MEANINGFUL.isdisjoint(kwargs):
+        _refuse_unsupported(cache, kwargs)
+        sequences = _varlen_sequences(kwargs)
     if indices is not None:
         attention_mask = _selected(attention_mask, indices, query, key)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
         return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores), None
     assert isinstance(value, Tensor)
-    if torch.is_autocast_enabled(query.device.type):
+    if _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(attention_mask, Tensor):
         return attend_dense(q, k, v, _attn_bias(attention_mask, position_bias, q), scores), None
-    sequences = _varlen_sequences(kwargs)
     if attention_mask is not None and (sequences is None or not isinstance(attention_mask, DenseMask)):
         return attention_mask.attend(q, k, v, position_bias, scores), None
     causal, window = _without_mask(module, is_causal, sliding_window)
@@ -147,10 +152,9 @@ class _Sequences(NamedTuple):
 
 
 def _varlen_sequences(kwargs: dict[str, Any]) -> _Sequences | None:
-    cu_seqlens_q, cu_seqlens_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    cu_seqlens_q, cu_seqlens_k, *longest = map(kwargs.get, _VARLEN_ARGUMENTS)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return None
-    longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
     max_seqlen_q, max_seqlen_k = (None if length is None else int(length) for length in longest)
     return _Sequences(cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32), max_seqlen_q, max_seqlen_k)
 

@@ -44,7 +44,7 @@ class Figures:
     """Of one attention: seconds of each round, the first included; where there are none, why."""
 
     prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)  # of a step
+    decode: list[float] = field(default_factory=list)  # of the median step
     graphed_decode: list[float] = field(default_factory=list)
     peak_bytes: int | None = None  # of a prefill, weights included
     refused: dict[str, str] = field(default_factory=dict)  # by the names of the three lists
@@ -94,11 +94,8 @@ def _graphed_turn(model: PreTrainedModel, tokens: Tensor, effort: Effort, figure
 
 
 def _seconds_of_a_step(device: torch.device, step: Callable[[], object], num_steps: int) -> float:
-    def steps() -> None:
-        for _ in range(num_steps):
-            step()
-
-    return _timed(device, steps)[0] / num_steps
+    """The median of some, each until its token is there, as generation waits for it."""
+    return median(_timed(device, step)[0] for _ in range(num_steps))
 
 
 def _timed(device: torch.device, call: Callable[[], Result]) -> tuple[float, Result]:

@@ -1,0 +1,77 @@
+"""GPU memory in which the CTAs of a decode meet: partial results, and counters that are left at zero for the next one.
+
+Kernels that run at the same time must not share it. Those of one stream never do, nor do replays of one graph: a
+stream has memory of its own, and so has every call that is captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import torch
+from torch import Tensor
+
+_TOTAL = 1 << 20  # counters of a device: 4 MB
+_OF_STREAM = 1 << 14
+_MOST_KEPT = 1 << 23  # floats of a stream: 32 MB
+# A call asks this once a layer, and torch.cuda's function around it takes as long again.
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+
+class Scratch:
+    """Of one kernel at a time."""
+
+    def __init__(self, counters: Tensor, partials: Tensor) -> None:
+        self.counters, self.partials = counters, partials  # int32 zeros, and float32
+        self.num_counters, self.num_floats = counters.numel(), partials.numel()
+        self.counters_at, self.partials_at = counters.data_ptr(), partials.data_ptr()
+
+
+class DeviceScratch:
+    """Of all streams of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counters: Tensor | None = None
+        self._used = 0  # of the counters
+        self._of_stream: dict[int, Scratch] = {}
+        self._lock = threading.Lock()  # streams may have threads of their own
+
+    def take(self, num_counters: int, num_floats: int, stream: int) -> Scratch:
+        """At least that much for a kernel on `stream`, the current one of the device."""
+        known = self._of_stream.get(stream)
+        if known is None or known.num_counters < num_counters or known.num_floats < num_floats or _is_capturing():
+            return self._take_new(num_counters, num_floats, stream)
+        return known
+
+    def _take_new(self, num_counters: int, num_floats: int, stream: int) -> Scratch:
+        with self._lock:
+            if _is_capturing():
+                return Scratch(self._cut(num_counters), self._floats(num_floats))
+            if self._counters is None:
+                self._counters = torch.zeros(_TOTAL, dtype=torch.int32, device=self._device)
+                # Once: other streams will use it too.
+                torch.cuda.current_stream(self._device).synchronize()
+            known = self._of_stream.get(stream) or Scratch(self._cut(max(num_counters, _OF_STREAM)), self._floats(0))
+            enough = known.num_counters >= num_counters
+            counters = known.counters if enough else self._cut(num_counters)
+            scratch = Scratch(counters, self._floats(max(num_floats, known.num_floats)))
+            self._of_stream[stream] = scratch if num_floats <= _MOST_KEPT else Scratch(counters, known.partials)
+            return scratch
+
+    def _floats(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.float32, device=self._device)
+
+    def _cut(self, count: int) -> Tensor:
+        """Counters that nobody else has; where none are left, or none can be had yet, zeros that this call pays for."""
+        if self._counters is None or self._used + count > _TOTAL:
+            return torch.zeros(count, dtype=torch.int32, device=self._device)
+        first, self._used = self._used, self._used + count
+        return self._counters[first : self._used]
+
+
+@functools.cache
+def scratch_of(device_index: int) -> DeviceScratch:
+    """That of a device."""
+    return DeviceScratch(torch.device("cuda", device_index))

@@ -9,20 +9,32 @@ from .markdown import number, page, ratio, table, tokens
 from .results import Result
 
 EAGER, SDPA, OURS = "eager", "sdpa", "fast_attention"
+# In the order of the page. Those of 8 ranks are one rank's share: its GPU communicates with nobody.
+RESULTS = tuple(
+    f"h100/model_{name}"
+    for name in ("llama-2-7b", "llama-3-8b", "llama-2-70b-of-8", "pangu-38b-of-8", "pangu-71b-of-8")
+)
 INTRODUCTION = """\
 A model of Transformers with random weights, by each of its attentions in turns. Tokens a second are those of all
 sequences together, in the median round after the first. Ratios say how many times as fast `fast_attention` is; **bold**
 ratios are losses. "First" is the first round: where shapes are new, `sdpa` waits for plans of cuDNN's. In the first
-line ours also compiled its kernels."""
+line of a model ours also compiled its kernels. A model "/8" is one rank's share of eight, on a GPU that communicates
+with nobody. The sizes of PanGu are our guesses, since they are not published."""
+GLANCE = """\
+Ratios over all cells of a model: lowest, median, highest; "vs eager" at 1 x 2K and 1 x 8K. The host is a virtual
+machine. Its times vary by 10% and more from cell to cell, and are all that a decode without graphs takes."""
 PREFILL = """\
 Long prompts go to cuDNN in both `sdpa` and `fast_attention`
 ([decision](../decisions/0054-prefill-by-cudnn-on-hopper.md))."""
 DECODE = """\
 Tokens one by one after the prompt, with a DynamicCache, which has a new length in every step. Until the cache is long
-this is the host's time: a step calls some 700 operations from Python. Once cuDNN's plans exist, `fast_attention` is
-behind, because its function takes about 30 microseconds a layer longer than `sdpa`'s on this host. Where a length is
-new, `sdpa` waits for a plan, and the first round is what is felt. In 1 x 16K one of the two rounds was disturbed (19.1
-and 24.8 ms)."""
+this is the host's time: a step calls some 700 operations from Python. Once cuDNN's plans exist, `fast_attention` takes
+about 10 microseconds a layer longer than `sdpa`
+([decision](../decisions/0058-keep-the-memory-of-a-stream-between-decodes.md)). Where a length is new, `sdpa` waits for
+a plan, and the first round is what is felt."""
+BEFORE = """\
+It was measured before that decision, and its figures are means of steps, not medians: a disturbed step counts."""
+MEAN_OF_STEPS = ("pangu-71b/8",)
 GRAPH = """\
 Tokens one by one with a StaticCache, each step replayed from one CUDA graph: how models are served. Before
 [0055](../decisions/0055-decode-whatever-leaves-multiprocessors-idle.md) such a step took up to 13 times as long."""
@@ -31,29 +43,59 @@ MEMORY = "Peak of a prefill, weights included, in GB."
 
 def build() -> str:
     """whole-models.md."""
-    result = Result.load("h100/model_llama-2-7b")
-    where = f"{result.data['model']}, {result.data['num_layers']} layers, {result.data['dtype']}, {result.gpu}"
-    source = result.provenance(result.gpu)
-    return page(
-        "Whole models",
-        INTRODUCTION,
-        f"## {where}: prefill",
+    results = [Result.load(name) for name in RESULTS]
+    blocks = [INTRODUCTION, "## At a glance", GLANCE, _glance(results)]
+    for result in results:
+        blocks += _model(result)
+    return page("Whole models", *blocks)
+
+
+def _glance(results: list[Result]) -> str:
+    rows = []
+    for result in results:
+        model = f"{result.data['model']}, {result.data['num_layers']} layers"
+        at = [_ratios(result, "prefill", EAGER, cells=((1, seqlen),))[0] for seqlen in (2048, 8192)]
+        ranges = [_range(_ratios(result, what, SDPA)) for what in ("prefill", "decode", "graphed_decode")]
+        rows.append([model, ranges[0], f"{ratio(at[0])}, {ratio(at[1])}", *ranges[1:]])
+    headings = ["model", "prefill vs sdpa", "prefill vs eager", "decode vs sdpa", "decode in graphs vs sdpa"]
+    return table(headings, rows)
+
+
+def _ratios(result: Result, what: str, other: str, cells: tuple[tuple[int, int], ...] = ()) -> list[float]:
+    found = []
+    for row in result.data["rows"]:
+        if not cells or (row["batch_size"], row["seqlen"]) in cells:
+            over = _over(*(_steady(row["figures"][name][what]) for name in (other, OURS)))
+            found += [] if over is None else [over]
+    return found
+
+
+def _range(ratios: list[float]) -> str:
+    return f"{ratio(min(ratios))}, {ratio(median(ratios))}, {ratio(max(ratios))}"
+
+
+def _model(result: Result) -> list[str]:
+    model, source = result.data["model"], result.provenance(result.gpu)
+    decode = f"{DECODE} {BEFORE}" if model in MEAN_OF_STEPS else DECODE
+    return [
+        f"## {model}, {result.data['num_layers']} layers, {result.data['dtype']}, {result.gpu}",
+        f"### {model}: prefill",
         PREFILL,
         _rates(result, "prefill"),
         source,
-        f"## {where}: decode",
-        DECODE,
+        f"### {model}: decode",
+        decode,
         _rates(result, "decode"),
         source,
-        f"## {where}: decode in CUDA graphs",
+        f"### {model}: decode in CUDA graphs",
         GRAPH,
         _rates(result, "graphed_decode", with_first=False),
         source,
-        f"## {where}: memory",
+        f"### {model}: memory",
         MEMORY,
         _memory(result),
         source,
-    )
+    ]
 
 
 def _rates(result: Result, what: str, with_first: bool = True) -> str:

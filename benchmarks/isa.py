@@ -3,7 +3,7 @@
     python benchmarks/isa.py                              # all that this processor runs, each in its own process
     FASTATTENTION_CPU_ISA=avx2 python benchmarks/isa.py   # that one
 
-A float32 prefill against peers that use whatever they like. The limits are those of the instruction set.
+A float32 prefill and a decode against peers that use whatever they like. The limits are those of the instruction set.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import typer
 from fastattention import config
 from fastattention.backends.cpu.library import available_isas
 from fastattention.cli.bench.session import run_question
-from fastattention.cli.bench.suite import prefill
+from fastattention.cli.bench.suite import decode, prefill
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(seqlen: int = 4096, seconds: float = 10.0, output: Path = RESULTS) -> None:
-    """Spend about `seconds` on each problem; write isa_NAME.json and isa_NAME.png into `output`."""
+    """Spend about `seconds` on each problem; write isa_NAME and isa_NAME_decode, .json and .png, into `output`."""
     forced = config.cpu_isa()
     if forced is not None:
         workloads = [workload for workload in prefill(seqlen) if workload.dtype == "float32"]
         run_question(f"isa_{forced}", workloads, seconds, output)
+        run_question(f"isa_{forced}_decode", decode(), seconds, output)
         return
     for isa in available_isas():
         # A process loads its kernels once: another instruction set is another process.

@@ -6,7 +6,7 @@
 //
 // Caches stored tokens first keep the heads of a token side by side, in rows as short as 128 bytes: read head by head,
 // memory gives half its speed. There one task reads several heads: they take turns block by block, while prefetching
-// runs through whole tokens of the block ahead (docs/decisions/0005-read-neighbouring-heads-together.md).
+// runs through whole tokens of the block ahead (docs/decisions/0005-read-neighbouring-heads-together.md; how many: 0059).
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -39,7 +39,7 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
                     const Vec key = key_chunk(t);
 #pragma GCC unroll 8
                     for (int g = 0; g < kGroup; ++g)
-                        acc[t * kGroup + g] = Dot::multiply_add(acc[t * kGroup + g], key, row[g]);
+                        acc[t * kGroup + g] = Dot::add_product(acc[t * kGroup + g], key, row[g]);
                 }
             } else {
                 Vec key[kKeys];
@@ -49,7 +49,7 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
                 for (int g = 0; g < kGroup; ++g) {
                     const Vec row = load(query + g * query_stride);
 #pragma GCC unroll 16
-                    for (int t = 0; t < kKeys; ++t) acc[t * kGroup + g] = Dot::multiply_add(acc[t * kGroup + g], key[t], row);
+                    for (int t = 0; t < kKeys; ++t) acc[t * kGroup + g] = Dot::add_product(acc[t * kGroup + g], key[t], row);
                 }
             }
         };

@@ -19,6 +19,8 @@ struct Wide {
     static constexpr int64_t kTurn = kQuantised<Element> ? kQuantisedTurnKeys : kTurnKeys;
     FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
     FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
+    // Of a key with a query, and of columns of values with a probability.
+    FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) { return fma(key, query, acc); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
     FA_INLINE Vec reduce(const Vec* acc) { return reduce_columns(acc); }
 
@@ -50,6 +52,35 @@ struct Wide {
     FA_INLINE Vec end_sum(Vec acc, const float*, float) { return acc; }
 };
 
+// Elements of more rows than four, whose queries WidePairs would widen more often than the keys.
+struct WideBeside : Wide<Bfloat16> {
+    static constexpr int kColumnStep = 2 * Vec::kWidth;  // as of WidePairs, whose results lie between these
+};
+
+// bfloat16 without an instruction for its pairs: a shift and a mask widen two vectors at once, where a load that widens takes
+// a shuffle for each.
+struct WidePairs : Wide<Bfloat16> {
+    using Grouped = WideBeside;
+    static constexpr int kColumnStep = 2 * Vec::kWidth;
+    static constexpr int kChunk = 2 * Vec::kWidth;
+    static constexpr int kColumnVectors = 2;
+    FA_INLINE Vec load_chunk(const Bfloat16* p) { return load_pairs(p); }
+    FA_INLINE Vec load_chunk_partial(const Bfloat16* p, int n) { return load_pairs_partial(p, n); }
+    FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) {
+        Vec keys[2], queries[2];
+        widen_pairs(key, keys[0], keys[1]);
+        widen_pairs(query, queries[0], queries[1]);
+        return fma(keys[1], queries[1], fma(keys[0], queries[0], acc));
+    }
+    template <int kGroup>
+    FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
+        narrow_row(query, reinterpret_cast<Bfloat16*>(queries + g * stride), n);
+        return 1.0f;
+    }
+    FA_INLINE void combine(const Vec* values, Vec* columns) { widen_pairs(values[0], columns[0], columns[1]); }
+    FA_INLINE void restore_order(const float* from, float* to) { store_interleaved(to, load(from), load(from + Vec::kWidth)); }
+};
+
 #ifdef FA_HAS_BF16_DOT
 // Two at a time by the instruction for pairs of bfloat16. Its columns come out interleaved and are put back in order when a
 // split is done.
@@ -63,6 +94,7 @@ struct Paired : Wide<float> {
     static constexpr bool kPrecise = false;
     FA_INLINE Vec load_chunk(const Bfloat16* p) { return load_pairs(p); }
     FA_INLINE Vec load_chunk_partial(const Bfloat16* p, int n) { return load_pairs_partial(p, n); }
+    FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) { return dot_pairs(acc, key, query); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
     template <int kGroup>
     FA_INLINE float store_query(const float* query, int64_t n, float* queries, int g, int64_t stride) {
@@ -107,6 +139,7 @@ struct FixedPoint : Wide<Int8> {
     static constexpr float kLargestWord = 32767.0f;
     FA_INLINE Vec load_chunk(const Int8* p) { return load_words(p); }
     FA_INLINE Vec load_chunk_partial(const Int8* p, int n) { return load_words_partial(p, n); }
+    FA_INLINE Vec add_product(Vec acc, Vec key, Vec query) { return dot_words(acc, key, query); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_words(acc, a, b); }
     FA_INLINE Vec reduce(const Vec* acc) { return reduce_integer_columns(acc); }
 

@@ -23,7 +23,7 @@ constexpr int64_t kMinSplitKeys = 256, kMaxSplitKeys = 3072, kWantedSplits = 128
 // Rows for which the shortest splits are that short. Of more rows there is more to merge.
 constexpr int64_t kShortSplitRows = 32;
 // What a decode task reads of a token at once.
-constexpr int64_t kTokenBytes = 2048;
+constexpr int64_t kTokenBytes = 4096;
 // Heads are packed into panels and processed in waves of about this many bytes: working memory does not grow with the batch.
 constexpr int64_t kWaveBytes = int64_t{32} << 20;
 // A head whose panels take at most so many bytes is packed by the thread that works on it, if threads then finish together:
@@ -98,8 +98,7 @@ private:
         if (!tokens_first) return 1;
         const int64_t row_bytes = std::min(p_.headdim, p_.headdim_v) * call_.cache_element_size;
         const int64_t room = kMaxSplitFloats / (divide_up(p_.headdim, 64) * 64 + divide_up(p_.headdim_v, 64) * 64);
-        const int64_t most = std::min(is_quantised(p_) ? kMaxSplitHeads : kMaxSplitHeads / 2, room);
-        return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min(most, p_.nheads_k));
+        return std::clamp(kTokenBytes / row_bytes, int64_t{1}, std::min({kMaxSplitHeads, room, p_.nheads_k}));
     }
 
     int64_t split_keys(const Sequence& s, int64_t wanted) const {

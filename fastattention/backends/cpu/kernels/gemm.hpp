@@ -43,7 +43,7 @@ struct WidePair : VectorUnit {
     using Stored = float;
     static constexpr int kElements = 1;
     static constexpr int kOperands = 2;
-    FA_INLINE void load_units(const Stored* p, Vec* operands) { widen_pairs(p, operands[0], operands[1]); }
+    FA_INLINE void load_units(const Stored* p, Vec* operands) { widen_pairs(load(p), operands[0], operands[1]); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
 };
 

@@ -61,7 +61,7 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
 #elif defined(FA_HAS_BF16_DOT)
     return use(Path<Bfloat16, Bfloat16Pair, Paired>{});
 #else
-    return use(Path<Bfloat16, FloatUnit, Wide<Bfloat16>, WidePair>{});
+    return use(Path<Bfloat16, FloatUnit, WidePairs, WidePair>{});
 #endif
 }
 

@@ -111,11 +111,26 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     memcpy(p, padded, n * sizeof(Half));
 }
 
+FA_INLINE Vec load_pairs(const Bfloat16* p) {
+    return {_mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
+    Bfloat16 padded[16] = {};
+    memcpy(padded, p, n * sizeof(Bfloat16));
+    return load_pairs(padded);
+}
 // The first and the second of each of eight pairs of bfloat16, as floats.
-FA_INLINE void widen_pairs(const float* p, Vec& first, Vec& second) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+FA_INLINE void widen_pairs(Vec pairs, Vec& first, Vec& second) {
+    const __m256i bits = _mm256_castps_si256(pairs.v);
     first = {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16))};
     second = {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
+// Their order in memory: lane i of `first` and `second` are elements 2i and 2i + 1.
+FA_INLINE void store_interleaved(float* to, Vec first, Vec second) {
+    const __m256 low = _mm256_unpacklo_ps(first.v, second.v), high = _mm256_unpackhi_ps(first.v, second.v);
+    _mm256_storeu_ps(to, _mm256_permute2f128_ps(low, high, 0x20));
+    _mm256_storeu_ps(to + 8, _mm256_permute2f128_ps(low, high, 0x31));
 }
 
 FA_INLINE Vec round_nearest(Vec x) { return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }

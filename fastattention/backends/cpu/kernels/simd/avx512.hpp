@@ -90,11 +90,23 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), to_bits16(a, Half{}));
 }
 
+FA_INLINE Vec load_pairs(const Bfloat16* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
+FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
+    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1ull), p))};
+}
 // The first and the second of each of sixteen pairs of bfloat16, as floats.
-FA_INLINE void widen_pairs(const float* p, Vec& first, Vec& second) {
-    const __m512i bits = _mm512_loadu_si512(p);
+FA_INLINE void widen_pairs(Vec pairs, Vec& first, Vec& second) {
+    const __m512i bits = _mm512_castps_si512(pairs.v);
     first = {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))};
     second = {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+
+// Their order in memory: lane i of `first` and `second` are elements 2i and 2i + 1.
+FA_INLINE void store_interleaved(float* to, Vec first, Vec second) {
+    const __m512i index = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i upper = _mm512_add_epi32(index, _mm512_set1_epi32(8));
+    _mm512_storeu_ps(to, _mm512_permutex2var_ps(first.v, index, second.v));
+    _mm512_storeu_ps(to + 16, _mm512_permutex2var_ps(first.v, upper, second.v));
 }
 
 // 2^n * p for integral n; exact zero far below the smallest float.
@@ -160,11 +172,6 @@ FA_INLINE void store_words(uint16_t* to, __m256i words) { _mm256_storeu_si256(re
 // acc + a.even * b.even + a.odd * b.odd over sixteen pairs of bfloat16.
 FA_INLINE Vec dot_pairs(Vec acc, Vec a, Vec b) {
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
-}
-
-FA_INLINE Vec load_pairs(const Bfloat16* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
-FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
-    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1ull), p))};
 }
 #endif
 

@@ -125,11 +125,24 @@ template <class Half>
 FA_INLINE Vec load(const Half* p) {
     return load_partial(p, 4);
 }
+FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
+    Vec a = zero();
+    memcpy(&a.v, p, n * sizeof(Bfloat16));
+    return a;
+}
+FA_INLINE Vec load_pairs(const Bfloat16* p) { return load_pairs_partial(p, 8); }
 // The first and the second of each of four pairs of bfloat16, as floats.
-FA_INLINE void widen_pairs(const float* p, Vec& first, Vec& second) {
-    const Uint4 bits = (Uint4)load(p).v;
+FA_INLINE void widen_pairs(Vec pairs, Vec& first, Vec& second) {
+    const Uint4 bits = (Uint4)pairs.v;
     first = {(Float4)(bits << 16)};
     second = {(Float4)(bits & 0xffff0000u)};
+}
+// Their order in memory: lane i of `first` and `second` are elements 2i and 2i + 1.
+FA_INLINE void store_interleaved(float* to, Vec first, Vec second) {
+    for (int i = 0; i < 4; ++i) {
+        to[2 * i] = first.v[i];
+        to[2 * i + 1] = second.v[i];
+    }
 }
 
 template <class Half>

@@ -52,6 +52,7 @@ def _prefill() -> list[str]:
 
 
 def _decode() -> list[str]:
+    avx2 = Result.load("xeon_amx/isa_avx2_decode")
     return [
         "## Decode",
         "One query against a cache stored heads first, as Transformers stores it: (batch_size, nheads_k, seqlen, "
@@ -59,6 +60,13 @@ def _decode() -> list[str]:
         'and "torch matmul" are written by hand in torch. A dash: the peer does not serve the call, or the variant '
         "does not apply to it.",
         *_by_processor("decode", "gbytes_per_s"),
+        "### Decode with AVX2 only",
+        "Our kernels are limited to AVX2; the peers use whatever the processor has. Eight query heads a key head take "
+        "8 operations for every byte, so that arithmetic and memory allow the same: "
+        f"{avx2.data['limits']['fma'] / 8:.0f} GB/s ([decision](../decisions/0059-read-sixteen-heads-together.md)).",
+        _comparison(avx2, "gbytes_per_s"),
+        _limits(avx2),
+        avx2.provenance(f"{avx2.processor} of which ours use AVX2"),
     ]
 
 

@@ -38,8 +38,7 @@ static void score_block(Dot, const KeyBlock<Element>& block, int64_t head, const
                 for (int t = 0; t < kKeys; ++t) {
                     const Vec key = key_chunk(t);
 #pragma GCC unroll 8
-                    for (int g = 0; g < kGroup; ++g)
-                        acc[t * kGroup + g] = Dot::add_product(acc[t * kGroup + g], key, row[g]);
+                    for (int g = 0; g < kGroup; ++g) acc[t * kGroup + g] = Dot::add_product(acc[t * kGroup + g], key, row[g]);
                 }
             } else {
                 Vec key[kKeys];

@@ -78,7 +78,9 @@ struct WidePairs : Wide<Bfloat16> {
         return 1.0f;
     }
     FA_INLINE void combine(const Vec* values, Vec* columns) { widen_pairs(values[0], columns[0], columns[1]); }
-    FA_INLINE void restore_order(const float* from, float* to) { store_interleaved(to, load(from), load(from + Vec::kWidth)); }
+    FA_INLINE void restore_order(const float* from, float* to) {
+        store_interleaved(to, load(from), load(from + Vec::kWidth));
+    }
 };
 
 #ifdef FA_HAS_BF16_DOT

@@ -24,6 +24,10 @@ with nobody. The sizes of PanGu are our guesses, since they are not published.""
 GLANCE = """\
 Ratios over all cells of a model: lowest, median, highest; "vs eager" at 1 x 2K and 1 x 8K. The host is a virtual
 machine. Its times vary by 10% and more from cell to cell, and are all that a decode without graphs takes."""
+GLANCE_SOURCE = (
+    "<small>Device: H100. Versions: torch 2.11.0. Commit: that of each model below. Command: likewise. Data: likewise."
+    "</small>"
+)
 PREFILL = """\
 Long prompts go to cuDNN in both `sdpa` and `fast_attention`
 ([decision](../decisions/0054-prefill-by-cudnn-on-hopper.md))."""
@@ -48,7 +52,7 @@ MEMORY = "Peak of a prefill, weights included, in GB."
 def build() -> str:
     """whole-models.md."""
     on_gpus, on_cpus = ([Result.load(name) for name in names] for names in (ON_GPUS, ON_CPUS))
-    blocks = [INTRODUCTION, "## At a glance", GLANCE, _glance(on_gpus)]
+    blocks = [INTRODUCTION, "## At a glance", GLANCE, _glance(on_gpus), GLANCE_SOURCE]
     for result in on_gpus:
         blocks += _on_gpu(result)
     for result in on_cpus:
@@ -105,16 +109,19 @@ def _on_gpu(result: Result) -> list[str]:
 
 
 def _on_cpu(result: Result) -> list[str]:
+    source = result.provenance(result.processor)
     return [
         f"## {_title(result)}, {result.processor}",
         CPU,
         "Prefill:",
         _rates(result, "prefill", with_first=False),
+        source,
         "Decode:",
         _rates(result, "decode", with_first=False),
+        source,
         MEMORY,
         _memory(result),
-        result.provenance(result.processor),
+        source,
     ]
 
 

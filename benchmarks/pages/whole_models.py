@@ -24,10 +24,6 @@ with nobody. The sizes of PanGu are our guesses, since they are not published.""
 GLANCE = """\
 Ratios over all cells of a model: lowest, median, highest; "vs eager" at 1 x 2K and 1 x 8K. The host is a virtual
 machine. Its times vary by 10% and more from cell to cell, and are all that a decode without graphs takes."""
-GLANCE_SOURCE = (
-    "<small>Device: H100. Versions: torch 2.11.0. Commit: that of each model below. Command: likewise. Data: likewise."
-    "</small>"
-)
 PREFILL = """\
 Long prompts go to cuDNN in both `sdpa` and `fast_attention`
 ([decision](../decisions/0054-prefill-by-cudnn-on-hopper.md))."""
@@ -52,7 +48,7 @@ MEMORY = "Peak of a prefill, weights included, in GB."
 def build() -> str:
     """whole-models.md."""
     on_gpus, on_cpus = ([Result.load(name) for name in names] for names in (ON_GPUS, ON_CPUS))
-    blocks = [INTRODUCTION, "## At a glance", GLANCE, _glance(on_gpus), GLANCE_SOURCE]
+    blocks = [INTRODUCTION, "## At a glance", GLANCE, _glance(on_gpus), _glance_source(on_gpus)]
     for result in on_gpus:
         blocks += _on_gpu(result)
     for result in on_cpus:
@@ -69,6 +65,15 @@ def _glance(results: list[Result]) -> str:
         rows.append([model, ranges[0], f"{ratio(at[0])}, {ratio(at[1])}", *ranges[1:]])
     headings = ["model", "prefill vs sdpa", "prefill vs eager", "decode vs sdpa", "decode in graphs vs sdpa"]
     return table(headings, rows)
+
+
+def _glance_source(results: list[Result]) -> str:
+    devices = ", ".join(dict.fromkeys(result.gpu for result in results))
+    versions = ", ".join(dict.fromkeys(f"torch {result.machine['versions']['torch']}" for result in results))
+    return (
+        f"<small>Device: {devices}. Versions: {versions}. Commit: that of each model below. Command: likewise. "
+        "Data: likewise.</small>"
+    )
 
 
 def _ratios(result: Result, what: str, other: str, cells: tuple[tuple[int, int], ...] = ()) -> list[float]:

@@ -19,7 +19,7 @@ _FIRST_OVERLAPPING = 90  # the compute capability from which kernels may overlap
 _MAX_LAUNCH_CONFIGS = 1024
 
 
-def _without_cuda(device_index: int = 0) -> int:
+def _without_cuda(device_index: int = 0) -> Any:
     raise CompileError("this torch is built without CUDA")
 
 
@@ -28,6 +28,8 @@ def _without_cuda(device_index: int = 0) -> int:
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _without_cuda)
 # The handle of the current stream of a device.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _without_cuda)
+# Whether a graph of the current stream is being captured.
+is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _without_cuda)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
-    monkeypatch.setattr(scratch, "_is_capturing", gpu.is_current_stream_capturing)
+    monkeypatch.setattr(scratch, "is_capturing", gpu.is_current_stream_capturing)
     monkeypatch.setattr(scratch.torch.cuda, "current_stream", gpu.current_stream)
     return gpu
 

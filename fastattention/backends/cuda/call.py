@@ -43,9 +43,10 @@ class PlannedCall:
         self._template: bytes | None = None  # of calls whose tensors kernels read where they are
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
-        split = plan.split if plan.split is not None and plan.split.num_slots > 0 else None
-        self._partial_rows = 0 if split is None else split.num_slots * split.partial_rows
-        self._num_counters = 0 if split is None else split.num_counters * problem.batch_size
+        self._partial_rows = self._num_counters = 0
+        if (split := plan.split) is not None:
+            self._partial_rows = split.num_slots * split.partial_rows
+            self._num_counters = split.num_counters * problem.batch_size
         self._has_keys = problem.layout is not Layout.VARLEN or problem.batch_size > 0
 
     def __call__(self, inputs: Inputs) -> AttentionOutput:
@@ -58,28 +59,25 @@ class PlannedCall:
         # Strides that are known are aligned, but memory may begin anywhere.
         if template is None or (addresses[0] | addresses[1] | addresses[2]) % 16 != 0:  # of q, k and v
             return self._attend_prepared(inputs)
-        out = inputs.q.new_empty_strided(*self._out)
-        lse = None if self._lse is None else inputs.q.new_empty_strided(*self._lse, dtype=torch.float32)
-        self._attend(template, addresses, out, lse)
-        return AttentionOutput(out, lse)
+        return self._attend(template, addresses, inputs.q.new_empty_strided(*self._out))
 
     def _attend_prepared(self, given: Inputs) -> AttentionOutput:
         """To tensors that kernels may not read where they are, or that nobody has looked at."""
         problem, plan = self._problem, self._plan
         inputs = prepared(given, plan.dtype)
-        template = attention_template(problem, inputs, plan)
         if not self._has_keys:
             return keyless(problem, inputs)  # no CTA is there to write rows behind the last sequence
+        template = attention_template(problem, inputs, plan)
         if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
             self._template = template
         out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))
-        lse = None if self._lse is None else inputs.q.new_empty_strided(*self._lse, dtype=torch.float32)
-        self._attend(template, self._addresses.of(inputs), out, lse)
+        lse = self._attend(template, self._addresses.of(inputs), out).lse
         out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
 
-    def _attend(self, template: bytes, addresses: Sequence[int], out: Tensor, lse: Tensor | None) -> None:
-        """addresses: of the tensors of a call, q, k and v first."""
+    def _attend(self, template: bytes, addresses: Sequence[int], out: Tensor) -> AttentionOutput:
+        """Into out, as wide as v. addresses: of the tensors of a call, q, k and v first."""
+        lse = None if self._lse is None else out.new_empty_strided(*self._lse, dtype=torch.float32)
         partials_at = stats_at = counters_at = 0
         if rows := self._partial_rows:
             columns = out.shape[-1]
@@ -93,6 +91,7 @@ class PlannedCall:
         )  # fmt: skip
         for launch in self._launchers:
             launch(params)
+        return AttentionOutput(out, lse)
 
     def _append_tokens(self, launch: Launcher, template: bytes, inputs: Inputs) -> Inputs:
         """Writes the caches; returns the inputs with q rotated."""

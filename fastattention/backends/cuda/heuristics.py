@@ -160,22 +160,15 @@ def first_that_fits(candidates: Iterable[KernelConfig], limits: Limits) -> Kerne
     raise CompileError(f"no kernel fits compute capability {limits.target / 10:.1f}: {'; '.join(reasons)}")
 
 
-def l2_bytes_for_keys(limits: Limits) -> int:
-    """Of keys and values of heads that start together: an eighth of the L2 cache.
-
-    CTAs of one group of heads still run when those of the next two begin, queries and results pass through the cache
-    too, and an H100 keeps a copy of what it reads in each half of it.
-    """
-    return limits.l2_bytes // 8
-
-
 def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
-    """Query heads whose CTAs start together: their keys and values fit `l2_bytes_for_keys`, or are of one key head.
+    """Query heads whose CTAs start together: their keys and values fit an eighth of L2, or are of one key head.
 
-    Whole groups that share a key head, and as many each time, so that the last ones fill the GPU too.
+    CTAs of one such group of heads still run when those of the next two begin, queries and results pass through the
+    cache too, and an H100 keeps a copy of what it reads in each half of it. Heads that share a key head stay together,
+    and groups have as many each time, so that the last ones fill the GPU too.
     """
     key_head_bytes = problem.seqlen_k * (problem.headdim + problem.headdim_v) * 2
-    most = max(1, l2_bytes_for_keys(limits) // max(key_head_bytes, 1))
+    most = max(1, limits.l2_bytes // 8 // max(key_head_bytes, 1))
     key_heads = max(1, problem.nheads_k * problem.batch_size)
     num_rounds = -(-key_heads // most)
     return -(-key_heads // num_rounds) * problem.group_size

@@ -12,11 +12,11 @@ import threading
 import torch
 from torch import Tensor
 
+from fastattention.gpu_runtime.module import is_capturing
+
 _TOTAL = 1 << 20  # counters of a device: 4 MB
 _OF_STREAM = 1 << 14
 _MOST_KEPT = 1 << 23  # floats of a stream: 32 MB
-# A call asks this once a layer, and torch.cuda's function around it takes as long again.
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
 class Scratch:
@@ -41,21 +41,20 @@ class DeviceScratch:
     def take(self, num_counters: int, num_floats: int, stream: int) -> Scratch:
         """At least that much for a kernel on `stream`, the current one of the device."""
         known = self._of_stream.get(stream)
-        if known is None or known.num_counters < num_counters or known.num_floats < num_floats or _is_capturing():
+        if known is None or known.num_counters < num_counters or known.num_floats < num_floats or is_capturing():
             return self._take_new(num_counters, num_floats, stream)
         return known
 
     def _take_new(self, num_counters: int, num_floats: int, stream: int) -> Scratch:
         with self._lock:
-            if _is_capturing():
+            if is_capturing():
                 return Scratch(self._cut(num_counters), self._floats(num_floats))
             if self._counters is None:
                 self._counters = torch.zeros(_TOTAL, dtype=torch.int32, device=self._device)
                 # Once: other streams will use it too.
                 torch.cuda.current_stream(self._device).synchronize()
             known = self._of_stream.get(stream) or Scratch(self._cut(max(num_counters, _OF_STREAM)), self._floats(0))
-            enough = known.num_counters >= num_counters
-            counters = known.counters if enough else self._cut(num_counters)
+            counters = known.counters if known.num_counters >= num_counters else self._cut(num_counters)
             scratch = Scratch(counters, self._floats(max(num_floats, known.num_floats)))
             self._of_stream[stream] = scratch if num_floats <= _MOST_KEPT else Scratch(counters, known.partials)
             return scratch

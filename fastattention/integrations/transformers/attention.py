@@ -66,10 +66,9 @@ def fast_attention_forward(
     Raises UnsupportedError for paged caches, output_attentions and the arguments of sparse models, ArgumentError for
     masks that do not fit.
     """
-    sequences = None
-    if cache is not None or not _MEANINGFUL.isdisjoint(kwargs):
+    has_more = not _MEANINGFUL.isdisjoint(kwargs)
+    if has_more or cache is not None:
         _refuse_unsupported(cache, kwargs)
-        sequences = _varlen_sequences(kwargs)
     if indices is not None:
         attention_mask = _selected(attention_mask, indices, query, key)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
@@ -82,6 +81,7 @@ def fast_attention_forward(
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(attention_mask, Tensor):
         return attend_dense(q, k, v, _attn_bias(attention_mask, position_bias, q), scores), None
+    sequences = _varlen_sequences(kwargs) if has_more else None
     if attention_mask is not None and (sequences is None or not isinstance(attention_mask, DenseMask)):
         return attention_mask.attend(q, k, v, position_bias, scores), None
     causal, window = _without_mask(module, is_causal, sliding_window)

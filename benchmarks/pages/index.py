@@ -14,7 +14,7 @@ PAGES = (
      ("h100/model_llama-2-7b", "xeon_amx/model_llama-2-7b")),
     ("[Long contexts](long-contexts.md)", "caches shared by a GPU and its host", ("long_context",)),
     ("[Tensor parallelism](tensor-parallel.md)", "attention, GEMM and all-reduce in row blocks",
-     ("tiled_allreduce_tp2", "tiled_allreduce_tp4", "h100/tiled_allreduce_tp2")),
+     ("tiled_allreduce_tp2", "tiled_allreduce_tp4")),
     ("[Quantised caches](quantised-caches.md)", "errors and times of int8 and float8", ("quantised_cache",)),
 )  # fmt: skip
 INTRODUCTION = """\

@@ -19,8 +19,8 @@ has been measured on an Ascend NPU or on V100s.
 
 - `two-shot`: torch's attention, GEMM, and `two_shot_all_reduce_` in symmetric memory.
 - `async`: torch's async tensor parallelism: attention, fused GEMM and reduce-scatter, all-gather.
-- `default`: what a user gets, and the fastest strategy. It had our own attention then. Since, long prefill goes to
-    cuDNN by itself ([0054](../decisions/0054-prefill-by-cudnn-on-hopper.md)), which has not been measured here.
+- `default`: what a user gets: the backend that `auto` chooses, and the fastest strategy. Long prefill goes to cuDNN by
+    itself ([0054](../decisions/0054-prefill-by-cudnn-on-hopper.md)).
 - `auto`: the fastest strategy, with `backend="sdpa"`. The other columns are one transport each, likewise.
 - `copy_engine` and `nccl_symmetric` no longer exist.
 
@@ -28,13 +28,11 @@ Results without `two-shot`, `async` and `default` were measured before these wer
 SECTIONS = (
     ("tiled_allreduce_tp2", "Two ranks"),
     ("tiled_allreduce_tp2_heads_of_4", "Two ranks with the heads of four"),
-    ("h100/tiled_allreduce_tp2", "Two ranks"),
-    ("h100/tiled_allreduce_tp2_heads_of_4", "Two ranks with the heads of four"),
     ("tiled_allreduce_tp4", "Four ranks"),
     ("tiled_allreduce_tp2_no_p2p", "Two ranks without peer-to-peer access"),
     ("h100/tiled_allreduce_tp2_no_p2p", "Two ranks without peer-to-peer access"),
 )
-CHARTED = "h100/tiled_allreduce_tp2"
+CHARTED = "tiled_allreduce_tp2"
 NOTES = {
     "Two ranks with the heads of four": "Each of two ranks has the compute of one rank of four. It stands in for four "
     "ranks, which it is not: shares are halves, and there is one link to read from.",

@@ -1,10 +1,10 @@
-"""How much memory does a prefill take beyond its inputs, and how does that grow with the length?
+"""How much memory do a prefill and its backward take beyond their inputs, and how does that grow with the length?
 
     python benchmarks/memory.py
 
 Every number comes from a process of its own: bfloat16 q, k and v of 4 heads of 64 are resident, the peak of resident
 memory is reset, one causal attention runs, and the rise of the peak is reported. It includes the result, whose size
-stands beside it.
+stands beside it. Of a backward the result is the gradients of q, k and v; what the forward kept is resident before.
 """
 
 from __future__ import annotations
@@ -15,28 +15,32 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.table import Table
 
 from fastattention.cli import peak_memory
-from fastattention.cli.bench.peers import EAGER, FASTATTENTION, SDPA
+from fastattention.cli.bench.peers import EAGER, FASTATTENTION, SDPA, Peer
 from fastattention.cli.bench.report import SCHEMA, title
-from fastattention.cli.bench.workload import BenchWorkload, make_tensors
+from fastattention.cli.bench.workload import BenchWorkload, Kind, make_tensors
 from fastattention.cli.console import OUTPUT, fail, progress_bar
 from fastattention.cli.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
-PEERS = {peer.name: peer for peer in (FASTATTENTION, SDPA, EAGER)}
+PEERS: dict[Kind, dict[str, Peer]] = {
+    "prefill": {peer.name: peer for peer in (FASTATTENTION, SDPA, EAGER)},
+    "backward": {peer.name: peer for peer in (FASTATTENTION, SDPA)},
+}
 NHEADS, HEADDIM = 4, 64
 WARM_UP_SEQLEN = 64
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one prefill; extra_bytes is None for one that was not run, and then `reason` says why."""
+    """Bytes of one call; extra_bytes is None for one that was not run, and then `reason` says why."""
 
+    kind: Kind
     peer: str
     seqlen: int
     result_bytes: int
@@ -49,7 +53,7 @@ def main(
     longest: int = 65536,
     output: Path = RESULTS,
     only: Annotated[
-        tuple[str, int] | None, typer.Option(hidden=True, help="Measure this peer and length here.")
+        tuple[str, str, int] | None, typer.Option(hidden=True, help="Measure this kind, peer and length here.")
     ] = None,
 ) -> None:
     """Double the length from `shortest` to `longest`; write memory.json and memory.png into `output`."""
@@ -60,44 +64,52 @@ def main(
     if reason is not None:
         raise fail(reason)
     seqlens = [shortest << step for step in range((longest // shortest).bit_length())]
-    cases = [(peer, seqlen) for seqlen in seqlens for peer in PEERS]
+    cases = [(kind, peer, seqlen) for kind, peers in PEERS.items() for seqlen in seqlens for peer in peers]
     with progress_bar() as bar:
         peaks = [measure_in_process(*case) for case in bar.track(cases, description="peak memory")]
-    show(peaks)
+    for kind in PEERS:
+        show(kind, [peak for peak in peaks if peak.kind == kind])
     output.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
     record = {"schema": SCHEMA, "question": "memory", "machine": machine, "peaks": [asdict(peak) for peak in peaks]}
     (output / "memory.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(peaks, f"memory: {title(machine)}", output / "memory.png")
+    forward = [peak for peak in peaks if peak.kind == "prefill"]
+    draw(forward, f"memory: {title(machine)}", output / "memory.png")
 
 
-def make_workload(seqlen: int) -> BenchWorkload:
+def make_workload(kind: str, seqlen: int) -> BenchWorkload:
     """The problem that is measured."""
-    return BenchWorkload("prefill", "bfloat16", (seqlen,), (seqlen,), NHEADS, NHEADS, HEADDIM, causal=True)
+    return BenchWorkload(cast(Kind, kind), "bfloat16", (seqlen,), (seqlen,), NHEADS, NHEADS, HEADDIM, causal=True)
 
 
-def measure_here(peer: str, seqlen: int) -> Peak:
+def measure_here(kind: str, peer: str, seqlen: int) -> Peak:
     """The rise of this process's peak in one call, after a short one that starts threads and loads code."""
     for length in (WARM_UP_SEQLEN, seqlen):
-        workload = make_workload(length)
-        prepared = PEERS[peer].prepare(workload, make_tensors(workload))
+        workload = make_workload(kind, length)
+        prepared = PEERS[workload.kind][peer].prepare(workload, make_tensors(workload))
         peak_memory.reset_peak()
         before = peak_memory.resident_bytes()
-        out = prepared.output(prepared.call())
+        result = prepared.call()  # kept until the peak is read
         extra_bytes = peak_memory.peak_bytes() - before
-    return Peak(peer, seqlen, out.nbytes, extra_bytes)
+    del result
+    return Peak(workload.kind, peer, seqlen, size_of_result(kind, seqlen), extra_bytes)
 
 
-def measure_in_process(peer: str, seqlen: int) -> Peak:
+def size_of_result(kind: str, seqlen: int) -> int:
+    """Bytes of out, or of the gradients of q, k and v."""
+    return seqlen * NHEADS * HEADDIM * 2 * (3 if kind == "backward" else 1)
+
+
+def measure_in_process(kind: Kind, peer: str, seqlen: int) -> Peak:
     """`measure_here` in a fresh process, unless the machine has not the memory for it."""
-    result_bytes = seqlen * NHEADS * HEADDIM * 2
+    result_bytes = size_of_result(kind, seqlen)
     needed, available = seqlen**2 * NHEADS * (2 + 4 + 2), available_bytes()  # scores, float32 softmax, weights
     if peer == EAGER.name and needed > available // 2:
         reason = f"needs about {needed / 2**30:.0f} GiB, {available / 2**30:.0f} GiB are available"
-        return Peak(peer, seqlen, result_bytes, reason=reason)
+        return Peak(kind, peer, seqlen, result_bytes, reason=reason)
     # Without the threshold glibc keeps freed memory resident, and a later allocation would not show.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--only", peer, str(seqlen)]
+    command = [sys.executable, __file__, "--only", kind, peer, str(seqlen)]
     child = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return Peak(**json.loads(child.stdout))
 
@@ -108,9 +120,9 @@ def available_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-def show(peaks: list[Peak]) -> None:
+def show(kind: Kind, peaks: list[Peak]) -> None:
     """Print one row a length."""
-    table = Table("tokens", "result", *PEERS, title="peak extra memory, result included")
+    table = Table("tokens", "result", *PEERS[kind], title=f"peak extra memory of a {kind}, result included")
     for seqlen in dict.fromkeys(peak.seqlen for peak in peaks):
         row = [peak for peak in peaks if peak.seqlen == seqlen]
         cells = [in_words(peak.extra_bytes) if peak.extra_bytes is not None else peak.reason or "" for peak in row]
@@ -129,7 +141,7 @@ def draw(peaks: list[Peak], heading: str, path: Path) -> None:
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
     panel = figure.subplots()
-    for peer in PEERS:
+    for peer in PEERS["prefill"]:
         measured = [peak for peak in peaks if peak.peer == peer and peak.extra_bytes is not None]
         megabytes = [(peak.extra_bytes or 0) / 1e6 for peak in measured]
         panel.plot([peak.seqlen for peak in measured], megabytes, marker="o", label=peer)

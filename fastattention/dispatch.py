@@ -7,22 +7,23 @@ index tensors. A call whose signature is known is one look-up, checks of those n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattention.autograd import differentiable
 from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.traffic import Extent, Traffic
 from fastattention.backends.registry import Verdict, check_name, chosen, get_backend, select_backend, verdicts
-from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.eager import PLAIN_TYPES, is_traced, transform_level
+from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache, prepare_prefill
-from fastattention.validation.common import Options, as_kernels_read, is_differentiating
-from fastattention.validation.kinds import check_kinds, check_readable
+from fastattention.validation.common import Options, as_kernels_read
+from fastattention.validation.kinds import check_readable
 from fastattention.validation.lengths import check_cache, check_varlen
 from fastattention.validation.prefill import MaxSeqlens
 
@@ -69,10 +70,7 @@ _KVCACHE_NAMES = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
 CallSignature = tuple[object, ...]
 _CACHE_SEQLENS = KvCacheArguments._fields.index("cache_seqlens")  # which may be a number
 _explaining: ContextVar[bool] = ContextVar("explaining", default=False)
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _is_profiling = torch._C._autograd._profiler_enabled
-_active_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transform_level = torch._C._functorch.maybe_current_level  # of torch.func; None outside
 
 
 def explain_call(call: Callable[[], object]) -> Explanation:
@@ -100,15 +98,18 @@ class Plan:
         selected = select_backend(problem, backend)
         self.problem = problem
         self._range = f"fastattention::{selected.name}"
-        self.forward = selected.plan(problem, inputs)
+        self.has_backward = bool(problem.grads) and selected.has_backward
+        self.backend = selected
+        # Without autograd, and with it.
+        self.serve = selected.plan(problem, inputs)
+        self.forward = differentiable(selected, problem, self.serve) if self.has_backward else self.serve
         pairs = zip(Inputs._fields, given, inputs, strict=True)
         self._converted = [name for name, before, after in pairs if before is not after]
 
     def run(self, inputs: Inputs) -> AttentionOutput:
         """Serves a call with the tensors that were given. Profilers see a range with the backend's name."""
         try:
-            if self._converted:
-                inputs = as_kernels_read(self.problem, inputs, self._converted)
+            inputs = self.as_read(inputs)
             if _is_profiling():
                 with torch.profiler.record_function(self._range):
                     return self.forward(inputs)
@@ -117,6 +118,10 @@ class Plan:
             names = _KVCACHE_NAMES if self.problem.layout is Layout.KVCACHE else {}
             check_readable({names.get(name, name): tensor for name, tensor in inputs._asdict().items()})
             raise
+
+    def as_read(self, inputs: Inputs) -> Inputs:
+        """The tensors of a call as its kernels read them."""
+        return as_kernels_read(self.problem, inputs, self._converted) if self._converted else inputs
 
 
 _plans: BoundedDict[object, Plan] = BoundedDict()
@@ -137,28 +142,27 @@ def signature_of(tensors: Sequence[object], backend: object, *scalars: Hashable)
     if (
         type(backend) is not str
         or is_traced()
-        or _transform_level() is not None
+        or transform_level() is not None
         or forward_ad._current_level >= 0
-        or type(first) not in _PLAIN_TYPES
+        or type(first) not in PLAIN_TYPES
         or first.is_meta  # type: ignore[attr-defined]
         or _explaining.get()
     ):
         return None
     records = torch.is_grad_enabled()
-    needs_grad = False
     looks: list[object] = []
     try:
         for tensor in tensors:
             if tensor is None:
                 looks.append(None)
-            elif type(tensor) in _PLAIN_TYPES and not tensor.is_neg():  # type: ignore[attr-defined]
-                looks.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))  # type: ignore[attr-defined]
-                needs_grad |= records and tensor.requires_grad  # type: ignore[attr-defined]
+            elif type(tensor) in PLAIN_TYPES and not tensor.is_neg():  # type: ignore[attr-defined]
+                grad = records and tensor.requires_grad  # type: ignore[attr-defined]
+                looks.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad))  # type: ignore[attr-defined]
             else:
                 return None
     except RuntimeError:  # of tensors without a shape or strides, which validation names
         return None
-    return (needs_grad, backend, scalars, *looks)
+    return (backend, scalars, *looks)
 
 
 def plan_prefill(
@@ -250,55 +254,3 @@ def stop_if_explaining(problem: Problem, inputs: Inputs, backend: str) -> None:
         if serving is not None:
             traffic = get_backend(serving.backend).traffic(problem, Extent.of(problem, inputs))
         raise _Explained(Explanation(problem, considered, traffic))
-
-
-def runs_eagerly(*tensors: object) -> bool:
-    """True when kernels may read the memory of all tensors now; False when the call must stay an operator.
-
-    That is so while a call is traced or transformed by torch.func.vmap, and for tensor subclasses (fake tensors,
-    DTensors and results of collectives among them), views that negate what lies in memory, and where the first is on
-    the meta device. Values that are no tensors are left to validation. Within torch.func.grad and jvp a call runs: in
-    operations of torch, which those transforms follow, because it needs a gradient.
-    """
-    if is_traced():
-        return False
-    if _transform_level() is not None:
-        return is_differentiating()
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) in _PLAIN_TYPES:
-            if tensor.is_neg():  # type: ignore[attr-defined]
-                return False
-        elif isinstance(tensor, Tensor):
-            return False
-    return not (isinstance(tensors[0], Tensor) and tensors[0].is_meta)
-
-
-def require_eager(tensors: Mapping[str, object], remedy: str = "") -> None:
-    """Raises, naming a tensor or what else is in the way, unless `runs_eagerly`: for calls that are no operators.
-
-    remedy: what to do instead, from its semicolon on
-    """
-    if runs_eagerly(*tensors.values()):
-        with contextlib.suppress(RuntimeError):  # of tensors that are not strided, which have no address
-            if all(x.data_ptr() and not x.is_nested for x in tensors.values() if isinstance(x, Tensor)):
-                return
-        check_readable(tensors)
-        return
-    check_kinds(tensors)
-    if not (is_traced() or _transform_level() is not None):
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and (type(tensor) not in _PLAIN_TYPES or tensor.is_meta or tensor.is_neg()):
-                negated = ", a view that negates what lies in memory" if tensor.is_neg() else ""
-                given = f"{type(tensor).__name__} on {tensor.device}{negated}"
-                raise ArgumentError(f"{name} is {given}; it must be a plain tensor that holds data{remedy}")
-    raise UnsupportedError(
-        "the call is being traced, by torch.compile, torch.jit, torch.func or a dispatch mode, which it does not serve"
-        + remedy
-    )
-
-
-def is_traced() -> bool:
-    """True under torch.compile, torch.jit.trace and any active dispatch mode."""
-    return torch.compiler.is_compiling() or _active_dispatch_modes() > 0 or torch._C._get_tracing_state() is not None

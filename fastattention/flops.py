@@ -28,7 +28,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_: Any) -> in
 
 
 def _attention_backward(_: Any, __: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **___: Any) -> int:
-    cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k) = arguments[0], arguments[1], arguments[8:10]
+    cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k) = arguments[0], arguments[1], arguments[9:11]
     pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return 2 * pairs * q.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])  # the scores again, then dV, dP, dQ, dK
 

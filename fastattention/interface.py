@@ -5,7 +5,8 @@ All of them compute
     out = softmax(softcap(q @ k^T * softmax_scale) + alibi + attn_bias, masked) @ v
 
 in one pass, without storing the seqlen_q x seqlen_k matrix. Where torch has no kernel for a call, the `sdpa` backend
-computes it in chunks of rows. With gradients it computes each chunk once more.
+computes it in chunks of rows. With gradients it computes each chunk once more. A backward of ours, as the cpu backend
+has, keeps q, k, v, out and lse.
 
 q, k and v are float16, bfloat16 or float32, all of one dtype and on one device (caches may be quantised, see
 `fast_attn_with_kvcache`). headdim is 1 to 576, headdim_v 1 to 512, and they may differ; nheads_k divides nheads. Any
@@ -19,9 +20,10 @@ Shared arguments, in flash-attn's order:
     to i + seqlen_k - seqlen_q + right. A tensor of two integers is read. `causal` sets right to 0.
 - `softcap`: scores become softcap * tanh(score / softcap) before bias and mask; 0 turns it off.
 - `alibi_slopes`: float (nheads,) or (batch_size, nheads); adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
-- `dropout_p`: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. Drawn from
-    torch's generator, so torch.manual_seed repeats it. Use 0.0 in inference.
-- `deterministic`: asks for a deterministic backward. The forward always is.
+- `dropout_p`: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. A seed is drawn
+    from torch's generator, so torch.manual_seed repeats it; for a seed all backends drop the same weights. Use 0.0 in
+    inference.
+- `deterministic`: asks for a deterministic backward. The forward always is, and so is a backward on the CPU.
 - `return_attn_probs`: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout.
     Otherwise it holds the softmax weights, negative where dropped: (batch_size, nheads, seqlen_q, seqlen_k) in the
     dtype of q. For varlen calls the lengths are the longest ones, and 0 fills the rest.
@@ -70,8 +72,8 @@ from fastattention.dispatch import (
     plan_kvcache,
     plan_prefill,
     prefill_signature,
-    runs_eagerly,
 )
+from fastattention.eager import runs_eagerly
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs
 from fastattention.validation import KvCacheArguments
@@ -112,7 +114,9 @@ def fast_attn_func(
     (out, lse, S_dmask).
     """
     with_lse = return_lse or return_attn_probs
-    options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
+    options = read_options(
+        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs
+    )
     seed = _dropout_seed(q) if options.dropout_p else None
     given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed)
     result = _attend(given, None, options, backend, return_attn_probs)
@@ -213,7 +217,9 @@ def fast_attn_varlen_func(
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
     with_lse = return_lse or return_attn_probs
-    options = read_options(softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse)
+    options = read_options(
+        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs
+    )
     given = Inputs(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes, attn_bias=attn_bias,
         sinks=sinks, dropout_seed=_dropout_seed(q) if options.dropout_p else None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.common.merge import merge_parts
 from fastattention.backends.registry import select_merging_backend
-from fastattention.dispatch import runs_eagerly
+from fastattention.eager import runs_eagerly
 from fastattention.errors import ArgumentError
 from fastattention.problem import MergeProblem
 from fastattention.validation.common import Signature, last_axis_contiguous, needs_grad, signature

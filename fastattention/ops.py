@@ -1,33 +1,42 @@
 """torch.library operators, so that calls can be traced (torch.compile, fake tensors).
 
-`fastattention::attention` serves dense and varlen calls and has a backward, which computes the forward again on the
-sdpa backend and differentiates that. `fastattention::attention_kvcache` writes its caches in place and has none.
+`fastattention::attention` serves dense and varlen calls. Its backward is that of the backend that served the call, if
+that has one; otherwise the forward is computed again on the sdpa backend, which autograd follows.
+`fastattention::attention_kvcache` writes its caches in place and has none.
 An operator's scalars are those of `Options`, in order. Annotations are types, not strings: torch 2.4 reads schemas from
 them.
 """
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any, List  # noqa: UP035  list[...] is no schema to torch 2.4
 
 import torch
 from torch import Tensor
 
 from fastattention import flops
-from fastattention.dispatch import kvcache_signature, plan_kvcache, plan_prefill, prefill_signature
+from fastattention.autograd import OPERATOR_TENSORS, gradients, gradients_by_torch
+from fastattention.dispatch import Plan, kvcache_signature, plan_kvcache, plan_prefill, prefill_signature
 from fastattention.problem import AttentionOutput, Inputs
 from fastattention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_prefill
 from fastattention.validation.common import read_int
 from fastattention.validation.prefill import MaxSeqlens
 from fastattention.vmap import vmap_attention, vmap_attention_backward, vmap_attention_kvcache
 
+_NUM_SCALARS = Options._fields.index("return_mask")
+
 
 def call_attention(given: Inputs, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
     """The operator `fastattention::attention`."""
     names = ("max_seqlen_q", "max_seqlen_k")
     longest = [read_int(n, x) if isinstance(x, Tensor) else x for n, x in zip(names, max_seqlens, strict=True)]
-    tensors = [getattr(given, name) for name in _TENSORS]
-    out, lse = torch.ops.fastattention.attention(*tensors, *longest, *options, backend)
+    tensors = [getattr(given, name) for name in OPERATOR_TENSORS]
+    records = torch.is_grad_enabled()
+    grads = [
+        name for name, x in zip(OPERATOR_TENSORS, tensors, strict=True) if records and x is not None and x.requires_grad
+    ]
+    out, lse = torch.ops.fastattention.attention(*tensors, *longest, *options[:_NUM_SCALARS], backend, " ".join(grads))
     return AttentionOutput(out, lse if options.return_lse else None)
 
 
@@ -69,28 +78,53 @@ def attention(
     deterministic: bool,
     return_lse: bool,
     backend: str,
+    grads: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse); lse is empty unless return_lse."""
+    """(out, lse); lse is empty unless return_lse or grads.
+
+    grads: names of the tensors whose gradients autograd will ask for. lse is then what the backward needs: NaN where it
+    needs none and nobody asked for it.
+    """
     options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, return_lse)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
-    return _outputs(_run_attention(_from_order(tensors), (max_seqlen_q, max_seqlen_k), options, backend), q)
-
-
-# The fields of Inputs that are arguments of `fastattention::attention`, in the order of its schema.
-_TENSORS = (
-    "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "attn_bias", "sinks", "dropout_seed",
-)  # fmt: skip
+    given, max_seqlens = _from_order(tensors), (max_seqlen_q, max_seqlen_k)
+    if grads:
+        plan, inputs = _training_plan(given, max_seqlens, options, grads, backend)
+        if plan.has_backward:
+            return _outputs(plan.serve(inputs), q)
+    with torch.no_grad():
+        plan, inputs = _plan(given, max_seqlens, options, backend)
+        result = plan.run(inputs)
+    if grads and not return_lse:
+        result = result._replace(lse=q.new_full(plan.problem.lse_shape, torch.nan, dtype=torch.float32))
+    return _outputs(result, q)
 
 
 def _from_order(tensors: Sequence[Tensor | None]) -> Inputs:
-    return Inputs(**dict(zip(_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]
+    return Inputs(**dict(zip(OPERATOR_TENSORS, tensors, strict=True)))  # type: ignore[arg-type]
 
 
-def _run_attention(given: Inputs, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
+def _plan(given: Inputs, max_seqlens: MaxSeqlens, options: Options, backend: str) -> tuple[Plan, Inputs]:
     longest = None if _is_dense(given) else max_seqlens
     signature = prefill_signature(given, longest, options, backend)
-    plan, inputs = plan_prefill(signature, given, longest, options, backend)
-    return plan.run(inputs)
+    return plan_prefill(signature, given, longest, options, backend)
+
+
+def _training_plan(
+    given: Inputs, max_seqlens: MaxSeqlens, options: Options, grads: str, backend: str
+) -> tuple[Plan, Inputs]:
+    """The plan of a call that will be differentiated, and its tensors as kernels read them, without a graph."""
+    with torch.enable_grad():
+        plan, inputs = _plan(_leaves(given, grads), max_seqlens, options, backend)
+    with torch.no_grad():
+        return plan, plan.as_read(inputs)
+
+
+def _leaves(given: Inputs, grads: str) -> Inputs:
+    """Tensors of a graph of its own, in which those called `grads` require a gradient."""
+    wanted = grads.split()
+    leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in given._asdict().items() if x is not None}
+    return given._replace(**leaves)
 
 
 def _is_dense(given: Inputs) -> bool:
@@ -125,6 +159,7 @@ def _(
     deterministic: bool,
     return_lse: bool,
     backend: str,
+    grads: str = "",
 ) -> tuple[Tensor, Tensor]:
     if type(q) is Tensor:  # on the meta device: nothing will run, and nothing else would check
         options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic)
@@ -134,7 +169,7 @@ def _(
         tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, None)
         given = _from_order(tensors)
         prepare_prefill(given, None if _is_dense(given) else max_seqlens, options)
-    return _fake_outputs(q, v, return_lse)
+    return _fake_outputs(q, v, return_lse or grads != "")
 
 
 def _fake_outputs(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -144,21 +179,26 @@ def _fake_outputs(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tenso
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:10])
-    ctx.scalars = inputs[10:]
+    *scalars, ctx.return_lse, ctx.backend_name, ctx.grads = inputs[10:]
+    ctx.scalars = scalars
+    ctx.save_for_backward(*inputs[:10], *(output if ctx.grads else (None, None)))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *scalars, return_lse, _ = ctx.scalars
-    if not return_lse:
-        grad_lse = None  # of the empty tensor in place of lse
+    if not ctx.return_lse:
+        grad_lse = None  # of what stands in place of lse
+    nothing = (None,) * (len(ctx.scalars) + 3)
     if grad_out is None and grad_lse is None:
-        return (None,) * (10 + len(ctx.scalars))
-    wanted = [bool(needed) for needed in ctx.needs_input_grad[:10]]
-    found = torch.ops.fastattention.attention_backward(grad_out, grad_lse, *ctx.saved_tensors, wanted, *scalars)
-    gradients = iter(found)
-    return tuple(next(gradients) if needed else None for needed in wanted) + (None,) * len(ctx.scalars)
+        return (None,) * 10 + nothing
+    *tensors, out, lse = ctx.saved_tensors
+    # Who called the operator without saying so gets them as well.
+    grads = ctx.grads or " ".join(compress(OPERATOR_TENSORS, ctx.needs_input_grad))
+    found = torch.ops.fastattention.attention_backward(
+        grad_out, grad_lse, *tensors, out, lse, *ctx.scalars, grads, ctx.backend_name
+    )
+    by_name = dict(zip(grads.split(), found, strict=True))
+    return tuple(by_name.get(name) for name in OPERATOR_TENSORS) + nothing
 
 
 attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -178,7 +218,8 @@ def attention_backward(
     attn_bias: Tensor | None,
     sinks: Tensor | None,
     dropout_seed: Tensor | None,
-    wanted: List[bool],  # noqa: UP006
+    out: Tensor | None,
+    lse: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     softmax_scale: float | None,
@@ -188,22 +229,25 @@ def attention_backward(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
+    grads: str,
+    backend: str,
 ) -> List[Tensor]:  # noqa: UP006
-    """Gradients of those of q to dropout_seed that `wanted` marks, by computing the forward again on sdpa."""
+    """Gradients of the tensors called `grads`, in that order.
+
+    out, lse: what a forward gave that was told of the same `grads`; None computes it again, on the sdpa backend.
+    """
     with_lse = grad_lse is not None
     options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, with_lse)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
-    leaves = [
-        tensor.detach().requires_grad_(needed) if tensor is not None else None
-        for tensor, needed in zip(tensors, wanted, strict=True)
-    ]
-    sources = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    with _autograd():
-        result = _run_attention(_from_order(leaves), (max_seqlen_q, max_seqlen_k), options, "sdpa")
-        given = [(x, grad) for x, grad in ((result.out, grad_out), (result.lse, grad_lse)) if grad is not None]
-        outputs, output_gradients = zip(*given, strict=True)
-        gradients = torch.autograd.grad(outputs, sources, output_gradients, allow_unused=True, materialize_grads=True)
-    return [gradient.contiguous() for gradient in gradients]
+    given, max_seqlens = _from_order(tensors), (max_seqlen_q, max_seqlen_k)
+    plan, inputs = _training_plan(given, max_seqlens, options, grads, "sdpa" if out is None else backend)
+    if plan.has_backward:
+        assert out is not None
+        found = gradients(plan.backend, plan.problem, inputs, AttentionOutput(out, lse), grad_out, grad_lse)
+    else:
+        with _autograd():
+            found = gradients_by_torch(plan.problem, inputs, grad_out, grad_lse)
+    return [found[name].to(getattr(given, name).dtype) for name in grads.split()]
 
 
 @contextlib.contextmanager
@@ -225,12 +269,8 @@ _AUTOGRAD_KEYS = tuple(
 
 @attention_backward.register_fake
 def _(grad_out: Tensor | None, grad_lse: Tensor | None, *arguments: Any) -> list[Tensor]:
-    tensors, wanted = arguments[:10], arguments[10]
-    return [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor, needed in zip(tensors, wanted, strict=True)
-        if needed
-    ]
+    tensors, grads = dict(zip(OPERATOR_TENSORS, arguments[:10], strict=True)), arguments[-2]
+    return [torch.empty_like(tensors[name], memory_format=torch.contiguous_format) for name in grads.split()]
 
 
 @torch.library.custom_op("fastattention::attention_kvcache", mutates_args=("k_cache", "v_cache", "k_scale", "v_scale"))

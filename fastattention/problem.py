@@ -54,8 +54,10 @@ class Problem:
     has_sinks: bool = False
     dropout_p: float = 0.0
     deterministic: bool = False
-    needs_grad: bool = False
+    grads: tuple[str, ...] = ()  # fields of Inputs whose gradients autograd will ask for
+    in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
     return_lse: bool = False
+    return_mask: bool = False  # with dropout: also what flash-attn calls S_dmask
     page_block_size: int | None = None  # tokens a page; None when k and v are not paged
     panel_size: int = 0  # tokens of a panel of a cache in panels (backends/common/panel_cache.py); 0: rows
     seqlen_new: int = 0  # tokens appended to the cache by this call
@@ -75,6 +77,16 @@ class Problem:
     def __getstate__(self) -> dict[str, Any]:
         """Without the hash, which another process computes differently."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    @property
+    def needs_grad(self) -> bool:
+        """True when the call is differentiated in any way."""
+        return bool(self.grads) or self.in_transform
+
+    @property
+    def keeps_lse(self) -> bool:
+        """True when a backend with a backward returns lse: asked for, or for that backward."""
+        return self.return_lse or bool(self.grads)
 
     @property
     def group_size(self) -> int:
@@ -137,9 +149,16 @@ class Inputs(NamedTuple):
     alibi_slopes: Tensor | None = None  # float32 (nheads,) or (batch_size, nheads)
     attn_bias: Tensor | None = None  # expanded: (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
     sinks: Tensor | None = None  # float32 (nheads,)
-    dropout_seed: Tensor | None = None  # int64 scalar: seeds the dropout mask, so that backward can draw it again
+    dropout_seed: Tensor | None = None  # int64 scalar: of dropout (backends/common/dropout.py)
     k_scale: Tensor | None = None  # float32, as k without its last axis: the scales of a quantised cache
     v_scale: Tensor | None = None
+
+
+class OutputGradients(NamedTuple):
+    """What a backward starts from; either may be None, but not both."""
+
+    out: Tensor | None  # as AttentionOutput.out, contiguous
+    lse: Tensor | None  # as AttentionOutput.lse, contiguous
 
 
 class MergeProblem(NamedTuple):
@@ -156,4 +175,5 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor  # Problem.out_shape, dtype of q, contiguous
     lse: Tensor | None  # float32 Problem.lse_shape, contiguous, or None when not asked for
-    dropout_mask: Tensor | None = None  # S_dmask of flash-attn when lse is asked for too; None without dropout
+    # With Problem.return_mask: weights, negative where dropped; (batch_size, nheads, seqlen_q, seqlen_k), dtype of q.
+    dropout_mask: Tensor | None = None

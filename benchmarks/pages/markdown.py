@@ -42,9 +42,9 @@ def seconds(value: float) -> str:
     return f"{number(value)} s"
 
 
-def percent(value: float) -> str:
-    """A share."""
-    return f"{value:.0%}"
+def percent(value: float | None) -> str:
+    """A share; a dash where there is none."""
+    return "-" if value is None else f"{value:.0%}"
 
 
 def error(value: float) -> str:

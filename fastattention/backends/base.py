@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattention.backends.common.merge import merge_parts
 from fastattention.backends.common.traffic import Extent, Traffic, traffic_of
-from fastattention.problem import AttentionOutput, Inputs, MergeProblem, Problem
+from fastattention.problem import AttentionOutput, Inputs, MergeProblem, OutputGradients, Problem
 
 
 class Backend(abc.ABC):
@@ -21,6 +21,9 @@ class Backend(abc.ABC):
     """
 
     name: ClassVar[str]
+    # Whether `backward` gives the gradients of a problem with `grads`. Otherwise `why_not` refuses such a problem, or
+    # `forward` is made of operations of torch, which autograd follows.
+    has_backward: ClassVar[bool] = False
 
     @abc.abstractmethod
     def why_unavailable(self) -> str | None:
@@ -46,6 +49,15 @@ class Backend(abc.ABC):
         It keeps none of the tensors, and several threads may call it at a time.
         """
         return functools.partial(self.forward, problem)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
+    ) -> dict[str, Tensor]:
+        """The gradient of every tensor in `problem.grads`, by its name: contiguous, of the tensor's shape and dtype.
+
+        result: what `forward` gave, lse included. Neither it nor any of `inputs` is written.
+        """
+        raise NotImplementedError(f"{self.name} has no backward")
 
     def how(self, problem: Problem) -> str:
         """By which of several means this backend serves a problem that `why_not` accepted; "" when it has but one."""

@@ -42,10 +42,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastattention.backends.registry import check_name, select_backend
-from fastattention.dispatch import require_eager, signature_of, stop_if_explaining
+from fastattention.dispatch import signature_of, stop_if_explaining
 from fastattention.distributed import transports
 from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
 from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
+from fastattention.eager import require_eager
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import module
 from fastattention.interface import WindowSize

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattention.dispatch import runs_eagerly
+from fastattention.eager import runs_eagerly
 from fastattention.errors import ArgumentError
 from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 from fastattention.validation.common import DTYPES, read_int, require_tensor

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common import panel_cache
-from fastattention.dispatch import kvcache_signature, plan_kvcache, require_eager
+from fastattention.dispatch import kvcache_signature, plan_kvcache
+from fastattention.eager import require_eager
 from fastattention.errors import ArgumentError
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate

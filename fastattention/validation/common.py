@@ -30,6 +30,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     deterministic: bool = False
     return_lse: bool = False
+    return_mask: bool = False  # of dropout; no scalar of the operators, which cannot return it
 
 
 class KvCacheArguments(NamedTuple):
@@ -83,6 +84,7 @@ class Scores(NamedTuple):
     dropout_p: float
     deterministic: bool
     return_lse: bool
+    return_mask: bool
 
 
 def require_tensor(name: str, value: object) -> None:
@@ -112,6 +114,7 @@ def read_options(
     dropout_p: object = 0.0,
     deterministic: object = False,
     return_lse: bool = False,
+    return_mask: bool = False,
 ) -> Options:
     """Options from arguments as given: reads window_size and raises ArgumentError for anything of a wrong type."""
     left, right = window_size if type(window_size) is tuple and len(window_size) == 2 else (None, None)
@@ -128,6 +131,7 @@ def read_options(
         dropout_p if type(dropout_p) is float else _number("dropout_p", dropout_p),
         deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
         return_lse,
+        return_mask,
     )
 
 
@@ -198,6 +202,7 @@ def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) 
         dropout_p=options.dropout_p,
         deterministic=options.deterministic,
         return_lse=bool(options.return_lse),
+        return_mask=bool(options.return_mask and options.dropout_p),
     )
 
 
@@ -316,18 +321,27 @@ def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inp
     return inputs._replace(**made)
 
 
+class Differentiation(NamedTuple):
+    """How a call is differentiated: the fields of Problem that say so."""
+
+    grads: tuple[str, ...] = ()
+    in_transform: bool = False
+
+
+def differentiation(**arguments: object) -> Differentiation:
+    """What autograd wants of a call with these arguments, backward and forward."""
+    tensors = [(name, argument) for name, argument in arguments.items() if isinstance(argument, Tensor)]
+    in_transform = torch._C._functorch.maybe_current_level() is not None and is_differentiating()
+    if not in_transform and forward_ad._current_level >= 0:  # within forward_ad.dual_level
+        in_transform = any(forward_ad.unpack_dual(x).tangent is not None for _, x in tensors)  # type: ignore[no-untyped-call]
+    records = torch.is_grad_enabled()
+    return Differentiation(tuple(name for name, x in tensors if records and x.requires_grad), in_transform)
+
+
 def needs_grad(*arguments: object) -> bool:
     """True when autograd wants to differentiate through a call with these arguments, backward or forward."""
-    if torch._C._functorch.maybe_current_level() is not None and is_differentiating():
-        return True
-    if torch.is_grad_enabled():
-        for argument in arguments:
-            if isinstance(argument, Tensor) and argument.requires_grad:
-                return True
-    if forward_ad._current_level < 0:  # outside forward_ad.dual_level
-        return False
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)  # type: ignore[no-untyped-call]
+    wanted = differentiation(**{str(index): argument for index, argument in enumerate(arguments)})
+    return bool(wanted.grads) or wanted.in_transform
 
 
 def is_differentiating() -> bool:

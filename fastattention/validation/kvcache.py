@@ -12,6 +12,7 @@ from fastattention.errors import ArgumentError
 from fastattention.problem import Inputs, Layout, Problem
 from fastattention.validation import lengths
 from fastattention.validation.common import (
+    Differentiation,
     KvCacheArguments,
     Options,
     Signature,
@@ -24,7 +25,7 @@ from fastattention.validation.common import (
     check_rank,
     check_score_tensors,
     check_shape,
-    needs_grad,
+    differentiation,
     read_flag,
     read_int,
     require_tensors,
@@ -84,7 +85,7 @@ def prepare_kvcache(
             options,
             rotary_interleaved,
             num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
-            needs_grad(*a),
+            differentiation(**a._asdict()),
             0 if panels is None else panels.panel_size,
         )
         _check_strides(a)
@@ -115,7 +116,12 @@ def _check_strides(a: KvCacheArguments) -> None:
 # Tensor-parallel calls to caches are not known by a signature.
 @functools.lru_cache(maxsize=4096)
 def _kvcache_problem(
-    s: _Signatures, options: Options, rotary_interleaved: bool, num_splits: int, needs_grad: bool, panel_size: int
+    s: _Signatures,
+    options: Options,
+    rotary_interleaved: bool,
+    num_splits: int,
+    wanted: Differentiation,
+    panel_size: int,
 ) -> Problem:
     check_rank("q", s.q, "batch_size, seqlen_q, nheads, headdim")
     cache_dtype = _check_caches(s)
@@ -142,7 +148,7 @@ def _kvcache_problem(
         has_alibi=s.alibi_slopes is not None,
         has_bias=s.attn_bias is not None,
         has_sinks=s.sinks is not None,
-        needs_grad=needs_grad,
+        **wanted._asdict(),
         page_block_size=None if s.block_table is None else s.k_cache.shape[1],
         panel_size=panel_size,
         seqlen_new=seqlen_new,

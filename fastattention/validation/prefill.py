@@ -11,6 +11,7 @@ from fastattention.errors import ArgumentError
 from fastattention.problem import Inputs, Layout, Problem
 from fastattention.validation import lengths
 from fastattention.validation.common import (
+    Differentiation,
     Options,
     Signature,
     as_kernels_read,
@@ -20,7 +21,7 @@ from fastattention.validation.common import (
     check_qkv,
     check_rank,
     check_score_tensors,
-    needs_grad,
+    differentiation,
     require_tensors,
     signature,
 )
@@ -86,8 +87,7 @@ def prepare_prefill(given: Inputs, max_seqlens: MaxSeqlens | None, options: Opti
         if max_seqlens is not None:
             _check_varlen_shapes(signatures)
             longest = lengths.check_varlen(given, max_seqlens)
-        grad = needs_grad(given.q, given.k, given.v, given.alibi_slopes, given.attn_bias, given.sinks)
-        problem = _problem(signatures, longest, options, grad)
+        problem = _problem(signatures, longest, options, differentiation(**given._asdict()))
         return problem, as_kernels_read(problem, given)
     except (RuntimeError, TypeError):
         check_readable(given._asdict())
@@ -145,7 +145,7 @@ def _check_dense_shapes(q: Signature, k: Signature, v: Signature) -> None:
 
 # Tensor-parallel calls with biases, slopes, sinks or given blocks are not known by a signature.
 @functools.lru_cache(maxsize=4096)
-def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, needs_grad: bool) -> Problem:
+def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, wanted: Differentiation) -> Problem:
     """longest: checked maxima of a varlen call; None for a dense one, whose shapes are checked here."""
     q, k, v = s.q, s.k, s.v
     bias_shape: tuple[int, ...]
@@ -178,7 +178,7 @@ def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, 
         has_alibi=s.alibi_slopes is not None,
         has_bias=s.attn_bias is not None,
         has_sinks=s.sinks is not None,
-        needs_grad=needs_grad,
+        **wanted._asdict(),
         page_block_size=None if s.block_table is None else k.shape[1],
         **check_options(options, headdim, seqlen_q, seqlen_k)._asdict(),
     )

@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_is_measured(
 def test_unknown_question_is_refused(run_command: Callable[..., Finished]) -> None:
     exit_code, output = run_command("bench", "prefil")
     assert exit_code == 1
-    assert "error: question 'prefil' is not known; choose from prefill, decode, packed, overhead" in output
+    assert "error: question 'prefil' is not known; choose from prefill, decode, packed, backward, overhead" in output
 
 
 def test_without_matplotlib_there_is_json_and_a_hint(

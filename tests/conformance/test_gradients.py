@@ -1,8 +1,10 @@
-"""Gradients: error at most three times that of differentiating the same-precision torch implementation."""
+"""Gradients, beside those of the same-precision torch implementation: at most twice its error by backwards of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +14,19 @@ from torch import Tensor
 from conformance.calls import Call, build_call
 from conformance.case import Case, DenseCase, VarlenCase
 from conformance.cases import CASES, LONG
+from conformance.engines import ENGINES, Engine
 from conformance.oracle import largest, largest_error, out_floor
+from fastattention.backends.common.gradients import COMPUTED
+from fastattention.backends.registry import get_backend
 from fastattention.reference import reference_attention
 
-FACTOR = 3.0
+Attention = Callable[[Call], tuple[Tensor, Tensor]]
+
+FACTOR, FACTOR_BY_TORCH = 2.0, 3.0
 DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "attn_bias", "sinks")
+OURS = [engine for engine in ENGINES if get_backend(engine.backend).has_backward]
+every_backward = pytest.mark.parametrize("engine", OURS, ids=[engine.name for engine in OURS])
+Names = Sequence[str]
 
 
 def has_gradients(case: Case) -> bool:
@@ -29,10 +39,10 @@ def has_gradients(case: Case) -> bool:
 GRADIENT_CASES = [case for case in CASES if has_gradients(case)]
 
 
-def gradients(case: Case, dtype: torch.dtype, attention: Callable[[Call], tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Gradients of a weighted sum of out and lse by every differentiable argument, in the order of `names`."""
+def gradients(case: Case, dtype: torch.dtype, attention: Attention, wanted: Names) -> list[Tensor]:
+    """Gradients of a weighted sum of out and lse by the arguments called `wanted`, in that order."""
     call = build_call(case, dtype)
-    given = [call.arguments[name] for name in names(call)]
+    given = [call.arguments[name] for name in wanted]
     for tensor in given:
         tensor.requires_grad_()
     out, lse = attention(call)
@@ -43,28 +53,65 @@ def gradients(case: Case, dtype: torch.dtype, attention: Callable[[Call], tuple[
     return list(torch.autograd.grad(loss, given))
 
 
-def names(call: Call) -> list[str]:
-    return [name for name in DIFFERENTIABLE if call.arguments[name] is not None]
+def names(case: Case, among: Names) -> Names:
+    """The arguments of a case's call, of those."""
+    call = build_call(case, torch.float32)
+    return tuple(name for name in among if call.arguments[name] is not None)
 
 
-def through_reference(call: Call, compute_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    out, lse, _ = reference_attention(*call.prepare(), compute_dtype)
-    assert lse is not None
-    return out, lse
+@functools.lru_cache(maxsize=16)  # the engines of one case and dtype are tested one after the other
+def through_reference(case: Case, dtype: torch.dtype, wanted: Names, compute_dtype: torch.dtype | None) -> list[Tensor]:
+    def attention(call: Call) -> tuple[Tensor, Tensor]:
+        out, lse, _ = reference_attention(*call.prepare(), compute_dtype)
+        assert lse is not None
+        return out, lse
+
+    return gradients(case, dtype, attention, wanted)
+
+
+def check(case: Case, dtype: torch.dtype, wanted: Names, actual: Sequence[Tensor], factor: float) -> None:
+    """Every element finite, and its error at most `factor` times the largest of torch's."""
+    exact = through_reference(case, dtype, wanted, torch.float64)
+    usual = through_reference(case, dtype, wanted, None)
+    floor = out_floor(case, dtype)
+    for name, right, by_torch, ours in zip(wanted, exact, usual, actual, strict=True):
+        assert ours.isfinite().all()
+        right = right.double()
+        allowed = factor * largest_error(by_torch, right) + floor * max(1.0, largest(right))
+        error = largest_error(ours, right)
+        assert error <= allowed, f"the gradient of {name} is off by {error:.3g}; allowed are {allowed:.3g}"
+
+
+@thin(quick=37, all=7)
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_backward
+def test_error_of_our_gradients_is_at_most_twice_that_of_torch(engine: Engine, dtype: torch.dtype, case: Case) -> None:
+    wanted = names(case, COMPUTED)
+    reason = engine.refusal(replace(build_call(case, dtype).prepare()[0], grads=wanted))
+    if reason is not None:
+        pytest.skip(reason)
+    with engine.active():
+        actual = gradients(case, dtype, lambda call: call.run(engine.backend), wanted)
+    check(case, dtype, wanted, actual, FACTOR)
+
+
+@every_backward
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("q", "v"), ("sinks",)], ids=" ".join)
+def test_what_needs_no_gradient_changes_none(wanted: Names, dtype: torch.dtype, engine: Engine) -> None:
+    case = next(case for case in GRADIENT_CASES if case.name == "varlen-sinks")
+    with engine.active():
+        alone = gradients(case, dtype, lambda call: call.run(engine.backend), wanted)
+        all_of_them = gradients(case, dtype, lambda call: call.run(engine.backend), COMPUTED)
+    for name, got in zip(wanted, alone, strict=True):
+        assert torch.equal(got, all_of_them[COMPUTED.index(name)])
 
 
 @thin(quick=11, all=3)
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_gradients_is_at_most_three_times_that_of_torch(dtype: torch.dtype, case: Case) -> None:
-    """With backend="auto": the first backend that has a backward."""
-    exact = gradients(case, dtype, lambda call: through_reference(call, torch.float64))
-    usual = gradients(case, dtype, lambda call: through_reference(call, None))
-    actual = gradients(case, dtype, lambda call: call.run("auto"))
-    floor = out_floor(case, dtype)
-    for name, wanted, by_torch, ours in zip(names(build_call(case, dtype)), exact, usual, actual, strict=True):
-        assert ours.isfinite().all()
-        wanted = wanted.double()
-        allowed = FACTOR * largest_error(by_torch, wanted) + floor * max(1.0, largest(wanted))
-        error = largest_error(ours, wanted)
-        assert error <= allowed, f"the gradient of {name} is off by {error:.3g}; allowed are {allowed:.3g}"
+    """With backend="auto": the first backend that has them."""
+    wanted = names(case, DIFFERENTIABLE)
+    check(case, dtype, wanted, gradients(case, dtype, lambda call: call.run("auto"), wanted), FACTOR_BY_TORCH)

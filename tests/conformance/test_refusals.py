@@ -13,7 +13,7 @@ from conformance.case import Case
 from conformance.cases import CASES
 from fastattention import UnsupportedError, fast_attn_func, fast_attn_with_kvcache
 from fastattention.backends.registry import get_backend
-from fastattention.problem import Problem
+from fastattention.problem import Layout, Problem
 
 
 def problem_of(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
@@ -31,8 +31,15 @@ def test_every_case_is_served(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "named"),
-    [({"dropout_p": 0.1}, "dropout"), ({"needs_grad": True}, "grad"), ({"device": torch.device("cuda", 0)}, "cuda")],
-    ids=["dropout", "gradients", "other-device"],
+    [
+        ({"dropout_p": 0.1, "return_mask": True}, "dropout"),
+        ({"grads": ("q", "attn_bias")}, "attn_bias requires a gradient"),
+        ({"grads": ("q",), "in_transform": True}, "torch.func"),
+        ({"grads": ("q",), "layout": Layout.VARLEN, "page_block_size": 16}, "pages"),
+        ({"grads": ("q",), "layout": Layout.KVCACHE}, "fast_attn_with_kvcache has no backward"),
+        ({"device": torch.device("cuda", 0)}, "cuda"),
+    ],
+    ids=["mask-of-dropout", "gradient-of-a-bias", "transform", "pages", "cache", "other-device"],
 )
 def test_cpu_refuses_what_it_cannot_do_and_names_it(fields: dict[str, Any], named: str) -> None:
     reason = get_backend("cpu").why_not(replace(problem_of(CASES[0]), **fields))
@@ -41,11 +48,12 @@ def test_cpu_refuses_what_it_cannot_do_and_names_it(fields: dict[str, Any], name
 
 
 def test_a_refusal_reaches_the_caller() -> None:
-    q = torch.zeros(1, 2, 1, 8, requires_grad=True)
-    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0]), needs_grad=True))
+    q = torch.zeros(1, 2, 1, 8)
+    slopes = torch.zeros(1, requires_grad=True)
+    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0]), grads=("alibi_slopes",)))
     assert reason is not None
     with pytest.raises(UnsupportedError) as raised:
-        fast_attn_func(q, q, q, backend="cpu")
+        fast_attn_func(q, q, q, alibi_slopes=slopes, backend="cpu")
     assert reason in str(raised.value)
 
 

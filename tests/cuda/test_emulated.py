@@ -182,7 +182,7 @@ def test_only_float32_is_refused(dtype: torch.dtype) -> None:
     ("fields", "named"),
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
-        ({"needs_grad": True}, "gradient"),
+        ({"grads": ("q",)}, "gradient"),
     ],
     ids=["dropout", "gradients"],
 )

@@ -70,7 +70,7 @@ def test_tensors_elsewhere_are_refused() -> None:
     ("fields", "named"),
     [
         ({"dropout_p": 0.1}, "dropout_p=0.1"),
-        ({"needs_grad": True}, "gradient"),
+        ({"grads": ("q",)}, "gradient"),
         ({"has_bias": True}, "attn_bias"),
         ({"headdim": 264}, "headdim=264"),
         ({"headdim_v": 264}, "headdim_v=264"),

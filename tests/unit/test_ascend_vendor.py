@@ -84,7 +84,7 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
         (problem, fields, named)
         for problem in (DENSE, VARLEN, CACHE, DECODE)
         for fields, named in (
-            ({"needs_grad": True}, "gradient"),
+            ({"grads": ("q",)}, "gradient"),
             ({"dropout_p": 0.1}, "dropout_p=0.1"),
             ({"softcap": 2.0}, "softcap=2.0"),
             ({"has_alibi": True}, "alibi_slopes"),

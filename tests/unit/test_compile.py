@@ -19,6 +19,7 @@ from fastattention import (
     fast_attn_with_kvcache,
     merge_attn_states,
 )
+from fastattention.backends.cpu.backend import CpuBackend
 from fastattention.reference import reference_attention
 from fastattention.validation import Options, prepare_dense
 from unit.functions import CALLS, Call
@@ -71,6 +72,23 @@ def test_compiled_gradients_are_eager_ones(call: Call) -> None:
     for name, gradient in expected.items():
         assert gradient.any()
         torch.testing.assert_close(got[name], gradient)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_compiled_gradients_come_from_the_backend_that_served_the_call(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = []
+
+    def watched(self: CpuBackend, *arguments: Any) -> dict[str, Tensor]:
+        served.append(self.name)
+        return backward(self, *arguments)
+
+    backward = CpuBackend.backward
+    monkeypatch.setattr(CpuBackend, "backward", watched)
+    q = torch.randn(2, 5, 4, 8, requires_grad=True)
+    compiled(lambda q: fast_attn_func(q, q, q, backend=backend))(q).sum().backward()
+    assert served == (["cpu"] if backend == "auto" else [])
 
 
 @slow

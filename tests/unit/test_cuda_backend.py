@@ -96,7 +96,7 @@ def test_calls_on_every_chip_are_served(
             f"cuda:{len(CHIPS)} has compute capability 5.2; Pascal (6.0) is the oldest that is served",
         ),
         ({"dtype": torch.float32}, "float32 is not served; use float16 or bfloat16, or backend='sdpa'"),
-        ({"needs_grad": True}, "a gradient is needed and this backend has no backward"),
+        ({"grads": ("q",)}, "a gradient is needed and this backend has no backward"),
         ({"dropout_p": 0.5}, "dropout_p=0.5 is not served"),
         ({**CACHE, "dtype": torch.float32}, "float32 is not served"),
     ],

@@ -22,7 +22,7 @@ LAYERS = (
     ("gpu_runtime",),
     ("problem", "threads", "quantised"),
     ("backends", "reference"),
-    ("validation", "dispatch", "merge", "vmap", "flops", "ops", "interface", "kv_store", ""),
+    ("validation", "eager", "autograd", "dispatch", "merge", "vmap", "flops", "ops", "interface", "kv_store", ""),
     ("distributed", "offload"),
     ("integrations", "cli"),
     ("__main__",),

@@ -126,12 +126,14 @@ def test_attention_kvcache_passes_opcheck(sample: str) -> None:
     torch.library.opcheck(torch.ops.fastattention.attention_kvcache, kvcache_samples()[sample], test_utils=tests)
 
 
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("is_saved", [False, True])
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_attention_backward_passes_opcheck(with_lse: bool) -> None:
+def test_attention_backward_passes_opcheck(with_lse: bool, is_saved: bool, backend: str) -> None:
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
-    wanted = [True, False, True] + [False] * 7
+    out, lse = fast_attn_func(q, k, v, return_lse=True) if is_saved else (None, None)
     grad_lse = torch.randn(2, 4, 5) if with_lse else None
-    arguments = (torch.randn_like(q), grad_lse, q, k, v, *(None,) * 7, wanted, *scalars()[:-2])
+    arguments = (torch.randn_like(q), grad_lse, q, k, v, *(None,) * 7, out, lse, *scalars()[:-2], "q v", backend)
     torch.library.opcheck(torch.ops.fastattention.attention_backward, arguments)
 
 

@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_score_matrix(monkeypatch: pytest.MonkeyPa
 def dropped(seed: int, dropout_p: float = 0.3, return_lse: bool = True, needs_grad: bool = False) -> AttentionOutput:
     torch.manual_seed(0)
     q, k, v = (x.requires_grad_(needs_grad) for x in qkv())
-    options = Options(causal=True, dropout_p=dropout_p, return_lse=return_lse)
+    options = Options(causal=True, dropout_p=dropout_p, return_lse=return_lse, return_mask=return_lse)
     return serve(*prepare_dense(q, k, v, options, dropout_seed=torch.tensor(seed)))
 
 
@@ -298,7 +298,7 @@ def test_the_mask_is_the_one_that_was_applied() -> None:
 def test_varlen_dropout_mask_is_padded_with_zeros() -> None:
     q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
     cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 5], [0, 7, 9]))
-    options = Options(dropout_p=0.5, return_lse=True)
+    options = Options(dropout_p=0.5, return_lse=True, return_mask=True)
     problem, inputs = prepare_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, options, dropout_seed=torch.tensor(3)
     )

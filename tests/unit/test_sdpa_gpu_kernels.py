@@ -85,7 +85,7 @@ REFUSED: list[dict[str, Any]] = [
     {"has_alibi": True},
     {"has_bias": True},
     {"dropout_p": 0.1},
-    {"needs_grad": True},
+    {"grads": ("q",)},
     {"window_left": 5},
     {"batch_size": 0},
     {"seqlen_q": 0, "seqlen_k": 0},

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fastattention.backends.base import Backend
 from fastattention.backends.common.bounded import BoundedDict
+from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.plan import CpuPlan
 from fastattention.errors import LibraryError
-from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.threads import get_num_threads
 
 
@@ -16,6 +19,7 @@ class CpuBackend(Backend):
     """Native kernels for any CPU, the instruction set chosen at run time."""
 
     name = "cpu"
+    has_backward = True
 
     def __init__(self) -> None:
         self._plans: BoundedDict[tuple[Problem, Strides], CpuPlan] = BoundedDict()
@@ -29,13 +33,13 @@ class CpuBackend(Backend):
         return None
 
     def why_not(self, problem: Problem) -> str | None:
-        """Refuses other devices, gradients and dropout; serves everything else."""
+        """Refuses other devices, masks of dropout, and gradients of slopes, biases and caches."""
         if problem.device.type != "cpu":
             return f"tensors are on {problem.device}; the cpu backend takes tensors on cpu"
-        if problem.needs_grad:
-            return "a gradient is needed and this backend has no backward; use backend='sdpa' or torch.no_grad()"
-        if problem.dropout_p > 0.0:
-            return f"dropout_p={problem.dropout_p} is not served; use dropout_p=0.0 or backend='sdpa'"
+        if (reason := why_not_backward(problem, self.name)) is not None:
+            return reason
+        if problem.return_mask:
+            return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return None
 
     def describe(self) -> str:
@@ -54,3 +58,9 @@ class CpuBackend(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Likewise, at once."""
         return self.plan(problem, inputs)(inputs)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
+    ) -> dict[str, Tensor]:
+        """One call of the native library. The same bits with any number of threads."""
+        return self.plan(problem, inputs).backward(problem, inputs, result, grads)

@@ -19,7 +19,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 8  # of api.cpp
+_ABI_VERSION = 9  # of api.cpp
 
 
 class Peaks(NamedTuple):
@@ -59,6 +59,11 @@ class Library:
             self._functions.fastattention_forward, self._isa_index
         )
 
+        # Fills gradients: of the same, and the address of a GradientParams before the number of threads.
+        self.backward: Callable[[int, bytes, int, int], int] = functools.partial(
+            self._functions.fastattention_backward, self._isa_index
+        )
+
     def _declare(self) -> None:
         int64 = ctypes.c_int64
         declarations: dict[str, tuple[type | None, Sequence[type]]] = {
@@ -67,6 +72,7 @@ class Library:
             "fastattention_num_isas": (int64, ()),
             "fastattention_isa_name": (ctypes.c_char_p, (int64,)),
             "fastattention_forward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
+            "fastattention_backward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),

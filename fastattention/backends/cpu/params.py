@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class AttentionParams(Params):
 
     _fields_ = fields(
         Q="""out lse q k v k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx
-        cache_leftpad block_table alibi_slopes sinks attn_bias k_scale v_scale""",
+        cache_leftpad block_table alibi_slopes sinks dropout_seed attn_bias k_scale v_scale""",
         q="""dtype cache_dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v
         page_block_size panel_size
         q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head
@@ -28,9 +30,21 @@ class AttentionParams(Params):
         v_scale_stride_batch v_scale_stride_row v_scale_stride_head
         block_table_stride alibi_stride_batch bias_stride_batch bias_stride_head bias_stride_row bias_stride_key
         window_left window_right rotary_dim rotary_interleaved num_splits num_threads""",
-        d="softmax_scale softcap",
+        d="softmax_scale softcap dropout_p",
     )
     _pointers, _rest = formats(_fields_)
+
+
+class GradientParams(Params):
+    """FaGradients."""
+
+    _fields_ = fields(Q="grad_out grad_lse grad_q grad_k grad_v grad_sinks")
+
+
+def gradient_params(grad_out: Tensor, grad_lse: Tensor | None, found: Mapping[str, Tensor]) -> GradientParams:
+    """The tensors of a backward, all contiguous. found: by name, those that are to be filled."""
+    addresses = [found[name].data_ptr() if name in found else 0 for name in ("q", "k", "v", "sinks")]
+    return GradientParams(grad_out.data_ptr(), 0 if grad_lse is None else grad_lse.data_ptr(), *addresses)
 
 
 def attention_params(problem: Problem, inputs: Inputs) -> AttentionParams:
@@ -55,7 +69,7 @@ def attention_params(problem: Problem, inputs: Inputs) -> AttentionParams:
         *bias_strides(bias),
         problem.window_left, problem.window_right, problem.rotary_dim, problem.rotary_interleaved,
         problem.num_splits, 0,
-        problem.softmax_scale, problem.softcap,
+        problem.softmax_scale, problem.softcap, problem.dropout_p,
     )
     # fmt: on
     return AttentionParams.from_buffer_copy(template)

@@ -10,9 +10,9 @@ from torch import Tensor
 from fastattention.backends.common.layout import contiguous_strides
 from fastattention.backends.common.params import Addresses
 from fastattention.backends.cpu.library import load_library
-from fastattention.backends.cpu.params import AttentionParams, attention_params
+from fastattention.backends.cpu.params import AttentionParams, attention_params, gradient_params
 from fastattention.backends.cpu.prepared import PreparedCall
-from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.threads import get_num_threads
 
 
@@ -24,7 +24,7 @@ class CpuPlan:
         self._params_at = ctypes.addressof(self._params)
         self._addresses = Addresses(AttentionParams, inputs)
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
-        self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
+        self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.keeps_lse else None
 
     def __call__(self, inputs: Inputs) -> AttentionOutput:
         """One call of the native library, appending included."""
@@ -36,6 +36,23 @@ class CpuPlan:
         if load_library().forward(self._params_at, addresses, get_num_threads()) != 0:
             raise MemoryError("fastattention could not get memory for its packed keys and values")
         return AttentionOutput(out, lse)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
+    ) -> dict[str, Tensor]:
+        """Gradients of the tensors in `problem.grads`, in one call of the native library."""
+        assert result.lse is not None
+        grad_out = result.out.new_zeros(result.out.shape) if grads.out is None else grads.out
+        found = {
+            name: torch.empty_like(getattr(inputs, name), memory_format=torch.contiguous_format)
+            for name in problem.grads
+        }
+        addresses = self._addresses.pack(result.out.data_ptr(), result.lse.data_ptr(), *self._addresses.of(inputs))
+        gradients = gradient_params(grad_out, grads.lse, found)
+        library = load_library()
+        if library.backward(self._params_at, addresses, ctypes.addressof(gradients), get_num_threads()) != 0:
+            raise MemoryError("fastattention could not get memory for its packed queries and gradients")
+        return found
 
     def prepare(self, inputs: Inputs, out: Tensor, lse: Tensor, num_threads: int) -> PreparedCall:
         """One call of the native library with a cache, to be run later: lengths and pages are those of now.

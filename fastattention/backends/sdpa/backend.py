@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention.backends.base import Backend
@@ -74,9 +75,9 @@ class SdpaBackend(Backend):
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         by_kernels = by_kernels and fused.can_express(problem)
         unmasked = by_kernels and not (problem.has_alibi or problem.has_bias)
-        generator = _generator(problem, inputs)
+        seed = inputs.dropout_seed if problem.dropout_p else None
         parts = split(problem, inputs, q, whole_batch=fits or unmasked)
-        return join(problem, inputs, [_attend(problem, part, generator, by_kernels) for part in parts])
+        return join(problem, inputs, [_attend(problem, part, seed, by_kernels) for part in parts])
 
     def describe(self) -> str:
         """Version of torch and which of its kernels are switched on."""
@@ -90,15 +91,7 @@ def _is_enabled(kernel: str) -> bool:
     return question is not None and bool(question())
 
 
-def _attend(problem: Problem, part: Part, generator: torch.Generator | None, by_kernels: bool) -> AttentionOutput:
+def _attend(problem: Problem, part: Part, seed: Tensor | None, by_kernels: bool) -> AttentionOutput:
     if by_kernels and part.q.numel() and part.k.numel():
         return AttentionOutput(fused.attend(problem, part), None)
-    return math.attend(problem, part, generator)
-
-
-def _generator(problem: Problem, inputs: Inputs) -> torch.Generator | None:
-    """Of seeds. Seeded afresh for each call, so that backward draws the mask that forward drew."""
-    if not problem.dropout_p:
-        return None
-    assert inputs.dropout_seed is not None
-    return torch.Generator("cpu").manual_seed(int(inputs.dropout_seed))
+    return math.attend(problem, part, seed)

@@ -54,10 +54,7 @@ def hides_nothing(seqlen_q: int, seqlen_k: int, window_left: int, window_right: 
 
 
 def chunks(problem: Problem, part: Part, elements_per_row: int) -> Iterator[Chunk]:
-    """Chunks of at most CHUNK_ELEMENTS scores, in order of their rows; at least one, even when there are no rows.
-
-    They depend on shapes and mask alone: a dropout mask drawn chunk by chunk is the same with and without gradients.
-    """
+    """Chunks of at most CHUNK_ELEMENTS scores, in order of their rows; at least one, even when there are no rows."""
     seqlen_q = part.q.shape[2]
     ranges = band(problem, part)
     step = max(1, CHUNK_ELEMENTS // max(1, elements_per_row))

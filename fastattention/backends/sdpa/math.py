@@ -1,4 +1,4 @@
-"""Attention in plain torch: softcap, sinks, lse and repeatable dropout, which torch's own function cannot express."""
+"""Attention in plain torch: softcap, sinks, lse and dropout by a seed, which torch's own function cannot express."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.backends.common import dropout
 from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, chunk_mask, chunks
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
 from fastattention.problem import AttentionOutput, Problem
 
 
-def attend(problem: Problem, part: Part, generator: torch.Generator | None) -> AttentionOutput:
+def attend(problem: Problem, part: Part, seed: Tensor | None) -> AttentionOutput:
     """Attention of one part, computed in float32 and rounded once.
 
-    generator: where seeds of the dropout mask are drawn from, one a chunk; on the CPU.
+    seed: of dropout; None without
     Returns out (batch_size, nheads, seqlen_q, headdim_v), lse (batch_size, nheads, seqlen_q) and the dropout mask
     (batch_size, nheads, seqlen_q, seqlen_k); the latter two only when asked for.
     """
     part = part._replace(q=part.q.float(), k=part.k.float(), v=part.v.float())
     scores_per_row = part.q.shape[0] * problem.nheads * part.k.shape[2]
-    cut = [(chunk, _seed(generator)) for chunk in chunks(problem, part, scores_per_row)]
-    results = compute_chunked(lambda given: _attend_chunk(problem, part, *given), cut, problem.needs_grad)
+    cut = list(chunks(problem, part, scores_per_row))
+    results = compute_chunked(lambda chunk: _attend_chunk(problem, part, chunk, seed), cut, problem.needs_grad)
     masks = [mask for _, _, mask in results if mask is not None]
     return AttentionOutput(
         torch.cat([out for out, _, _ in results], dim=2).to(problem.dtype),
@@ -31,21 +32,16 @@ def attend(problem: Problem, part: Part, generator: torch.Generator | None) -> A
     )
 
 
-def _seed(generator: torch.Generator | None) -> int | None:
-    if generator is None:
-        return None
-    return int(torch.randint(2**62, (), generator=generator, dtype=torch.int64, device="cpu"))
-
-
-def _attend_chunk(problem: Problem, part: Part, chunk: Chunk, seed: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, lse, dropout mask) of a chunk's rows. seed: of the mask; None without dropout."""
+def _attend_chunk(
+    problem: Problem, part: Part, chunk: Chunk, seed: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, dropout mask) of a chunk's rows."""
     weights, lse = _softmax(_scores(problem, part, chunk), part.sinks)
     mask = None
     if seed is not None:
-        generator = torch.Generator(weights.device).manual_seed(seed)
-        drawn = torch.rand(weights.shape, generator=generator, dtype=torch.float32, device=weights.device)
-        kept = drawn >= problem.dropout_p
-        if problem.return_lse:
+        sequences = slice(part.first, part.first + part.q.shape[0])
+        kept = dropout.kept(seed, problem.dropout_p, sequences, problem.nheads, chunk.rows, chunk.keys)
+        if problem.return_mask:
             signed = torch.where(kept, weights, -weights).detach().to(problem.dtype)
             mask = F.pad(signed, (chunk.keys.start, part.k.shape[2] - chunk.keys.stop))
         weights = weights * kept / (1.0 - problem.dropout_p)

@@ -24,6 +24,7 @@ class Part(NamedTuple):
     slopes: Tensor | None  # float32 (1 or batch_size, nheads, 1, 1)
     bias: Tensor | None  # (batch_size, nheads, seqlen_q, seqlen_k)
     sinks: Tensor | None  # float32 (nheads,)
+    first: int  # place in the batch of its first sequence
 
 
 def fold_groups(x: Tensor, nheads_k: int) -> Tensor:
@@ -85,7 +86,7 @@ def _nothing(problem: Problem, inputs: Inputs) -> AttentionOutput:
 
 def _dense(problem: Problem, inputs: Inputs, whole_batch: bool) -> Iterator[Part]:
     if whole_batch and problem.batch_size:  # without slices, which take longer than a short call's attention
-        yield _part(inputs, slice(None), inputs.q, inputs.k, inputs.v, inputs.attn_bias)
+        yield _part(inputs, slice(0, problem.batch_size), inputs.q, inputs.k, inputs.v, inputs.attn_bias)
         return
     for index in range(problem.batch_size):
         sequences = slice(index, index + 1)
@@ -148,7 +149,8 @@ def _part(inputs: Inputs, sequences: slice, q: Tensor, k: Tensor, v: Tensor, bia
     slopes = inputs.alibi_slopes
     if slopes is not None:
         slopes = (slopes[sequences] if slopes.dim() == 2 else slopes.unsqueeze(0))[:, :, None, None]
-    return Part(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), slopes, bias, inputs.sinks)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return Part(q, k, v, slopes, bias, inputs.sinks, sequences.start)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fastattention.cli.bench.workload import DTYPES, BenchWorkload
 
@@ -34,6 +35,17 @@ def varlen(longest: int = 2048) -> list[BenchWorkload]:
     return [BenchWorkload("packed", dtype, seqlens, seqlens, 16, 16, 64, causal=True) for dtype in DTYPES]
 
 
+def backward(seqlen: int = 2048, long: int = 8192) -> list[BenchWorkload]:
+    """Gradients of q, k and v: hidden size 2048 in heads of 64 and of 128, and one head of a long sequence."""
+    many = [replace(one, kind="backward") for one in prefill(seqlen)]
+    one = [
+        BenchWorkload("backward", dtype, (long,), (long,), 1, 1, 128, causal)
+        for dtype in ("float32", "bfloat16")
+        for causal in (False, True)
+    ]
+    return [*many, *one]
+
+
 def overhead() -> list[BenchWorkload]:
     """Next to no arithmetic: what is left is the price of a call. The first is fast_attn_func, the second a cache."""
     return [
@@ -46,6 +58,7 @@ QUESTIONS: dict[str, Callable[[], list[BenchWorkload]]] = {
     "prefill": prefill,
     "decode": decode,
     "packed": varlen,
+    "backward": backward,
     "overhead": overhead,
 }
 
@@ -61,6 +74,7 @@ def quick_suite(seqlen: int = 2048) -> dict[str, list[BenchWorkload]]:
         "prefill": [one for one in prefill(seqlen) if one.headdim == 128 and one.causal],
         "decode": decode(16 * seqlen, 2 * seqlen)[:4],
         "packed": varlen(seqlen)[:1],
+        "backward": [one for one in backward(seqlen // 2, seqlen) if one.headdim == 128 and one.causal],
         "overhead": overhead(),
     }
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["prefill", "decode", "packed"]
+Kind = Literal["prefill", "decode", "packed", "backward"]
 Limit = Literal["fma", "bf16_dot", "dram_read"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class BenchWorkload:
     """One attention problem. Sequence b has seqlens_q[b] queries and seqlens_k[b] keys; causal is bottom-right."""
 
-    kind: Kind  # decode: one query a sequence against a cache; packed: variable lengths (varlen)
+    kind: Kind  # decode: one query against a cache; packed: variable lengths (varlen); backward: of a prefill
     dtype: str  # a key of DTYPES
     seqlens_q: tuple[int, ...]
     seqlens_k: tuple[int, ...]
@@ -51,10 +51,11 @@ class BenchWorkload:
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions of both products; a causal square counts half."""
+        """Multiplications and additions of both products, of five in a backward; a causal square counts half."""
         scores = sum(q * k for q, k in zip(self.seqlens_q, self.seqlens_k, strict=True))
         halved = 0.5 if self.causal and self.seqlens_q == self.seqlens_k else 1.0
-        return 4.0 * scores * self.nheads * self.headdim * halved
+        products = 5 if self.kind == "backward" else 2
+        return 2.0 * products * scores * self.nheads * self.headdim * halved
 
     @property
     def cache_bytes(self) -> int:
@@ -97,6 +98,11 @@ def make_tensors(workload: BenchWorkload, seed: int = 0) -> Tensors:
         draw(workload.seqlens_k, workload.nheads_k),
         draw(workload.seqlens_k, workload.nheads_k),
     )
+
+
+def make_gradient(workload: BenchWorkload) -> Tensor:
+    """The gradient of the result that a backward starts from, normally distributed."""
+    return make_tensors(workload, seed=1).q
 
 
 def sequences(workload: BenchWorkload, tensors: Tensors) -> list[Tensors]:

@@ -5,7 +5,7 @@
 #include <exception>
 #include <new>
 
-#include "forward.hpp"
+#include "driver.hpp"
 #include "isa.hpp"
 #include "omp_team.hpp"
 #include "prepared.hpp"
@@ -17,7 +17,7 @@
 using namespace fastattention;
 
 // Changes with every change of params.h, of what its fields may be or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 8; }
+FA_EXPORT int64_t fastattention_abi_version() { return 9; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
@@ -31,6 +31,15 @@ FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* pl
     std::memcpy(&params, addresses, offsetof(FaAttentionParams, dtype));
     params.num_threads = num_threads;
     return forward(isa_kernels(static_cast<int>(isa)), params) ? 0 : 1;
+}
+
+// The gradients of a call without a cache: `plan` and `addresses` are its own, as above.
+FA_EXPORT int64_t fastattention_backward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
+                                         const FaGradients* gradients, int64_t num_threads) {
+    FaAttentionParams params = *plan;
+    std::memcpy(&params, addresses, offsetof(FaAttentionParams, dtype));
+    params.num_threads = num_threads;
+    return backward(isa_kernels(static_cast<int>(isa)), params, *gradients) ? 0 : 1;
 }
 
 // A call of a dense cache with lse, to be run later; null when memory ran out. fastattention_release gives it up.

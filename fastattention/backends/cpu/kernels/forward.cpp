@@ -1,4 +1,5 @@
-#include "forward.hpp"
+// A forward: which keys each sequence sees, which kernels serve it, and how the work is divided among threads.
+#include "driver.hpp"
 
 #include <algorithm>
 #include <exception>
@@ -63,7 +64,8 @@ private:
     }
 
     bool is_decode(const Sequence& s) const {
-        return is_latent(s) || call_.rows(s) <= kDecodeRows || visible_keys(s.mask).size() == 0;
+        if (visible_keys(s.mask).size() == 0) return true;
+        return p_.dropout_p == 0.0 && (is_latent(s) || call_.rows(s) <= kDecodeRows);  // only prefill drops weights
     }
 
     void append() {
@@ -185,7 +187,9 @@ private:
             const Sequence& s = sequences_[i];
             if (is_decode(s)) continue;
             const KeyRange keys = visible_keys(s.mask);
-            const int64_t first = keys.begin / g.panel, end = divide_up(keys.end, g.panel);
+            // Tiles begin where a group of dropout's keys does.
+            const int64_t step = p_.dropout_p > 0.0 ? std::max(g.panel, kDropoutKeys) : g.panel;
+            const int64_t first = keys.begin / step * step / g.panel, end = divide_up(keys.end, g.panel);
             const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_stride / g.keys_per_unit + scales);
             const int64_t tiles = divide_up(call_.rows(s), g.tile_rows);
             for (int64_t head = 0; head < p_.nheads_k; ++head)

@@ -15,6 +15,7 @@ namespace FA_NAMESPACE {
 //   Stored      a unit of B in memory
 //   kOperands   units of A that go with one of B
 //   load_units  a vector of units of B, as that many operands
+//   pack        a vector of units of two elements
 // Register tile: with six rows, the accumulators, one vector of A and kVectors of B fill the registers.
 static constexpr int kRows = 6;
 static constexpr int kVectors = Vec::kRegisters == 32 ? 4 : 2;
@@ -54,6 +55,7 @@ struct Bfloat16Pair : VectorUnit {
     static constexpr int kOperands = 1;
     FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
     FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_pairs(acc, a, b); }
+    FA_INLINE Vec pack(Vec first, Vec second) { return to_pairs(first, second); }
 };
 #endif
 
@@ -76,7 +78,7 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
 #pragma GCC unroll 16
     for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < kUsed; ++j) acc[i][j] = kAccumulate ? load(c + i * c_stride + j * Vec::kWidth) : zero();
+        for (int j = 0; j < kUsed; ++j) acc[i][j] = zero();
     for (int64_t k = 0; k < depth; ++k) {
         const typename Unit::Stored* units = b + k * b_stride;
         ahead.fetch(units, kUsed * Vec::kWidth * sizeof(*units));
@@ -95,7 +97,11 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
 #pragma GCC unroll 16
     for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < kUsed; ++j) store(c + i * c_stride + j * Vec::kWidth, acc[i][j]);
+        for (int j = 0; j < kUsed; ++j) {
+            float* at = c + i * c_stride + j * Vec::kWidth;
+            // Added at the end: sums of sums are nearer than one long sum.
+            store(at, kAccumulate ? acc[i][j] + load(at) : acc[i][j]);
+        }
 }
 
 template <class Unit, int kUsed, bool kAccumulate>

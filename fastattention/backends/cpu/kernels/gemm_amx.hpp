@@ -20,6 +20,7 @@ struct AmxPair {
     using Stored = float;
     static constexpr int kOperands = 1;
     FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
+    FA_INLINE Vec pack(Vec first, Vec second) { return to_pairs(first, second); }
 
     FA_INLINE void begin() { _tile_loadconfig(&kAmxConfig); }
     FA_INLINE void end() { _tile_release(); }

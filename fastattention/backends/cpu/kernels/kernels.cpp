@@ -16,6 +16,7 @@ using namespace fastattention;
 // In this order: each uses those above it.
 #include "scores.hpp"
 #include "rows.hpp"
+#include "dropout.hpp"
 #include "quantise.hpp"
 #include "append.hpp"
 #include "gemm.hpp"
@@ -25,6 +26,7 @@ using namespace fastattention;
 #include "row_softmax.hpp"
 #include "prefill.hpp"
 #include "panel_cache.hpp"
+#include "backward.hpp"
 #include "decode_key_block.hpp"
 #include "decode_dot.hpp"
 #ifdef FA_HAS_AMX
@@ -157,6 +159,25 @@ static void append_token_of(const Call& call, const Sequence& sequence, int64_t 
     });
 }
 
+static BackwardGeometry backward_geometry_of(const FaAttentionParams& params) {
+    return with_path(params, [&](auto path) { return backward_geometry<typename decltype(path)::Unit>(params); });
+}
+
+static void pack_rows_of(const Call& call, const FaGradients& gradients, const BackwardHead& head, int64_t tile) {
+    with_path(*call.params, [&](auto path) {
+        using Path = decltype(path);
+        RowPacker<typename Path::Element, typename Path::Unit>(call, gradients, head, tile).run();
+    });
+}
+
+static void backward_chunk_of(const Call& call, const FaGradients& gradients, const BackwardHead& head, int64_t chunk,
+                              float* scratch) {
+    with_path(*call.params, [&](auto path) {
+        using Path = decltype(path);
+        BackwardChunk<typename Path::Element, typename Path::Unit>(call, gradients, head, chunk, scratch).run();
+    });
+}
+
 #define FA_STRING(name) #name
 #define FA_NAME_OF(name) FA_STRING(name)
 
@@ -172,6 +193,9 @@ const Kernels kernels = {
     latent_scratch_of,
     decode_merge_of,
     append_token_of,
+    backward_geometry_of,
+    pack_rows_of,
+    backward_chunk_of,
     fma_loop,
 #ifdef FA_HAS_BF16_DOT
     bf16_dot_loop,

@@ -30,6 +30,7 @@ typedef struct FaAttentionParams {
     const int32_t* block_table;      // (batch_size, max_blocks_per_seq)
     const float* alibi_slopes;       // (nheads) or (batch_size, nheads)
     const float* sinks;              // (nheads)
+    const int64_t* dropout_seed;     // one number, or null
     const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), varlen (1, nheads, total_q, max_seqlen_k)
     float* k_scale;  // of a quantised cache, as k without headdim; written when k_new is given
     float* v_scale;
@@ -57,7 +58,18 @@ typedef struct FaAttentionParams {
     int64_t num_threads;  // the caller's included
     double softmax_scale;
     double softcap;  // 0 is off
+    double dropout_p;  // 0 is off, and then there is no seed
 } FaAttentionParams;
+
+// The tensors of a backward, all contiguous. Its FaAttentionParams are those of the forward, with the out and lse it gave.
+typedef struct FaGradients {
+    const void* grad_out;  // as out
+    const float* grad_lse;  // as lse, or null
+    void* grad_q;  // as q, in its dtype like all of these; null where nobody asks for it
+    void* grad_k;
+    void* grad_v;
+    float* grad_sinks;  // (nheads), or null
+} FaGradients;
 
 #ifdef __cplusplus
 }

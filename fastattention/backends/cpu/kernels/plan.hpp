@@ -134,12 +134,38 @@ struct DecodeSplit {
     float* acc_o;    // (rows, headdim_v padded to the vector width)
 };
 
+// How an instruction set goes through a backward of a dtype and head dimension. A tile of rows meets a chunk of keys.
+struct BackwardGeometry {
+    int64_t rows;            // of a tile
+    int64_t keys;            // of a chunk
+    int64_t tile_floats;     // of a tile packed by pack_rows
+    int64_t grad_q_floats;   // of a tile's gradient of q
+    int64_t scratch_floats;  // working memory of a thread
+};
+
+// One key head of one sequence in a backward.
+struct BackwardHead {
+    int64_t sequence;
+    int64_t kv_head;
+    int64_t first_query, first_key;  // tokens of the sequences before it
+    float* tiles;                    // packed queries and gradients of results, tile by tile
+    float* grad_q;                   // not yet scaled, tile by tile
+    float* grad_sinks;               // what each tile adds, (tiles, group_size); null without
+    int32_t* turn;                   // of each tile: the chunk that adds to its gradient of q next
+};
+
+// Keys whose dropout is decided together (dropout.hpp).
+constexpr int64_t kDropoutKeys = 64;
+
 // Rows of a latent decode are processed in whole vectors: room for a multiple of the widest.
 constexpr int64_t kLatentRowStep = 16;
 // Heads that one call of decode_splits takes at most.
 constexpr int64_t kMaxSplitHeads = 16;
 // Their queries and their results take at most this many floats a row.
 constexpr int64_t kMaxSplitFloats = 512 * kMaxSplitHeads;
+
+// Waits for another thread to store `wanted`, and for what that thread wrote before.
+void wait_for(const int32_t* number, int32_t wanted);
 
 struct Kernels {
     const char* name;
@@ -158,6 +184,12 @@ struct Kernels {
     void (*decode_merge)(const Call& call, const DecodeSplit* splits, int64_t num_splits, int64_t stride);
 
     void (*append_token)(const Call& call, const Sequence& sequence, int64_t token);
+
+    BackwardGeometry (*backward_geometry)(const FaAttentionParams& params);
+    void (*pack_rows)(const Call& call, const FaGradients& gradients, const BackwardHead& head, int64_t tile);
+    // The gradients of a chunk of keys, and its part of those of the queries.
+    void (*backward_chunk)(const Call& call, const FaGradients& gradients, const BackwardHead& head, int64_t chunk,
+                           float* scratch);
 
     // Loops that measure the limits of a core, see peaks.hpp; null where the instruction does not exist.
     double (*fma_loop)(int64_t iterations);  // returns the floating-point operations it did

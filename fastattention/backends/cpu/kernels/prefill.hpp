@@ -154,10 +154,12 @@ class PrefillTile {
 public:
     PrefillTile(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch)
         : call_(call),
+          p_(*call.params),
           head_(head),
           sequence_(call.sequences[head.sequence]),
-          geometry_(panel_geometry<Unit>(*call.params)),
+          geometry_(panel_geometry<Unit>(p_)),
           softmax_(call, sequence_),
+          dropout_(p_.dropout_p > 0.0 ? Dropout::of(p_) : Dropout{}),
           first_row_(first_row),
           num_rows_(smaller(geometry_.tile_rows, call.rows(sequence_) - first_row)),
           padded_rows_(round_up(num_rows_, Unit::kRowStep)),
@@ -175,7 +177,8 @@ public:
         const int64_t first_token = query_row(call_, head_.kv_head, first_row_).token;
         const int64_t last_token = query_row(call_, head_.kv_head, first_row_ + num_rows_ - 1).token;
         const int64_t end = mask.row_end(last_token);
-        for (int64_t key = mask.row_begin(first_token) / kPanel * kPanel; key < end; key += kTileKeys) {
+        const int64_t step = p_.dropout_p > 0.0 ? kDropoutKeys : kPanel;
+        for (int64_t key = mask.row_begin(first_token) / step * step; key < end; key += kTileKeys) {
             const int64_t n = smaller(kTileKeys, end - key);
             const TileKind kind = mask.classify(first_token, last_token, key, key + n - 1);
             if (kind == TileKind::kSkipped) continue;
@@ -235,6 +238,11 @@ private:
         }
         TileScales scales;
         if (head_.key_scales) scales = {head_.key_scales + key, head_.value_scales + key};
+        float factors[kTileKeys];
+        if (p_.dropout_p > 0.0) {
+            dropout_factors(dropout_, sequence_.batch, at, key, round_up(n, kDropoutKeys), factors);
+            scales.values = factors;
+        }
         softmax_.update(
             at, scores_ + row * kScoreStride, key, begin, end, padded_keys(n),
             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},
@@ -259,10 +267,12 @@ private:
     }
 
     const Call& call_;
+    const FaAttentionParams& p_;
     const HeadPanels& head_;
     const Sequence& sequence_;
     const PanelGeometry geometry_;
     const RowSoftmax<Unit> softmax_;
+    const Dropout dropout_;
     const int64_t first_row_, num_rows_, padded_rows_, query_stride_;
     float *queries_, *scores_, *acc_o_, *row_sum_;
     float row_max_[kMostTileRows];

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <new>
 
-#include "forward.hpp"
+#include "driver.hpp"
 #include "sequences.hpp"
 
 namespace fastattention {

@@ -11,7 +11,8 @@ struct RunningRow {
     int64_t columns;  // of acc_o, a multiple of the vector width
 };
 
-// The scales of a tile's keys and values in a quantised cache, null in others. As many as scores, whole vectors.
+// What a tile's scores and weights are multiplied with, null for nothing: the scales of keys and values in a quantised cache,
+// or what dropout does to weights. As many as scores, whole vectors.
 struct TileScales {
     const float* keys = nullptr;
     const float* values = nullptr;
@@ -53,7 +54,7 @@ private:
         for (int64_t j = 0; j < n; j += Vec::kWidth) store(scores + j, load(scores + j) * load(by + j));
     }
 
-    // Writes the weights of scores, times the scales of the values, over the scores and returns their sum without those,
+    // Writes the weights of scores, times the scales of the values, over the scores and returns their sum without these,
     // lane by lane. Pairs are written as bfloat16 from the start of the row: never ahead of what is still to be read.
     template <bool kScaled>
     Vec exponentiate(float* scores, int64_t padded, float max, const float* value_scales) const {

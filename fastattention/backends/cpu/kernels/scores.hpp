@@ -79,19 +79,28 @@ FA_INLINE Vec bias_of(const ScoreRow& row, int64_t key, int n) {
     return load_bias<Float16>(bias, row.bias_stride, n);
 }
 
+// The natural scores of a vector of raw products with keys from `key` on, of which n are there. slope: becomes what a score
+// changes by when its scaled product does, which the softcap bends; null when nobody asks.
+FA_INLINE Vec modified_scores(const ScoreRow& row, Vec products, int64_t key, int64_t n, Vec* slope = nullptr) {
+    Vec s = products * broadcast(row.scale);
+    if (slope) *slope = broadcast(1.0f);
+    if (row.softcap != 0.0f) {
+        const Vec bent = tanh(s * broadcast(1.0f / row.softcap));
+        if (slope) *slope = broadcast(1.0f) - bent * bent;
+        s = broadcast(row.softcap) * bent;
+    }
+    if (row.slope != 0.0f) {
+        const Vec distance = absolute(broadcast(static_cast<float>(key - row.diagonal)) + iota());
+        s = fma(broadcast(-row.slope), distance, s);
+    }
+    if (row.bias) s = s + bias_of(row, key, static_cast<int>(smaller(n, Vec::kWidth)));
+    return s;
+}
+
 // scores[i], the raw products of keys first_key + i for i < n, become natural scores. `scores` has room for whole vectors.
 static void modify_scores(const ScoreRow& row, float* scores, int64_t first_key, int64_t n) {
-    const Vec slope = broadcast(-row.slope);
-    for (int64_t i = 0; i < n; i += Vec::kWidth) {
-        Vec s = load(scores + i) * broadcast(row.scale);
-        if (row.softcap != 0.0f) s = broadcast(row.softcap) * tanh(s * broadcast(1.0f / row.softcap));
-        if (row.slope != 0.0f) {
-            const Vec distance = absolute(broadcast(static_cast<float>(first_key + i - row.diagonal)) + iota());
-            s = fma(slope, distance, s);
-        }
-        if (row.bias) s = s + bias_of(row, first_key + i, static_cast<int>(smaller(n - i, Vec::kWidth)));
-        store(scores + i, s);
-    }
+    for (int64_t i = 0; i < n; i += Vec::kWidth)
+        store(scores + i, modified_scores(row, load(scores + i), first_key + i, n - i));
 }
 
 }  // namespace FA_NAMESPACE

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "omp_team.hpp"
+#include "plan.hpp"
 
 namespace fastattention {
 namespace {
@@ -168,6 +169,11 @@ SignalBlock::SignalBlock() {
 }
 
 SignalBlock::~SignalBlock() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+void wait_for(const int32_t* number, int32_t wanted) {
+    for (int spin = 0; __atomic_load_n(number, __ATOMIC_ACQUIRE) != wanted; ++spin)
+        spin < kSpins ? pause() : std::this_thread::yield();
+}
 
 void parallel_for(int64_t count, int num_threads, Task task, void* context) {
     if (count < num_threads) num_threads = static_cast<int>(count);

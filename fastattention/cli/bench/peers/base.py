@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastattention.cli.bench.workload import BenchWorkload, Tensors
@@ -42,6 +43,24 @@ def is_varlen(workload: BenchWorkload) -> bool:
     return workload.kind == "packed"
 
 
+def is_backward(workload: BenchWorkload) -> bool:
+    """The gradients of a prefill."""
+    return workload.kind == "backward"
+
+
 def is_dense(workload: BenchWorkload) -> bool:
-    """Sequences of one length."""
-    return workload.kind != "packed"
+    """A forward of sequences of one length."""
+    return workload.kind in ("prefill", "decode")
+
+
+def prepare_backward(
+    forward: Callable[..., Any], inputs: Tensors, grad: Tensor, output: Callable[[Any], Tensor], detail: str
+) -> Prepared:
+    """The gradients of q, k and v, from what `forward` kept of a call with them; the output is that of q."""
+    leaves = Tensors(*(tensor.detach().requires_grad_() for tensor in inputs))
+    out = forward(*leaves)
+
+    def call() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    return Prepared(call, lambda gradients: output(gradients[0]), detail)

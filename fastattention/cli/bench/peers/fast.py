@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +11,27 @@ from torch import Tensor
 
 import fastattention
 from fastattention.backends.cpu.library import load_library
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_varlen
-from fastattention.cli.bench.workload import BenchWorkload, Tensors
+from fastattention.cli.bench.peers.base import Peer, Prepared, is_backward, is_decode, is_varlen, prepare_backward
+from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradient
 
 
 def prepare(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     """In the layout it likes best: for a decode, caches that store heads first, as those of Transformers do."""
+    if is_backward(workload):
+        return prepare_gradients(workload, tensors)
     if is_decode(workload):
         q, k, v = tensors
         tensors = Tensors(q, heads_first(k), heads_first(v))
     return prepare_as_given(workload, tensors)
+
+
+def prepare_gradients(workload: BenchWorkload, tensors: Tensors) -> Prepared:
+    """The backward of fast_attn_func."""
+    forward = functools.partial(fastattention.fast_attn_func, causal=workload.causal)
+    with torch.enable_grad():
+        return prepare_backward(
+            forward, tensors, make_gradient(workload), lambda gradient: gradient, f"cpu {load_library().isa}"
+        )
 
 
 def heads_first(cache: Tensor) -> Tensor:

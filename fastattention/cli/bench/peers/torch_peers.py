@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from fastattention.cli.bench.peers.base import Peer, Prepared, is_decode, is_dense, is_varlen
-from fastattention.cli.bench.workload import BenchWorkload, Tensors, sequences
+from fastattention.cli.bench.peers.base import Peer, Prepared, is_backward, is_decode, is_varlen, prepare_backward
+from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradient, sequences
 
 # Nobody would compute a long prefill with eager attention; benchmarks/memory.py shows what that would take.
 LONGEST_EAGER = 256
@@ -25,8 +25,13 @@ def prepare_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
     options: dict[str, Any] = {"is_causal": workload.causal and not is_decode(workload)}
     if is_grouped(workload):
         options["enable_gqa"] = True
+    path = sdpa_path(*inputs, **options)
+    if is_backward(workload):
+        forward = functools.partial(scaled_dot_product_attention, **options)
+        with torch.enable_grad():
+            return prepare_backward(forward, inputs, heads_first(make_gradient(workload)), heads_last, path)
     call = functools.partial(scaled_dot_product_attention, *inputs, **options)
-    return Prepared(call, heads_last, sdpa_path(*inputs, **options))
+    return Prepared(call, heads_last, path)
 
 
 def prepare_folded_sdpa(workload: BenchWorkload, tensors: Tensors) -> Prepared:
@@ -140,7 +145,7 @@ def _version() -> str:
     return str(torch.__version__)
 
 
-SDPA = Peer("torch SDPA", is_dense, prepare_sdpa, _version, why_not=_why_not_grouped)
+SDPA = Peer("torch SDPA", lambda workload: not is_varlen(workload), prepare_sdpa, _version, why_not=_why_not_grouped)
 FOLDED_SDPA = Peer(
     "torch SDPA folded", lambda workload: is_decode(workload) and is_grouped(workload), prepare_folded_sdpa, _version
 )

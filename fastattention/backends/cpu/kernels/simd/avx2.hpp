@@ -142,6 +142,26 @@ FA_INLINE Vec scale_exponent(Vec p, Vec n) {
     return {_mm256_and_ps(scaled, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
 }
 
+// Eight integers of 32 bits, as numbers without a sign.
+using Integers = __m256i;
+FA_INLINE Integers broadcast_integer(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+FA_INLINE Integers integers_from(uint32_t x) {
+    return _mm256_add_epi32(broadcast_integer(x), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+// The upper and the lower halves of products.
+FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
+    const __m256i even = _mm256_mul_epu32(a, broadcast_integer(b));
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), broadcast_integer(b));
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+// a where x < limit, else b.
+FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
+    const __m256i sign = broadcast_integer(0x80000000u);  // comparisons are of numbers with one
+    const __m256i below = _mm256_cmpgt_epi32(broadcast_integer(limit ^ 0x80000000u), x ^ sign);
+    return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(below))};
+}
+
 // Lane i of the result is the sum of all lanes of acc[i].
 FA_INLINE Vec reduce_columns(const Vec* acc) {
     const __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(acc[0].v, acc[1].v), _mm256_hadd_ps(acc[2].v, acc[3].v));

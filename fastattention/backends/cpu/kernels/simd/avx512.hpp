@@ -142,6 +142,24 @@ FA_INLINE Vec reduce_columns_as(const Vec* acc) {
 }
 FA_INLINE Vec reduce_columns(const Vec* acc) { return reduce_columns_as<__m512>(acc); }
 
+// Sixteen integers of 32 bits, as numbers without a sign.
+using Integers = __m512i;
+FA_INLINE Integers broadcast_integer(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+FA_INLINE Integers integers_from(uint32_t x) {
+    return _mm512_add_epi32(broadcast_integer(x), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+// The upper and the lower halves of products.
+FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
+    const __m512i even = _mm512_mul_epu32(a, broadcast_integer(b));
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), broadcast_integer(b));
+    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+    low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+}
+// a where x < limit, else b.
+FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
+    return {_mm512_mask_blend_ps(_mm512_cmplt_epu32_mask(x, broadcast_integer(limit)), b.v, a.v)};
+}
+
 // Vectors of integers, 16 of 32 bits or 32 of 16 bits (words), as their bits.
 #define FA_HAS_WORDS
 FA_INLINE Vec from_integers(__m512i a) { return {_mm512_castsi512_ps(a)}; }

@@ -44,6 +44,18 @@ FA_INLINE float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3])
 // a where x < limit, else b.
 FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) { return choose((Int4)(x.v < limit.v), a, b); }
 
+// Four integers of 32 bits, as numbers without a sign.
+using Integers = Uint4;
+FA_INLINE Integers broadcast_integer(uint32_t x) { return Uint4{x, x, x, x}; }
+FA_INLINE Integers integers_from(uint32_t x) { return Uint4{x, x + 1, x + 2, x + 3}; }
+// The upper and the lower halves of products.
+FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& low) {
+    for (int i = 0; i < 4; ++i) high[i] = static_cast<uint32_t>(static_cast<uint64_t>(a[i]) * b >> 32);
+    low = a * b;
+}
+// a where x < limit, else b.
+FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) { return choose((Int4)(x < limit), a, b); }
+
 FA_INLINE float to_float(Bfloat16 x) {
     const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
     float value;

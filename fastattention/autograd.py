@@ -1,0 +1,119 @@
+"""Attention as a node of autograd's graph, for backends that have a backward.
+
+Of a call are kept its tensors, out and lse: nothing of size seqlen_q x seqlen_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from fastattention.backends.base import Backend
+from fastattention.backends.registry import get_backend
+from fastattention.eager import runs_eagerly
+from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
+
+Serve = Callable[[Inputs], AttentionOutput]
+
+
+def differentiable(backend: Backend, problem: Problem, serve: Serve) -> Serve:
+    """`serve` so that autograd asks `backend` for gradients."""
+
+    def run(inputs: Inputs) -> AttentionOutput:
+        return AttentionOutput(*FastAttention.apply(backend, problem, serve, *inputs))  # type: ignore[no-untyped-call]
+
+    return run
+
+
+def gradients(
+    backend: Backend,
+    problem: Problem,
+    inputs: Inputs,
+    result: AttentionOutput,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+) -> dict[str, Tensor]:
+    """`Backend.backward`, of gradients as autograd gives them: one may be missing, and strides are any."""
+    grads = OutputGradients(*(None if grad is None else grad.contiguous() for grad in (grad_out, grad_lse)))
+    return backend.backward(problem, inputs, result, grads)
+
+
+def gradients_by_torch(
+    problem: Problem, inputs: Inputs, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> dict[str, Tensor]:
+    """The same by computing the forward again in operations of torch, which autograd follows."""
+    given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
+    leaves = {name: tensor.detach().requires_grad_(name in problem.grads) for name, tensor in given.items()}
+    problem = replace(problem, return_lse=grad_lse is not None)
+    with torch.enable_grad():
+        result = get_backend("sdpa").forward(problem, inputs._replace(**leaves))
+    pairs = [(x, grad) for x, grad in ((result.out, grad_out), (result.lse, grad_lse)) if grad is not None]
+    outputs = [x for x, _ in pairs if x is not None]
+    found = torch.autograd.grad(
+        outputs,
+        [leaves[name] for name in problem.grads],
+        [grad for _, grad in pairs],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return {name: grad.contiguous() for name, grad in zip(problem.grads, found, strict=True)}
+
+
+# The fields of Inputs that are arguments of the operators `attention` and `attention_backward`, in their order.
+OPERATOR_TENSORS = (
+    "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "attn_bias", "sinks", "dropout_seed",
+)  # fmt: skip
+
+
+class FastAttention(Function):
+    """The node, after whose name profilers and `grad_fn` call it. It has no second derivative."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, backend: Backend, problem: Problem, serve: Serve, *inputs: Tensor | None
+    ) -> Any:
+        result = serve(Inputs(*inputs))  # type: ignore[arg-type]
+        ctx.backend, ctx.problem = backend, problem
+        ctx.save_for_backward(*inputs, result.out, result.lse)
+        ctx.set_materialize_grads(False)
+        if result.dropout_mask is not None:
+            ctx.mark_non_differentiable(result.dropout_mask)
+        return tuple(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:  # noqa: D102
+        *inputs, out, lse = ctx.saved_tensors
+        found: dict[str, Tensor] = {}
+        if grad_out is not None or grad_lse is not None:
+            grads = [grad for grad in (grad_out, grad_lse) if grad is not None]
+            if any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):  # of autograd.grad(is_grads_batched=True)
+                found = gradients_by_torch(ctx.problem, Inputs(*inputs), grad_out, grad_lse)
+            else:  # compiled autograd traces
+                compute = gradients if runs_eagerly(*grads) else _gradients_by_operator
+                result = AttentionOutput(out, lse)
+                found = compute(ctx.backend, ctx.problem, Inputs(*inputs), result, grad_out, grad_lse)
+        return None, None, None, *(found.get(name) for name in Inputs._fields)
+
+
+def _gradients_by_operator(
+    backend: Backend,
+    problem: Problem,
+    inputs: Inputs,
+    result: AttentionOutput,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+) -> dict[str, Tensor]:
+    """`gradients` by the operator of `fastattention.ops`."""
+    longest = (problem.seqlen_q, problem.seqlen_k) if problem.layout is Layout.VARLEN else (None, None)
+    found = torch.ops.fastattention.attention_backward(
+        grad_out, grad_lse, *(getattr(inputs, name) for name in OPERATOR_TENSORS), result.out, result.lse, *longest,
+        problem.softmax_scale, False, problem.window_left, problem.window_right, problem.softcap, problem.dropout_p,
+        problem.deterministic, " ".join(problem.grads), backend.name,
+    )  # fmt: skip
+    return dict(zip(problem.grads, found, strict=True))

@@ -1,0 +1,23 @@
+"""Gradients that kernels of ours compute, and why they do not compute others."""
+
+from __future__ import annotations
+
+from fastattention.problem import Layout, Problem
+
+COMPUTED = ("q", "k", "v", "sinks")
+
+
+def why_not_backward(problem: Problem, name: str) -> str | None:
+    """Why the backend called `name`, which has a backward, cannot differentiate `problem`; None where it can."""
+    if not problem.needs_grad:
+        return None
+    if problem.layout is Layout.KVCACHE:
+        return "fast_attn_with_kvcache has no backward; call it under torch.no_grad(), or use fast_attn_func"
+    if problem.in_transform:
+        return "torch.func or forward-mode differentiation follows operations of torch alone; use backend='sdpa'"
+    if problem.is_paged:
+        return "k and v are pages, whose gradients are not computed; use backend='sdpa' or torch.no_grad()"
+    for tensor in problem.grads:
+        if tensor not in COMPUTED:
+            return f"{tensor} requires a gradient, which {name} does not compute; use backend='sdpa'"
+    return None

@@ -1,0 +1,61 @@
+"""Which weights dropout keeps: known words of the generator, its rate, and that it depends on places alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastattention.backends.common.dropout import kept, philox
+
+SEED = torch.tensor(0x3243F6A8885A308D)
+WHOLE = slice(0, 3), 2, slice(0, 40), slice(0, 300)
+
+
+# Known answers that the authors of Philox publish with Random123: counter and key zeros, ones, and digits of pi.
+@pytest.mark.parametrize(
+    ("rounds", "counter", "key", "words"),
+    [
+        (7, "0 0 0 0", "0 0", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        (10, "0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (10, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (10, "243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_gives_the_published_words(rounds: int, counter: str, key: str, words: str) -> None:
+    first, second = (torch.tensor(int(word, 16)) for word in key.split())
+    counters = tuple(torch.tensor(int(word, 16)) for word in counter.split())
+    assert " ".join(f"{int(word):08x}" for word in philox((first, second), counters, rounds)) == words
+
+
+def test_a_part_of_the_mask_is_the_same_by_itself() -> None:
+    mask = kept(SEED, 0.4, *WHOLE)
+    for sequences, rows, keys in (
+        (slice(1, 3), slice(7, 9), slice(63, 65)),
+        (slice(2, 3), slice(0, 40), slice(100, 299)),
+    ):
+        assert torch.equal(kept(SEED, 0.4, sequences, 2, rows, keys), mask[sequences, :, rows, keys])
+
+
+def test_a_word_is_that_of_its_counter() -> None:
+    """What other implementations of the same mask rely on."""
+    batch, head, row, key = 2, 1, 33, 291
+    place = (key // 64 * 16 + key % 16, row, head, batch)
+    words = philox((SEED & 0xFFFFFFFF, SEED >> 32), tuple(torch.tensor(x) for x in place))
+    share = (int(words[key % 64 // 16]) + 0.5) / 2**32  # dropped from this rate on
+    for dropout_p, expected in ((share - 1e-6, True), (share + 1e-6, False)):
+        assert kept(SEED, dropout_p, *WHOLE)[batch, head, row, key] == expected
+
+
+@pytest.mark.parametrize("dropout_p", [0.001, 0.1, 0.5, 0.999])
+def test_weights_are_dropped_at_the_rate_asked_for(dropout_p: float) -> None:
+    mask = kept(SEED, dropout_p, slice(0, 4), 4, slice(0, 256), slice(0, 1024))
+    deviation = (dropout_p * (1.0 - dropout_p) / mask.numel()) ** 0.5
+    assert abs(float((~mask).double().mean()) - dropout_p) < 5.0 * deviation
+
+
+def test_neighbours_and_seeds_are_independent() -> None:
+    mask = kept(SEED, 0.5, slice(0, 2), 2, slice(0, 256), slice(0, 512)).double() * 2.0 - 1.0
+    other = kept(SEED + 1, 0.5, slice(0, 2), 2, slice(0, 256), slice(0, 512)).double() * 2.0 - 1.0
+    pairs = (mask[..., 1:] * mask[..., :-1], mask[..., 1:, :] * mask[..., :-1, :], mask[..., 16:] * mask[..., :-16])
+    for product in (*pairs, mask[:, 1] * mask[:, 0], mask[1] * mask[0], mask * other):
+        assert abs(float(product.mean())) < 5.0 / product.numel() ** 0.5

@@ -46,6 +46,13 @@ def test_example_runs_as_documented(name: str) -> None:
         assert text in ran.stdout
 
 
+def test_training_example_has_the_losses_of_sdpa() -> None:
+    ran = run(str(EXAMPLES / "train.py"), "--steps", "3", "--seqlen", "64")
+    assert ran.returncode == 0, ran.stderr
+    assert "s per step" in ran.stdout
+    assert float(ran.stdout.rpartition("largest difference of the losses: ")[2]) < 1e-4
+
+
 def test_tensor_parallel_example_runs_on_two_ranks() -> None:
     ran = run(
         "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(EXAMPLES / "tensor_parallel.py")
@@ -71,5 +78,5 @@ def test_long_context_example_says_that_it_needs_a_gpu() -> None:
 
 def test_every_example_is_short_and_tested() -> None:
     examples = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert set(examples) == {*PRINTED, "context_budget"}
+    assert set(examples) == {*PRINTED, "context_budget", "train"}
     assert max(examples.values()) < 60

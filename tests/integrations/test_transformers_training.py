@@ -1,0 +1,176 @@
+"""Models trained with fast_attention take the steps that they take with eager attention, on kernels of the cpu backend.
+
+The loop is written by hand: Transformers' own Trainer needs `accelerate`, which the tests do without.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiers import slow, thin
+from torch import Tensor, nn
+
+from fastattention.backends.cpu.backend import CpuBackend
+from fastattention.problem import Layout, Problem
+from integrations.models import VOCABULARY, pair
+
+Batch = dict[str, Any]  # what a model is called with
+
+STEPS, SEQLEN, BATCHES = 50, 96, 5
+NUM_LAYERS = 2  # of all models here
+# Losses begin near 6. Gradients of q, k or v that are 1% off move them by 6e-4 or more, rounding by 1e-5.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """What the cpu backend's own backward computed: one problem a call."""
+    problems: list[Problem] = []
+    backward = CpuBackend.backward
+
+    def recorded(self: CpuBackend, problem: Problem, *args: Any) -> dict[str, Tensor]:
+        problems.append(problem)
+        return backward(self, problem, *args)
+
+    monkeypatch.setattr(CpuBackend, "backward", recorded)
+    return problems
+
+
+def repeated_words(seed: int, batch_size: int = 4, seqlen: int = SEQLEN) -> Tensor:
+    """int64 (batch_size, seqlen): five random tokens again and again, so that attention helps to predict them."""
+    word = torch.randint(3, VOCABULARY, (batch_size, 5), generator=torch.Generator().manual_seed(seed))
+    return word.repeat(1, seqlen // 5 + 1)[:, :seqlen].contiguous()
+
+
+def batch_for(name: str, seed: int) -> Batch:
+    """Labels are the tokens, so BERT learns to repeat what it sees; rows of its batch end at different places."""
+    ids = repeated_words(seed)
+    if name == "t5":
+        return {"input_ids": ids, "labels": ids}
+    if name != "bert":
+        return {"input_ids": ids, "labels": ids, "use_cache": False}
+    mask = torch.arange(SEQLEN) < torch.tensor([SEQLEN, 66, 35, 90])[:, None]
+    hidden = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.15
+    labels = ids.masked_fill(~(hidden & mask), -100)
+    return {"input_ids": ids.masked_fill(hidden, 2), "labels": labels, "attention_mask": mask.long()}
+
+
+def batches_for(name: str) -> list[Batch]:
+    return [batch_for(name, seed) for seed in range(BATCHES)]
+
+
+def trainable(model: nn.Module, attention_dropout: float = 0.0) -> Any:
+    """A copy in training mode, without dropout but that of attention weights."""
+    model = copy.deepcopy(model).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for attribute in ("attention_dropout", "dropout"):  # of Llama and its kin, of T5
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, attention_dropout)
+    return model
+
+
+def train(model: nn.Module, batches: list[Batch], steps: int = STEPS, learning_rate: float = 1e-3) -> Tensor:
+    """Trains in place. Returns the loss before every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    losses = []
+    for step in range(steps):
+        loss = model(**batches[step % len(batches)]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Under its name, which Transformers 5.24 changed."""
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+
+
+def assert_same_losses(fast: Tensor, eager: Tensor) -> None:
+    assert eager[-BATCHES:].mean() < 0.5 * eager[:BATCHES].mean(), "the model must learn for this to mean anything"
+    difference, step = (fast - eager).abs().max(dim=0)
+    assert difference <= TOLERANCE, f"losses differ by {difference:.1e} at step {step}"
+
+
+@thin(quick=3)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
+def test_losses_are_those_of_eager_at_every_step(name: str, served: list[Problem]) -> None:
+    eager, fast = (train(trainable(model), batches_for(name)) for model in pair(name))
+    assert_same_losses(fast, eager)
+    assert len(served) == STEPS * NUM_LAYERS
+    assert {problem.layout for problem in served} == {Layout.VARLEN if name == "bert" else Layout.DENSE}
+    assert {problem.grads for problem in served} == {("q", "k", "v", "sinks") if name == "gpt_oss" else ("q", "k", "v")}
+
+
+def test_losses_of_varlen_batches_are_those_of_eager_with_padding(served: list[Problem]) -> None:
+    lengths = (40, 9, 47)
+    varlen, padded = [], []
+    for seed in range(BATCHES):
+        ids = repeated_words(seed, len(lengths), max(lengths))
+        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        labels = ids.masked_fill(~mask, -100)
+        padded.append({"input_ids": ids, "labels": labels, "attention_mask": mask.long(), "use_cache": False})
+        labels = labels.clone()
+        labels[:, 0] = -100  # the last token of one sequence does not predict the first of the next
+        position_ids = torch.cat([torch.arange(length) for length in lengths])
+        rows = {"input_ids": ids[mask], "labels": labels[mask], "position_ids": position_ids}
+        varlen.append({**{key: row[None] for key, row in rows.items()}, "use_cache": False})
+    models = pair("llama")
+    assert_same_losses(train(trainable(models.fast), varlen), train(trainable(models.eager), padded))
+    assert len(served) == STEPS * NUM_LAYERS
+    assert {problem.layout for problem in served} == {Layout.VARLEN}
+
+
+def test_a_learned_position_bias_leaves_self_attention_to_sdpa(served: list[Problem]) -> None:
+    """The gradient of a bias is not computed by the cpu backend; cross-attention has none."""
+    eager, fast = (train(trainable(model), batches_for("t5"), steps=10) for model in pair("t5"))
+    torch.testing.assert_close(fast, eager, rtol=0, atol=TOLERANCE)
+    assert len(served) == 10 * NUM_LAYERS
+
+
+@slow
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
+def test_bfloat16_losses_are_as_near_to_float32_as_those_of_eager(name: str, served: list[Problem]) -> None:
+    """At most 1.5 times as far, on average over all steps: where weights are rounded, two runs soon part by chance."""
+    # Weights of 0.2 in bfloat16 are 1e-3 apart: smaller steps would be lost.
+    options = {"batches": batches_for(name), "learning_rate": 3e-3}
+    exact = train(trainable(pair(name).eager), **options)
+    eager, fast = (train(trainable(model).bfloat16(), **options) for model in pair(name))
+    assert {problem.dtype for problem in served} == {torch.bfloat16}
+    assert len(served) == STEPS * NUM_LAYERS
+    error, allowed = ((losses - exact).abs().mean().item() for losses in (fast, eager))
+    assert 0 < error <= 1.5 * max(allowed, 5e-3)
+
+
+@pytest.mark.parametrize("attention_dropout", [0.0, 0.3])
+def test_gradient_checkpointing_gives_the_same_losses(attention_dropout: float, served: list[Problem]) -> None:
+    losses, calls = [], []
+    for checkpointing in (False, True):
+        model = trainable(pair("llama").fast, attention_dropout)
+        if checkpointing:
+            enable_checkpointing(model)
+        model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(checkpointing))  # noqa: B023
+        torch.manual_seed(0)
+        losses.append(train(model, batches_for("llama"), steps=10).tolist())
+    assert losses[0] == losses[1]
+    assert (calls.count(False), calls.count(True)) == (10, 20), "checkpointing computes the forward again"
+    assert len(served) == 2 * 10 * NUM_LAYERS
+
+
+def test_training_with_dropout_repeats_with_the_seed_of_torch(served: list[Problem]) -> None:
+    losses = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        losses.append(train(trainable(pair("llama").fast, 0.3), batches_for("llama"), steps=10).tolist())
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[2][0]
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert len(served) == 3 * 10 * NUM_LAYERS
+    assert {problem.dropout_p for problem in served} == {0.3}

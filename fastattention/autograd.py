@@ -92,12 +92,13 @@ class FastAttention(Function):
         found: dict[str, Tensor] = {}
         if grad_out is not None or grad_lse is not None:
             grads = [grad for grad in (grad_out, grad_lse) if grad is not None]
-            if any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):  # of autograd.grad(is_grads_batched=True)
+            call = ctx.backend, ctx.problem, Inputs(*inputs), AttentionOutput(out, lse), grad_out, grad_lse
+            if not runs_eagerly(*grads):  # compiled autograd traces
+                found = _gradients_by_operator(*call)
+            elif any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):  # by is_grads_batched
                 found = gradients_by_torch(ctx.problem, Inputs(*inputs), grad_out, grad_lse)
-            else:  # compiled autograd traces
-                compute = gradients if runs_eagerly(*grads) else _gradients_by_operator
-                result = AttentionOutput(out, lse)
-                found = compute(ctx.backend, ctx.problem, Inputs(*inputs), result, grad_out, grad_lse)
+            else:
+                found = gradients(*call)
         return None, None, None, *(found.get(name) for name in Inputs._fields)
 
 

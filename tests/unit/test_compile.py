@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiers import slow
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattention import (
@@ -89,6 +90,17 @@ def test_compiled_gradients_come_from_the_backend_that_served_the_call(
     q = torch.randn(2, 5, 4, 8, requires_grad=True)
     compiled(lambda q: fast_attn_func(q, q, q, backend=backend))(q).sum().backward()
     assert served == (["cpu"] if backend == "auto" else [])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch asks for
+@pytest.mark.skipif(not hasattr(compiled_autograd, "_enable"), reason="this torch enables compiled autograd otherwise")
+def test_compiled_autograd_gives_the_same_gradients() -> None:
+    q = torch.randn(2, 5, 4, 8, requires_grad=True)
+    right = torch.autograd.grad(fast_attn_func(q, q, q, causal=True).square().sum(), q)[0]
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager", fullgraph=True)):
+        fast_attn_func(q, q, q, causal=True).square().sum().backward()
+    assert q.grad is not None
+    assert torch.equal(q.grad, right)
 
 
 @slow

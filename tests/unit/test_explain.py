@@ -138,3 +138,13 @@ def test_calls_of_other_threads_compute_meanwhile(only_backends: RegisterBackend
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(ArgumentError, match="function=3 must be one of fastattention's"):
         explain(function=3)  # type: ignore[arg-type]
+
+
+def test_it_tells_who_computes_gradients() -> None:
+    q, slopes = x(1, 3, 2, 8).requires_grad_(), x(2).requires_grad_()
+    lines = str(explain(q, q, q)).splitlines()
+    assert "-> cpu: serves this call by kernels of its own, forward and backward" in lines
+    assert "   sdpa: could serve this call by operations that torch differentiates" in lines
+    lines = str(explain(q, q, q, alibi_slopes=slopes)).splitlines()
+    assert "   cpu: alibi_slopes requires a gradient, which cpu does not compute; use backend='sdpa'" in lines
+    assert "-> sdpa: serves this call by operations that torch differentiates" in lines

@@ -42,6 +42,10 @@ class CpuBackend(Backend):
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return None
 
+    def how(self, problem: Problem) -> str:
+        """Whether it computes the gradients too."""
+        return "kernels of its own, forward and backward" if problem.grads else ""
+
     def describe(self) -> str:
         """Instruction set in use, those to choose from, and threads."""
         library = load_library()

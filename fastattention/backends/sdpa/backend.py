@@ -39,8 +39,10 @@ class SdpaBackend(Backend):
         return None
 
     def how(self, problem: Problem) -> str:
-        """By cuDNN's operator where that is why it is faster; otherwise torch chooses."""
-        return "cuDNN" if cudnn_prefill.why_faster(problem) else ""
+        """By cuDNN's operator where that is why it is faster; otherwise torch chooses, and differentiates."""
+        if cudnn_prefill.why_faster(problem):
+            return "cuDNN"
+        return "operations that torch differentiates" if problem.needs_grad else ""
 
     def why_faster(self, problem: Problem) -> str | None:
         """Where it is for cuDNN's sake."""

@@ -31,31 +31,23 @@ def differentiable(backend: Backend, problem: Problem, serve: Serve) -> Serve:
 
 
 def gradients(
-    backend: Backend,
-    problem: Problem,
-    inputs: Inputs,
-    result: AttentionOutput,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
+    backend: Backend, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
 ) -> dict[str, Tensor]:
     """`Backend.backward`, of gradients as autograd gives them: one may be missing, and strides are any."""
-    grads = OutputGradients(*(None if grad is None else grad.contiguous() for grad in (grad_out, grad_lse)))
-    return backend.backward(problem, inputs, result, grads)
+    contiguous = OutputGradients(*(None if grad is None else grad.contiguous() for grad in grads))
+    return backend.backward(problem, inputs, result, contiguous)
 
 
-def gradients_by_torch(
-    problem: Problem, inputs: Inputs, grad_out: Tensor | None, grad_lse: Tensor | None
-) -> dict[str, Tensor]:
+def gradients_by_torch(problem: Problem, inputs: Inputs, grads: OutputGradients) -> dict[str, Tensor]:
     """The same by computing the forward again in operations of torch, which autograd follows."""
     given = {name: tensor for name, tensor in inputs._asdict().items() if tensor is not None}
     leaves = {name: tensor.detach().requires_grad_(name in problem.grads) for name, tensor in given.items()}
-    problem = replace(problem, return_lse=grad_lse is not None)
+    problem = replace(problem, return_lse=grads.lse is not None)
     with torch.enable_grad():
         result = get_backend("sdpa").forward(problem, inputs._replace(**leaves))
-    pairs = [(x, grad) for x, grad in ((result.out, grad_out), (result.lse, grad_lse)) if grad is not None]
-    outputs = [x for x, _ in pairs if x is not None]
+    pairs = [(x, grad) for x, grad in zip(result, grads, strict=False) if x is not None and grad is not None]
     found = torch.autograd.grad(
-        outputs,
+        [x for x, _ in pairs],
         [leaves[name] for name in problem.grads],
         [grad for _, grad in pairs],
         allow_unused=True,
@@ -90,30 +82,26 @@ class FastAttention(Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> Any:  # noqa: D102
         *inputs, out, lse = ctx.saved_tensors
         found: dict[str, Tensor] = {}
-        if grad_out is not None or grad_lse is not None:
-            grads = [grad for grad in (grad_out, grad_lse) if grad is not None]
-            call = ctx.backend, ctx.problem, Inputs(*inputs), AttentionOutput(out, lse), grad_out, grad_lse
-            if not runs_eagerly(*grads):  # compiled autograd traces
+        grads = OutputGradients(grad_out, grad_lse)
+        given = [grad for grad in grads if grad is not None]
+        if given:
+            call = ctx.backend, ctx.problem, Inputs(*inputs), AttentionOutput(out, lse), grads
+            if not runs_eagerly(*given):  # compiled autograd traces
                 found = _gradients_by_operator(*call)
-            elif any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):  # by is_grads_batched
-                found = gradients_by_torch(ctx.problem, Inputs(*inputs), grad_out, grad_lse)
+            elif any(map(torch._C._functorch.is_legacy_batchedtensor, given)):  # by is_grads_batched
+                found = gradients_by_torch(ctx.problem, Inputs(*inputs), grads)
             else:
                 found = gradients(*call)
         return None, None, None, *(found.get(name) for name in Inputs._fields)
 
 
 def _gradients_by_operator(
-    backend: Backend,
-    problem: Problem,
-    inputs: Inputs,
-    result: AttentionOutput,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
+    backend: Backend, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
 ) -> dict[str, Tensor]:
     """`gradients` by the operator of `fastattention.ops`."""
     longest = (problem.seqlen_q, problem.seqlen_k) if problem.layout is Layout.VARLEN else (None, None)
     found = torch.ops.fastattention.attention_backward(
-        grad_out, grad_lse, *(getattr(inputs, name) for name in OPERATOR_TENSORS), result.out, result.lse, *longest,
+        *grads, *(getattr(inputs, name) for name in OPERATOR_TENSORS), result.out, result.lse, *longest,
         problem.softmax_scale, False, problem.window_left, problem.window_right, problem.softcap, problem.dropout_p,
         problem.deterministic, " ".join(problem.grads), backend.name,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastattention import flops
 from fastattention.autograd import OPERATOR_TENSORS, gradients, gradients_by_torch
 from fastattention.dispatch import Plan, kvcache_signature, plan_kvcache, plan_prefill, prefill_signature
-from fastattention.problem import AttentionOutput, Inputs
+from fastattention.problem import AttentionOutput, Inputs, OutputGradients
 from fastattention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_prefill
 from fastattention.validation.common import read_int
 from fastattention.validation.prefill import MaxSeqlens
@@ -241,12 +241,13 @@ def attention_backward(
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
     given, max_seqlens = _from_order(tensors), (max_seqlen_q, max_seqlen_k)
     plan, inputs = _training_plan(given, max_seqlens, options, grads, "sdpa" if out is None else backend)
+    from_gradients = OutputGradients(grad_out, grad_lse)
     if plan.has_backward:
         assert out is not None
-        found = gradients(plan.backend, plan.problem, inputs, AttentionOutput(out, lse), grad_out, grad_lse)
+        found = gradients(plan.backend, plan.problem, inputs, AttentionOutput(out, lse), from_gradients)
     else:
         with _autograd():
-            found = gradients_by_torch(plan.problem, inputs, grad_out, grad_lse)
+            found = gradients_by_torch(plan.problem, inputs, from_gradients)
     return [found[name].to(getattr(given, name).dtype) for name in grads.split()]
 
 

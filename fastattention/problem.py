@@ -155,10 +155,10 @@ class Inputs(NamedTuple):
 
 
 class OutputGradients(NamedTuple):
-    """What a backward starts from; either may be None, but not both."""
+    """What a backward starts from; either may be None, but not both. Backends get contiguous ones."""
 
-    out: Tensor | None  # as AttentionOutput.out, contiguous
-    lse: Tensor | None  # as AttentionOutput.lse, contiguous
+    out: Tensor | None  # as AttentionOutput.out
+    lse: Tensor | None  # as AttentionOutput.lse
 
 
 class MergeProblem(NamedTuple):

@@ -16,6 +16,19 @@
 
 using namespace fastattention;
 
+namespace {
+
+// One of many calls that differ in their addresses only: `addresses` are the fields of `plan` before dtype. Calls of
+// several threads may share a plan.
+FaAttentionParams with_addresses(const FaAttentionParams& plan, const void* addresses, int64_t num_threads) {
+    FaAttentionParams params = plan;
+    std::memcpy(&params, addresses, offsetof(FaAttentionParams, dtype));
+    params.num_threads = num_threads;
+    return params;
+}
+
+}  // namespace
+
 // Changes with every change of params.h, of what its fields may be or of a function below, so that a stale library is found out when it is loaded.
 FA_EXPORT int64_t fastattention_abi_version() { return 9; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
@@ -23,22 +36,17 @@ FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams)
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
 FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(static_cast<int>(isa)).name; }
 
-// One of many calls that differ in their addresses only: `addresses` are the fields of `plan` before dtype. Calls of
-// several threads may share a plan. 0, or 1 when memory ran out.
+// 0, or 1 when memory ran out.
 FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
                                         int64_t num_threads) {
-    FaAttentionParams params = *plan;
-    std::memcpy(&params, addresses, offsetof(FaAttentionParams, dtype));
-    params.num_threads = num_threads;
+    const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
     return forward(isa_kernels(static_cast<int>(isa)), params) ? 0 : 1;
 }
 
-// The gradients of a call without a cache: `plan` and `addresses` are its own, as above.
+// The gradients of a call without a cache: `plan` and `addresses` are those of its forward.
 FA_EXPORT int64_t fastattention_backward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
                                          const FaGradients* gradients, int64_t num_threads) {
-    FaAttentionParams params = *plan;
-    std::memcpy(&params, addresses, offsetof(FaAttentionParams, dtype));
-    params.num_threads = num_threads;
+    const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
     return backward(isa_kernels(static_cast<int>(isa)), params, *gradients) ? 0 : 1;
 }
 

@@ -18,8 +18,6 @@ constexpr int64_t kWaveBytes = int64_t{16} << 20, kWaveBytesOfThread = int64_t{2
 constexpr double kSerialWork = 2e5;
 constexpr int64_t kCacheLineFloats = 16;
 
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
 class Backward {
 public:
     Backward(const Kernels& kernels, const FaAttentionParams& p, const FaGradients& gradients)

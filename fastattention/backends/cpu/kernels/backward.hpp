@@ -12,10 +12,10 @@
 
 namespace FA_NAMESPACE {
 
-// Rows of a tile are a multiple of every Unit::kRowStep and of twice kAmxTile, keys of a chunk one of kPanel. A chunk's keys,
-// values and their gradients take 20 bytes a key and element, which share the L2 cache with a tile.
+// Rows of a tile are a multiple of every Unit::kRowStep and of twice kAmxTile, keys of a chunk one of kDropoutKeys and so of
+// kPanel. A chunk's keys, values and their gradients take 20 bytes a key and element, which share the L2 cache with a tile.
 static constexpr int64_t kChunkElements = Vec::kWidth == 16 ? 32768 : 16384;  // keys times elements
-static constexpr int64_t kMostChunkKeys = 256, kLeastChunkKeys = 64, kKeyStep = 64;  // also of kDropoutKeys
+static constexpr int64_t kMostChunkKeys = 256;
 static constexpr int64_t kBackwardRows = 96;
 
 // How everything lies that a task works on. A matrix `x` has x_stride floats from row to row.
@@ -34,7 +34,7 @@ struct BackwardLayout {
         constexpr int64_t kDepth = Unit::kElements * Unit::kDepthStep;
         const int64_t widest = larger(p.headdim, p.headdim_v);
         rows = kBackwardRows;
-        keys = larger(kLeastChunkKeys, smaller(kMostChunkKeys, kChunkElements / widest / kKeyStep * kKeyStep));
+        keys = larger(kDropoutKeys, smaller(kMostChunkKeys, kChunkElements / widest / kDropoutKeys * kDropoutKeys));
         query_units = round_up(p.headdim, kDepth) / Unit::kElements;
         value_units = round_up(p.headdim_v, kDepth) / Unit::kElements;
         query_columns = round_up(p.headdim, larger(Vec::kWidth, kDepth));
@@ -92,8 +92,7 @@ FA_INLINE void pair_rows(const float* from, int64_t from_stride, float* to, int6
     for (int64_t i = 0; i < rows; i += 2) {
         const auto* first = reinterpret_cast<const Bfloat16*>(from + i * from_stride);
         const auto* second = reinterpret_cast<const Bfloat16*>(from + (i + 1) * from_stride);
-        auto* pairs = reinterpret_cast<uint32_t*>(to + i / 2 * to_stride);
-        for (int64_t c = 0; c < columns; ++c) pairs[c] = first[c].bits | static_cast<uint32_t>(second[c].bits) << 16;
+        pair_row(first, second, to + i / 2 * to_stride, columns);
     }
 }
 
@@ -245,7 +244,7 @@ public:
           sequence_(call.sequences[head.sequence]),
           layout_(p_),
           units_(ScoreUnits::of(p_)),
-          dropout_(p_.dropout_p > 0.0 ? Dropout::of(p_) : Dropout{}),
+          dropout_(Dropout::of(p_)),
           chunk_(chunk),
           first_key_(chunk * layout_.keys),
           num_keys_(smaller(layout_.keys, sequence_.mask.seqlen_k - first_key_)) {
@@ -343,15 +342,8 @@ private:
     // result (rows, keys begin to end) = a (rows, elements) times panels.
     void multiply_by_panels(const float* a, int64_t stride, const float* panels, int64_t units, float* result, int64_t begin,
                             int64_t end, int64_t rows) const {
-        constexpr int64_t kDepth = kDepthElements / Unit::kElements;
-        for (int64_t j = begin; j < end; j += kPanel) {
-            const float* panel = panels + j * units;
-            multiply_panel<false>(Unit{}, a, stride, panel, kPanel, smaller(kDepth, units), result + j, layout_.score_stride,
-                                  rows, kPanel);
-            for (int64_t u = kDepth; u < units; u += kDepth)
-                multiply_panel<true>(Unit{}, a + u, stride, panel + u * kPanel, kPanel, smaller(kDepth, units - u),
-                                     result + j, layout_.score_stride, rows, kPanel);
-        }
+        for (int64_t j = begin; j < end; j += kPanel)
+            multiply_key_panel<Unit>(a, stride, panels + j * units, units, result + j, layout_.score_stride, rows, kPanel);
     }
 
     // result (elements, keys begin to end) += a (elements, units of rows) times b (units of rows, keys).
@@ -393,11 +385,11 @@ private:
     // Of the products p and dp with keys from j on: the weights, and the gradients of the scaled products.
     // Dropout multiplies weights before they meet values, and so the gradients that come back from there.
     template <bool kModified, bool kMasked, bool kDrops>
-    FA_INLINE void differentiate_vector(const Row& row, int64_t j, int64_t first_key, int64_t num_keys, Vec& p, Vec& dp) {
+    __attribute__((always_inline)) void differentiate_vector(const Row& row, int64_t j, Vec& p, Vec& dp) const {
         constexpr bool kPrecise = Unit::kElements == 1;
         Vec slope = broadcast(1.0f);
         if (kModified) {
-            const Vec score = modified_scores(row.score, p, first_key + j, larger(num_keys - j, 0), &slope);
+            const Vec score = modified_scores(row.score, p, first_key_ + j, larger(num_keys_ - j, 0), &slope);
             p = exp2<kPrecise>((score - row.lse) * broadcast(kLog2E)) * row.factor;
         } else {
             p = exp2<kPrecise>(fma(p, row.scale, row.shift));
@@ -415,12 +407,12 @@ private:
 
     void differentiate(const float* stats, int64_t first_row, int64_t num_rows, int64_t rows, int64_t begin, int64_t end,
                        bool full) {
-        const bool drops = p_.dropout_p > 0.0, masked = !full;
+        const bool drops = p_.dropout_p > 0.0;
         auto run = [&](auto kernel) { (this->*kernel)(stats, first_row, num_rows, rows, begin, end); };
         if (units_.modified)
             return run(drops ? &Self::differentiate<true, true, true> : &Self::differentiate<true, true, false>);
         if (drops) return run(&Self::differentiate<false, true, true>);
-        run(masked ? &Self::differentiate<false, true, false> : &Self::differentiate<false, false, false>);
+        run(full ? &Self::differentiate<false, false, false> : &Self::differentiate<false, true, false>);
     }
 
     // Over the products in weights_ and grad_s_ their weights and gradients are written: floats in place, of pairs those of
@@ -435,7 +427,7 @@ private:
             if constexpr (Unit::kElements == 1) {
                 for (int64_t j = begin; j < end; j += Vec::kWidth) {
                     Vec weight = load(p + j), grad = load(dp + j);
-                    differentiate_vector<kModified, kMasked, kDrops>(first, j, first_key_, num_keys_, weight, grad);
+                    differentiate_vector<kModified, kMasked, kDrops>(first, j, weight, grad);
                     store(p + j, weight);
                     store(dp + j, grad);
                 }
@@ -446,9 +438,8 @@ private:
                 for (int64_t j = begin; j < end; j += Vec::kWidth) {
                     Vec weight = load(p + j), grad = load(dp + j);
                     Vec weight_below = load(p + stride + j), grad_below = load(dp + stride + j);
-                    differentiate_vector<kModified, kMasked, kDrops>(first, j, first_key_, num_keys_, weight, grad);
-                    differentiate_vector<kModified, kMasked, kDrops>(second, j, first_key_, num_keys_, weight_below,
-                                                                     grad_below);
+                    differentiate_vector<kModified, kMasked, kDrops>(first, j, weight, grad);
+                    differentiate_vector<kModified, kMasked, kDrops>(second, j, weight_below, grad_below);
                     store(p_pairs + j, Unit::pack(weight, weight_below));
                     store(dp_pairs + j, Unit::pack(grad, grad_below));
                     store(dp_row + j, grad);
@@ -476,8 +467,8 @@ private:
         for (int64_t row = 0; row < num_rows; ++row) {
             const QueryRow where = query_row(call_, head_.kv_head, first_row + row);
             const int64_t at = ((head_.first_query + where.token) * p_.nheads + where.head) * p_.headdim;
-            write_row(grad_q + row * layout_.key_stride, static_cast<float>(p_.softmax_scale),
-                      static_cast<Element*>(gradients_.grad_q) + at, p_.headdim);
+            store_scaled(grad_q + row * layout_.key_stride, broadcast(static_cast<float>(p_.softmax_scale)),
+                         static_cast<Element*>(gradients_.grad_q) + at, p_.headdim);
         }
     }
 
@@ -491,13 +482,6 @@ private:
                                         layout_.key_stride, rows, smaller(kPanel, columns - c));
     }
 
-    static void write_row(const float* from, float scale, Element* to, int64_t n) {
-        const Vec factor = broadcast(scale);
-        int64_t i = 0;
-        for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(to + i, load(from + i) * factor);
-        if (i < n) store_partial(to + i, load(from + i) * factor, static_cast<int>(n - i));
-    }
-
     // A gradient of the chunk's keys or values, from elements first to rows.
     void write(const float* gradient, int64_t n, int64_t columns, float scale, void* to) const {
         float block[Vec::kWidth * kBlockStride];
@@ -505,8 +489,8 @@ private:
             transpose_units(gradient + j, layout_.score_stride, block, kBlockStride, columns, Vec::kWidth);
             for (int64_t k = 0; k < smaller(Vec::kWidth, num_keys_ - j); ++k) {
                 const int64_t token = head_.first_key + first_key_ + j + k;
-                write_row(block + k * kBlockStride, scale,
-                          static_cast<Element*>(to) + (token * p_.nheads_k + head_.kv_head) * n, n);
+                store_scaled(block + k * kBlockStride, broadcast(scale),
+                             static_cast<Element*>(to) + (token * p_.nheads_k + head_.kv_head) * n, n);
             }
         }
     }

@@ -12,6 +12,7 @@ struct Dropout {
     uint32_t seed[2];
 
     static Dropout of(const FaAttentionParams& p) {
+        if (p.dropout_p == 0.0) return {};
         const auto seed = static_cast<uint64_t>(*p.dropout_seed);
         const auto threshold = static_cast<uint32_t>(p.dropout_p * 0x1p32 + 0.5);
         return {threshold,

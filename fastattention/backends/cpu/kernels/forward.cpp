@@ -34,8 +34,6 @@ constexpr double kFinishTogether = 1.1;
 // Multiply-adds below which waking another thread costs more than it saves: about 15 microseconds of work.
 constexpr double kSerialWork = 5e5;
 
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
-
 class Forward {
 public:
     Forward(const Kernels& kernels, const FaAttentionParams& p) : kernels_(kernels), p_(p) {

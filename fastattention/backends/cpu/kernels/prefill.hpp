@@ -142,12 +142,23 @@ static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, 
                 memset(pair[i], 0, p.headdim_v * sizeof(Bfloat16));
             }
         }
-        auto* to = reinterpret_cast<uint32_t*>(values + j / 2 * g.value_stride);
-        for (int64_t c = 0; c < g.value_columns; ++c) to[c] = pair[0][c].bits | static_cast<uint32_t>(pair[1][c].bits) << 16;
+        pair_row(pair[0], pair[1], values + j / 2 * g.value_stride, g.value_columns);
     }
     pack_scales<Stored>(call, head, first, n);
 }
 #endif
+
+// result = rows (rows, units of elements) times a panel of keys with elements first: the first `columns` of its keys.
+template <class Unit>
+FA_INLINE void multiply_key_panel(const float* rows, int64_t stride, const float* panel, int64_t units, float* result,
+                                  int64_t result_stride, int64_t num_rows, int64_t columns) {
+    constexpr int64_t kDepth = kDepthElements / Unit::kElements;
+    multiply_panel<false>(Unit{}, rows, stride, panel, kPanel, smaller(kDepth, units), result, result_stride, num_rows,
+                          columns);
+    for (int64_t u = kDepth; u < units; u += kDepth)
+        multiply_panel<true>(Unit{}, rows + u, stride, panel + u * kPanel, kPanel, smaller(kDepth, units - u), result,
+                             result_stride, num_rows, columns);
+}
 
 template <class Element, class Unit>
 class PrefillTile {
@@ -159,7 +170,7 @@ public:
           sequence_(call.sequences[head.sequence]),
           geometry_(panel_geometry<Unit>(p_)),
           softmax_(call, sequence_),
-          dropout_(p_.dropout_p > 0.0 ? Dropout::of(p_) : Dropout{}),
+          dropout_(Dropout::of(p_)),
           first_row_(first_row),
           num_rows_(smaller(geometry_.tile_rows, call.rows(sequence_) - first_row)),
           padded_rows_(round_up(num_rows_, Unit::kRowStep)),
@@ -216,17 +227,10 @@ private:
     }
 
     void multiply_queries(int64_t key, int64_t n) {
-        constexpr int64_t kDepth = kDepthElements / Unit::kElements;
         const int64_t units = geometry_.key_units;
-        for (int64_t j = 0; j < n; j += kPanel) {
-            const float* panel = head_.keys + (key + j) * units;
-            const int64_t columns = smaller(kPanel, round_up(n - j, Vec::kWidth));
-            multiply_panel<false>(Unit{}, queries_, query_stride_, panel, kPanel, smaller(kDepth, units), scores_ + j,
-                                  kScoreStride, padded_rows_, columns);
-            for (int64_t u = kDepth; u < units; u += kDepth)
-                multiply_panel<true>(Unit{}, queries_ + u, query_stride_, panel + u * kPanel, kPanel,
-                                     smaller(kDepth, units - u), scores_ + j, kScoreStride, padded_rows_, columns);
-        }
+        for (int64_t j = 0; j < n; j += kPanel)
+            multiply_key_panel<Unit>(queries_, query_stride_, head_.keys + (key + j) * units, units, scores_ + j,
+                                     kScoreStride, padded_rows_, smaller(kPanel, round_up(n - j, Vec::kWidth)));
     }
 
     void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {

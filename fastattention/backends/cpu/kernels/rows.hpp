@@ -26,6 +26,20 @@ FA_INLINE void narrow_row(const float* from, Element* to, int64_t n) {
     if (i < n) store_partial(to + i, load_partial(from + i, static_cast<int>(n - i)), static_cast<int>(n - i));
 }
 
+// to[0..n) = from[0..n) * factor; whole vectors of `from` are read.
+template <class Element>
+FA_INLINE void store_scaled(const float* from, Vec factor, Element* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(to + i, load(from + i) * factor);
+    if (i < n) store_partial(to + i, load(from + i) * factor, static_cast<int>(n - i));
+}
+
+// Elements of two rows as pairs, n of them.
+FA_INLINE void pair_row(const Bfloat16* first, const Bfloat16* second, float* pairs, int64_t n) {
+    auto* to = reinterpret_cast<uint32_t*>(pairs);
+    for (int64_t c = 0; c < n; ++c) to[c] = first[c].bits | static_cast<uint32_t>(second[c].bits) << 16;
+}
+
 FA_INLINE void prefetch_bytes(const void* data, int64_t bytes) {
     for (int64_t byte = 0; byte < bytes; byte += 64) prefetch(static_cast<const char*>(data) + byte);
 }
@@ -123,9 +137,7 @@ static void store_result(const Call& call, const Sequence& s, QueryRow at, const
     }
     const Vec factor = broadcast(row_sum > 0.0f || row_sum != row_sum ? scale / row_sum : 0.0f);
     Element* to = reinterpret_cast<Element*>(s.out) + at.token * p.out_stride_row + at.head * p.out_stride_head;
-    int64_t i = 0;
-    for (; i + Vec::kWidth <= p.headdim_v; i += Vec::kWidth) store(to + i, load(acc_o + i) * factor);
-    if (i < p.headdim_v) store_partial(to + i, load(acc_o + i) * factor, static_cast<int>(p.headdim_v - i));
+    store_scaled(acc_o, factor, to, p.headdim_v);
     if (s.lse) {
         const bool empty = row_sum == 0.0f;
         const float lse = row_max * (units.modified ? 1.0f : kLn2) + log2(row_sum) * kLn2;

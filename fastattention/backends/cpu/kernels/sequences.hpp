@@ -7,6 +7,8 @@
 
 namespace fastattention {
 
+inline int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
 int64_t size_of(int64_t dtype);  // of an element, in bytes
 
 struct KeyRange {

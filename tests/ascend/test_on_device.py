@@ -23,6 +23,7 @@ from conformance.devices import copied_back, moved
 from conformance.engines import RegisteredEngine
 from torch import Tensor
 
+from ascend.vendor.gradient_cases import check_gradients, gradient_runs, gradients, wanted_of
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.problem import Problem
 
@@ -52,6 +53,11 @@ class OnDevice(RegisteredEngine):
         copied_back(call, on_device)
         return out.cpu(), lse.cpu()
 
+    def run_differentiably(self, call: Call) -> Tensor:
+        """`run_without_lse` so that gradients come back to the tensors of the call."""
+        copies = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in call.arguments.items()}
+        return replace(call, arguments=copies).run_without_lse(self.backend).cpu()
+
     def run_without_lse(self, call: Call) -> Tensor:
         return moved(call, self.device).run_without_lse(self.backend).cpu()
 
@@ -72,3 +78,17 @@ LIST = CASES if None in REASONS.values() else CASES[:1]
 @pytest.mark.parametrize("case", LIST, ids=[case.name for case in LIST])
 def test_is_right_repeats_and_writes_nothing_else(engine: OnDevice, case: Case, dtype: torch.dtype) -> None:
     check(engine, case, dtype)
+
+
+VENDOR = [param for param in ENGINES if param.id == OnDevice("ascend", "vendor").name]
+GRADIENTS = gradient_runs(*DTYPES.values())[: None if REASONS["npu"] is None else 1]
+
+
+@pytest.mark.parametrize("engine", VENDOR)
+@pytest.mark.parametrize(
+    ("case", "dtype"), GRADIENTS, ids=[f"{case.name}-{str(dtype).removeprefix('torch.')}" for case, dtype in GRADIENTS]
+)
+def test_gradients_of_torch_npu_are_right(engine: OnDevice, case: Case, dtype: torch.dtype) -> None:
+    with engine.active():
+        found = gradients(case, dtype, wanted_of(case), engine.run_differentiably)
+    check_gradients(case, dtype, found)

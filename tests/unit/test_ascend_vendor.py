@@ -84,7 +84,6 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
         (problem, fields, named)
         for problem in (DENSE, VARLEN, CACHE, DECODE)
         for fields, named in (
-            ({"grads": ("q",)}, "gradient"),
             ({"dropout_p": 0.1}, "dropout_p=0.1"),
             ({"softcap": 2.0}, "softcap=2.0"),
             ({"has_alibi": True}, "alibi_slopes"),
@@ -94,6 +93,8 @@ REFUSED: list[tuple[Problem, dict[str, Any], str]] = [
             ({"headdim": 64, "headdim_v": 80}, "headdim_v=80 must"),
         )
     ),
+    (CACHE, {"grads": ("q",)}, "no backward"),
+    (DECODE, {"grads": ("q",)}, "no backward"),
     (DENSE, {"headdim": 800}, "headdim=800; npu_fusion_attention takes at most 768"),
     (DENSE, {"dtype": torch.float32, "seqlen_k": 2**20 + 1}, "seqlen_k=1048577"),
     (VARLEN, {"batch_size": 1025}, "batch_size=1025"),

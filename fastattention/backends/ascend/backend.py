@@ -9,6 +9,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fastattention import config
 from fastattention.backends.ascend.chips import Chip, find_chip
@@ -16,7 +17,7 @@ from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 
 # The first call on any machine imports this module, to hear that there is no NPU. The rest is for those that have one.
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ class AscendBackend(Backend):
     """Attention on Ascend NPUs.
 
     The rule: an operator of torch_npu where one computes exactly what is asked, since those have been measured on the
-    device; our Triton kernels, which have not, for everything else.
+    device; our Triton kernels, which have not, for everything else. Only the operators have a backward.
 
     implementation: "vendor" or "triton" for that one alone; None follows FASTATTENTION_ASCEND, else the rule.
     """
 
     name = "ascend"
+    has_backward = True
 
     def __init__(self, implementation: str | None = None) -> None:
         self._forced = implementation
@@ -50,7 +52,7 @@ class AscendBackend(Backend):
         return f"{chips}; operators of torch_npu where they are exact, {ours} (FASTATTENTION_ASCEND chooses)"
 
     def why_not(self, problem: Problem) -> str | None:
-        """Refuses quantised caches, bias, dropout, gradients and wide heads; serves every other call on an NPU."""
+        """Refuses quantised caches, bias, dropout, wide heads, and gradients that the operators do not compute."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
         if problem.cache_dtype is not None:
@@ -78,6 +80,14 @@ class AscendBackend(Backend):
                 self._launch(launch)
         return call.finish(prepared.output)
 
+    def backward(
+        self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
+    ) -> dict[str, Tensor]:
+        """By an operator of torch_npu: our kernels refuse a problem with gradients."""
+        from fastattention.backends.ascend import vendor
+
+        return vendor.backward(problem, inputs, result, grads)
+
     def implementation(self, problem: Problem, inputs: Inputs | None = None) -> str:
         """Who serves a problem: "vendor", or "triton" also where the operators would have to copy these inputs.
 
@@ -94,7 +104,9 @@ class AscendBackend(Backend):
         return serving[0]
 
     def how(self, problem: Problem) -> str:
-        """Who serves a problem that why_not accepted."""
+        """Who serves a problem that why_not accepted, and whether they compute the gradients too."""
+        if problem.grads:
+            return "operators of torch_npu, forward and backward"
         return {"vendor": "operators of torch_npu", "triton": "our Triton kernels"}[self.implementation(problem)]
 
     def _reasons(self, problem: Problem) -> dict[str, str | None]:

@@ -4,12 +4,16 @@ environment.py           whether torch_npu is installed; imports it
 acl_stub.py acl_stub.c   libraries of CANN that do nothing, without which torch_npu cannot be imported
 reference.py             attention as the vendor documents its operators, for a single sequence
 training.py inference.py the two operators for tensors on a CPU, strict about their arguments
+training_gradients.py    the operator of their gradients likewise
 communication.py         the product with its all-reduce likewise; ranks are threads
 engine.py                a backend that knows nothing but the vendor's operators
 test_conformance.py      the list of cases on it
+gradient_cases.py        the cases whose gradients are served, and what is right for them
+test_gradients.py        those gradients; the calls that are made for them
+test_gradient_refusals.py which gradients are refused; needs no torch_npu
 test_calls.py            the arguments against real schemas and real shape inference; what must never be called
 test_int8.py             int8 caches; q, k and v in int8
 test_linear_all_reduce.py the product with its all-reduce
 test_projection.py       the same as the projection of a module that torch has parallelised
-test_kernels.py          the kernels of training.py and inference.py refuse what they should
+test_kernels.py          the kernels for tensors on a CPU refuse what they should
 """

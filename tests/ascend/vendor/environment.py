@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ascend.vendor import acl_stub, communication, inference, training
+from ascend.vendor import acl_stub, communication, inference, training, training_gradients
 
 
 def skip_without_torch_npu() -> None:
@@ -36,5 +36,6 @@ def import_torch_npu() -> None:
     inference_of_shapes = importlib.import_module("torch_npu.op_plugin.meta._meta_registrations")
     inference_of_shapes._npu_fusion_attention_warning_printed = True  # type: ignore[attr-defined]
     training.register()
+    training_gradients.register()
     inference.register()
     communication.register()

@@ -35,9 +35,21 @@ def inference(**changed: Any) -> tuple[Any, ...]:
     return results
 
 
-def test_both_run_what_they_take() -> None:
+def gradients(**changed: Any) -> tuple[Any, ...]:
+    q, k = tensors(5), tensors(7)
+    row_max = torch.zeros(5, 2, 8)
+    arguments = {"query": q, "key": k, "value": k, "dy": q, "attention_in": q, "head_num": 2, "input_layout": "TND",
+                 "actual_seq_qlen": [2, 5], "actual_seq_kvlen": [3, 7], "sparse_mode": 3, "atten_mask": MASK,
+                 "softmax_max": row_max, "softmax_sum": torch.ones_like(row_max), "softmax_layout": "TND",
+                 "scale_value": 0.1}  # fmt: skip
+    results: tuple[Any, ...] = torch.ops.npu.npu_fusion_attention_grad(**(arguments | changed))
+    return results
+
+
+def test_all_run_what_they_take() -> None:
     assert training()[0].isfinite().all()
     assert inference()[0].isfinite().all()
+    assert all(grad.isfinite().all() for grad in gradients()[:3])
 
 
 @pytest.mark.parametrize(
@@ -80,6 +92,42 @@ def test_training_refuses_what_is_wrong(changed: dict[str, Any]) -> None:
 def test_inference_refuses_what_is_wrong(changed: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="does not take this"):
         inference(**changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"actual_seq_qlen": [0, 2, 5]},
+        {"actual_seq_qlen": None},
+        {"actual_seq_qlen": [4, 5]},
+        {"atten_mask": ~MASK},
+        {"head_num": 4},
+        {"softmax_layout": "BSND"},
+        {"softmax_max": torch.zeros(2, 5, 8)},
+        {"softmax_sum": torch.ones(5, 2, 1)},
+        {"softmax_sum": torch.arange(8.0).expand(5, 2, 8).contiguous()},
+        {"softmax_max": torch.full((5, 2, 8), torch.nan)},
+        {"attention_in": tensors(5, dtype=torch.float32)},
+        {"dy": tensors(5, headdim=32)},
+        {"dy": tensors(5, 2)[:, 0]},
+        {"value": tensors(7, headdim=8)},
+        {"sink": torch.zeros(2, dtype=torch.float16)},
+        {"keep_prob": 0.9},
+        {"seed": 1},
+    ],
+)
+def test_gradients_refuse_what_is_wrong(changed: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"does not take this|not part of these tests"):
+        gradients(**changed)
+
+
+def test_statistics_of_gradients_lie_heads_first_unless_said() -> None:
+    row_max = tensors(5, headdim=1, dtype=torch.float32).repeat(1, 1, 8)
+    heads_first = torch.cat([row_max[sequence].transpose(0, 1).reshape(-1, 8) for sequence in (slice(2), slice(2, 5))])
+    one = gradients(softmax_max=row_max)
+    other = gradients(softmax_max=heads_first.reshape(5, 2, 8), softmax_layout="")
+    assert all(torch.equal(grad, same) for grad, same in zip(one[:3], other[:3], strict=True))
+    assert not torch.equal(one[0], gradients(softmax_max=row_max, softmax_layout="")[0])
 
 
 def test_a_mode_without_a_mask_attends_to_everything() -> None:

@@ -4,16 +4,18 @@ limits.py     why_not: what the operators take, each limit with its source
 masks.py      a window as sparse_mode, pre_tokens, next_tokens; which queries have no keys
 operators.py  one call of an operator: its arguments by name, checked, since the vendor checks little
 prefill.py    dense and variable-length sequences
+gradients.py  their gradients
 cache.py      keys and values in a cache, rows or pages; also dense sequences, whose cache is full
 quantised.py  int8 caches, and int8 queries, keys and values; no public function reaches these yet
 linear_all_reduce.py  no attention: the product that follows it and the sum over ranks, as one operator
 
 torch_npu has two operators of attention. npu_fused_infer_attention_score is documented for inference and takes caches;
-npu_fusion_attention is documented for training, and takes varlen calls, float32, sinks and any head dimension.
+npu_fusion_attention is documented for training, and takes varlen calls, float32, sinks and any head dimension. Calls
+that autograd follows go to the second, whose gradients npu_fusion_attention_grad computes.
 Nothing here imports torch_npu: whoever has tensors on an NPU has imported it, and it registers torch.ops.npu.
 """
 
-from fastattention.backends.ascend.vendor.dispatch import forward, why_rather_not
+from fastattention.backends.ascend.vendor.dispatch import backward, forward, why_rather_not
 from fastattention.backends.ascend.vendor.limits import why_not
 from fastattention.backends.ascend.vendor.linear_all_reduce import linear_all_reduce, why_not_linear_all_reduce
 from fastattention.backends.ascend.vendor.operators import why_unavailable
@@ -27,6 +29,7 @@ from fastattention.backends.ascend.vendor.quantised import (
 
 __all__ = [
     "KeyValueScales",
+    "backward",
     "forward",
     "forward_int8",
     "forward_int8_kv",

@@ -1,13 +1,16 @@
-"""Chooses the operator that serves a call."""
+"""Chooses the operators that serve a call and its gradients."""
 
 from __future__ import annotations
 
 import dataclasses
 
+from torch import Tensor
+
 from fastattention.backends.ascend.vendor import cache, limits, prefill
+from fastattention.backends.ascend.vendor.gradients import Results, backward_dense, backward_varlen
 from fastattention.backends.ascend.vendor.masks import rows_without_keys
 from fastattention.backends.common.results import keyless
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 
 
 def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:
@@ -17,11 +20,27 @@ def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:
     Reads lengths of varlen calls and of caches on the host, where the operators take them: this waits for the
     device. Raises UnsupportedError for a paged cache or varlen keys larger than the operators can count.
     """
+    if problem.keeps_lse and not problem.return_lse:
+        problem = dataclasses.replace(problem, return_lse=True)
     if problem.layout is Layout.VARLEN:
         return prefill.forward_varlen(problem, inputs)
     if problem.layout is Layout.KVCACHE:
         return cache.forward(problem, inputs, cache.cache_lengths(problem, inputs))
     return _forward_dense(problem, inputs)
+
+
+def backward(problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients) -> dict[str, Tensor]:
+    """The gradient of every tensor in `problem.grads`, of a problem with gradients that `why_not` accepted.
+
+    result: what `forward` gave. Reads the lengths of varlen calls on the host, as `forward` does.
+    """
+    assert result.lse is not None
+    assert grads.out is not None
+    assert grads.lse is None, "why_not refuses return_lse with gradients"
+    results = Results(result.out, result.lse, grads.out)
+    if problem.layout is Layout.VARLEN:
+        return backward_varlen(problem, inputs, results)
+    return backward_dense(problem, inputs, results)
 
 
 def why_rather_not(problem: Problem, inputs: Inputs) -> str | None:
@@ -50,7 +69,7 @@ def _forward_dense(problem: Problem, inputs: Inputs) -> AttentionOutput:
     output = keyless(problem, inputs)
     seqlen_q = problem.seqlen_q - hidden
     if problem.batch_size and seqlen_q:
-        rest = dataclasses.replace(problem, seqlen_q=seqlen_q, total_q=problem.batch_size * seqlen_q)
+        rest = prefill.last_queries(problem, seqlen_q)
         part = _attend_dense(rest, inputs._replace(q=inputs.q[:, hidden:]))
         output.out[:, hidden:] = part.out
         if output.lse is not None and part.lse is not None:

@@ -5,6 +5,8 @@ Sources, those of torch_npu as of version 2.13:
     [I]  torch_npu's documentation of npu_fused_infer_attention_score
     [V]  CANN's page aclnnFlashAttentionVarLenScoreV5, what [T] runs for variable-length sequences
     [S]  CANN's page aclnnFlashAttentionScoreV3, what [T] runs with sinks
+    [G]  CANN's pages aclnnFlashAttentionScoreGrad and, with sinks, its version 3: gradients of dense calls
+    [U]  CANN's pages aclnnFlashAttentionUnpaddingScoreGradV4 and, with sinks, V5: gradients of varlen calls
 Where they disagree the narrower one counts.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from fastattention.backends.common.gradients import why_not_backward
 from fastattention.problem import Layout, Problem
 
 MAX_HEADS = 256  # [T], [I]: of queries
@@ -19,6 +22,8 @@ MAX_TOKENS = 2**20  # [T]: "1M" tokens of a sequence; [V]: and of all variable-l
 _MAX_HEADDIM = 768  # [T]
 _MAX_BATCH = 2 * 2**20  # [T]: "2M" sequences of one length
 _MAX_VARLEN_BATCH = 1024  # [T]: a list of lengths has at most "1K"; [V] allows 20000
+
+_INSTEAD = "use backend='sdpa' or torch.no_grad()"
 
 _MAX_CACHE_HEADDIM = 512  # [I]
 _HEADDIM_STEP = 16  # [I]: with float16 and bfloat16, for more than one query. Asked of every call, to be safe
@@ -37,6 +42,8 @@ def why_not(problem: Problem) -> str | None:
 
     Says nothing of the device. Appending and rotary embedding happen before the operator and are no reason.
     """
+    if problem.needs_grad:
+        return _why_not_gradients(problem)
     if (reason := why_not_features(problem)) is not None:
         return reason
     if problem.cache_dtype is not None:
@@ -51,9 +58,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_not_features(problem: Problem) -> str | None:
-    """What neither operator has, or has with another meaning."""
-    if problem.needs_grad:
-        return "a gradient is needed, and the operators are called for the forward only; use backend='sdpa'"
+    """What no operator has, or has with another meaning."""
     refused = {
         f"dropout_p={problem.dropout_p}": problem.dropout_p != 0.0,
         # pse and pse_shift hold these as seqlen_q x seqlen_k numbers in the dtype of q: neither small nor exact.
@@ -63,6 +68,28 @@ def why_not_features(problem: Problem) -> str | None:
     }
     given = [name for name, is_given in refused.items() if is_given]
     return f"the operators of torch_npu do not serve {' and '.join(given)}" if given else None
+
+
+def _why_not_gradients(problem: Problem) -> str | None:
+    """What npu_fusion_attention and npu_fusion_attention_grad do not serve together."""
+    if (reason := why_not_backward(problem, "npu_fusion_attention_grad")) is not None:
+        return reason
+    without_gradients = {
+        # It takes no gradient of lse, and nothing says that the caller will not differentiate it.
+        "return_lse": problem.return_lse,
+        "deterministic=True": problem.deterministic,  # [G], [U]: the sums are in no fixed order unless CANN is told so
+    }
+    for given, is_given in without_gradients.items():
+        if is_given:
+            return f"{given} with gradients is not served by npu_fusion_attention_grad; {_INSTEAD}"
+    if problem.headdim_v != problem.headdim:  # [U]; [G]: attention_in has the shape of query
+        widths = f"headdim_v={problem.headdim_v} must equal headdim={problem.headdim}"
+        return f"{widths} for npu_fusion_attention_grad; {_INSTEAD}"
+    if problem.has_sinks and problem.dtype is torch.float32:  # version 3 of [G], V5 of [U]
+        return f"sinks in float32: npu_fusion_attention_grad takes them with float16 and bfloat16; {_INSTEAD}"
+    limits = _why_not_varlen if problem.layout is Layout.VARLEN else _why_not_training
+    reason = why_not_features(problem) or limits(problem)
+    return None if reason is None else f"{reason}; use backend='sdpa'"
 
 
 def _why_not_training(problem: Problem) -> str | None:
@@ -90,6 +117,8 @@ def _why_not_varlen(problem: Problem) -> str | None:
 
 def why_not_inference(problem: Problem) -> str | None:
     """What npu_fused_infer_attention_score does not take of a call with a cache, or of a dense one."""
+    if problem.needs_grad:
+        return f"a gradient is needed, and npu_fused_infer_attention_score has none; {_INSTEAD}"
     if problem.dtype not in (torch.float16, torch.bfloat16):  # [I]
         return f"dtype {problem.dtype}; npu_fused_infer_attention_score takes float16 and bfloat16"
     if problem.has_sinks:  # version 2 of the operator has learnable_sink: variable-length sequences in bfloat16 only

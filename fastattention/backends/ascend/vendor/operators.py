@@ -2,7 +2,7 @@
 
 The vendor checks little. Without a mask a sparse_mode is ignored and every query sees every key; a mask of another size
 or a number of query heads that key heads do not divide is accepted by shape inference, and then computes something.
-So every call goes through `run`, which refuses these.
+So every call goes through `run`, which refuses these, and gradients whose tensors are not those of the forward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from fastattention.errors import UnsupportedError
 
 TRAINING = "npu_fusion_attention"
 INFERENCE = "npu_fused_infer_attention_score"
+GRADIENT = "npu_fusion_attention_grad"
+STATISTICS = 8  # times that the training operators hold the maximum and the sum of a row
 
 # Arguments that not every version of torch_npu has; the others are as old as the operators.
-_NEWER_ARGUMENTS = {TRAINING: ("softmax_layout", "sink"), INFERENCE: ("key_antiquant_mode",)}
+_NEWER_ARGUMENTS = {
+    TRAINING: ("softmax_layout", "sink"),
+    INFERENCE: ("key_antiquant_mode",),
+    GRADIENT: ("softmax_layout", "sink"),
+}
 
 
 class Call(NamedTuple):
@@ -58,10 +64,28 @@ def check(call: Call) -> None:
             raise ValueError(f"sparse_mode={mode} needs atten_mask, got {mask}; the operator would attend to all keys")
         if mask.dtype != torch.bool or tuple(mask.shape) != (MASK_TILE, MASK_TILE) or not mask.is_contiguous():
             raise ValueError(f"atten_mask must be the mask tile, got {mask.dtype} of shape {tuple(mask.shape)}")
-    heads = arguments["head_num"] if call.operator == TRAINING else arguments["num_heads"]
+    heads = arguments["num_heads"] if call.operator == INFERENCE else arguments["head_num"]
     heads_k = _key_heads(call)
     if heads_k < 1 or heads % heads_k:
         raise ValueError(f"{heads} query heads cannot share {heads_k} key heads; they must be a multiple")
+    if call.operator == GRADIENT:
+        _check_results_of_forward(arguments)
+
+
+def _check_results_of_forward(arguments: dict[str, Any]) -> None:
+    query = arguments["query"]
+    *batch, tokens, heads, _ = query.shape
+    rows = (*batch, heads, tokens) if arguments["input_layout"] == "BSND" else (tokens, heads)
+    wanted = {
+        "dy": (query.dtype, tuple(query.shape)),
+        "attention_in": (query.dtype, tuple(query.shape)),
+        "softmax_max": (torch.float32, (*rows, STATISTICS)),
+        "softmax_sum": (torch.float32, (*rows, STATISTICS)),
+    }
+    for name, (dtype, shape) in wanted.items():
+        tensor = arguments[name]
+        if tensor.dtype is not dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {dtype} of shape {shape}, got {tensor.dtype} {tensor.shape}")
 
 
 def _key_heads(call: Call) -> int:
@@ -75,7 +99,7 @@ def check_size(what: str, given: int, limit: int) -> None:
     if given > limit:
         raise UnsupportedError(
             f"{what}: {given}, and the operators of torch_npu take at most {limit}; "
-            "use FASTATTENTION_ASCEND=triton or backend='sdpa'"
+            "use backend='sdpa', or without gradients FASTATTENTION_ASCEND=triton"
         )
 
 

@@ -10,6 +10,7 @@ have no more queries than keys (FlashAttentionVarLenScore, version 5), and no va
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,11 @@ def dense_call(problem: Problem, inputs: Inputs) -> Call:
     return Call(TRAINING, arguments | {"input_layout": "BSND"})
 
 
+def last_queries(problem: Problem, seqlen_q: int) -> Problem:
+    """The dense problem of the last `seqlen_q` queries of every sequence."""
+    return dataclasses.replace(problem, seqlen_q=seqlen_q, total_q=problem.batch_size * seqlen_q)
+
+
 class VarlenPlan(NamedTuple):
     """Variable-length sequences as the operator takes them: each with a query and a key, and every query with a key."""
 
@@ -46,6 +52,13 @@ class VarlenPlan(NamedTuple):
     ends_k: list[int]
     spans_q: list[tuple[int, int]]  # tokens of q, first and past the last, that are given to the operator
     spans_k: list[tuple[int, int]]
+
+    @classmethod
+    def of_call(cls, problem: Problem, inputs: Inputs) -> VarlenPlan:
+        """The plan for a call. Waits for the device, whose lengths it reads."""
+        assert inputs.cu_seqlens_q is not None
+        assert inputs.cu_seqlens_k is not None
+        return cls.of(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), problem.window_right)
 
     @classmethod
     def of(cls, offsets_q: Sequence[int], offsets_k: Sequence[int], window_right: int) -> VarlenPlan:
@@ -67,19 +80,11 @@ def _ends(spans: list[tuple[int, int]]) -> list[int]:
 
 def forward_varlen(problem: Problem, inputs: Inputs) -> AttentionOutput:
     """One call of the operator, for the queries that have keys."""
-    assert inputs.cu_seqlens_q is not None
-    assert inputs.cu_seqlens_k is not None
-    plan = VarlenPlan.of(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), problem.window_right)
+    plan = VarlenPlan.of_call(problem, inputs)
     if not plan.spans_q:
         return keyless(problem, inputs)
     check_size("tokens of k", inputs.k.shape[0], MAX_TOKENS)
-    kept_q = _kept(plan.spans_q, inputs.q)
-    kept_k = _kept(plan.spans_k, inputs.k)
-    given = inputs
-    if kept_q is not None:
-        given = given._replace(q=inputs.q[kept_q])
-    if kept_k is not None:
-        given = given._replace(k=inputs.k[kept_k], v=inputs.v[kept_k])
+    given, kept_q, _ = take(plan, inputs)
     out, row_max, row_sum, *_ = run(varlen_call(problem, given, plan))
     lse = (row_max[..., 0] + row_sum[..., 0].log()).T  # (nheads, tokens)
     if kept_q is None:
@@ -102,6 +107,17 @@ def varlen_call(problem: Problem, inputs: Inputs, plan: VarlenPlan) -> Call:
         "softmax_layout": "TND",
     }
     return Call(TRAINING, _arguments(problem, inputs) | mask_arguments(mask, problem.device, _TOKENS) | varlen)
+
+
+def take(plan: VarlenPlan, inputs: Inputs) -> tuple[Inputs, Tensor | None, Tensor | None]:
+    """The inputs with the plan's tokens only, and the indices of those of q and of k; None where all are kept."""
+    kept_q = _kept(plan.spans_q, inputs.q)
+    kept_k = _kept(plan.spans_k, inputs.k)
+    if kept_q is not None:
+        inputs = inputs._replace(q=inputs.q[kept_q])
+    if kept_k is not None:
+        inputs = inputs._replace(k=inputs.k[kept_k], v=inputs.v[kept_k])
+    return inputs, kept_q, kept_k
 
 
 def _kept(spans: list[tuple[int, int]], tensor: Tensor) -> Tensor | None:

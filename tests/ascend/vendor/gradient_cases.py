@@ -1,0 +1,78 @@
+"""Cases whose gradients the vendor's operators compute, and what is right for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from conformance.calls import Call, build_call
+from conformance.case import Case, DenseCase, VarlenCase
+from conformance.oracle import largest, largest_error, out_floor
+from conformance.test_gradients import FACTOR, GRADIENT_CASES, has_gradients, names
+from torch import Tensor
+
+from ascend.vendor.cases import MORE
+from fastattention.backends.ascend import vendor
+from fastattention.backends.common.gradients import COMPUTED
+from fastattention.problem import Inputs, Problem
+from fastattention.reference import reference_attention
+
+Attention = Callable[[Call], Tensor]
+
+ODD: list[Case] = [
+    DenseCase(name="gradients-odd", batch_size=3, seqlen_q=37, seqlen_k=51, nheads=6, nheads_k=2, headdim=24),
+    DenseCase(name="gradients-rows-without-keys", seqlen_q=53, seqlen_k=17, nheads=6, nheads_k=3, causal=True),
+    DenseCase(name="gradients-one-query", seqlen_q=1, seqlen_k=129, nheads=4, nheads_k=1, causal=True),
+    DenseCase(name="gradients-scale", seqlen_q=19, seqlen_k=33, softmax_scale=-0.3, window=(8, 3)),
+    DenseCase(name="gradients-sinks", batch_size=2, seqlen_q=41, seqlen_k=23, nheads=4, causal=True, sinks=True),
+    VarlenCase(name="gradients-ragged", seqlens_q=(1, 40, 0, 3, 65, 17), seqlens_k=(9, 33, 5, 0, 65, 64), nheads=6,
+               nheads_k=2, headdim=24),
+    VarlenCase(name="gradients-ragged-window", seqlens_q=(40, 7, 33), seqlens_k=(11, 7, 90), window=(9, 2)),
+]  # fmt: skip
+LIST = [*GRADIENT_CASES, *ODD, *(case for case in MORE if has_gradients(case))]
+assert len({case.name for case in LIST}) == len(LIST), "the names of cases are their ids and must differ"
+
+
+def wanted_of(case: Case) -> tuple[str, ...]:
+    """The tensors of a case that have a gradient."""
+    return tuple(names(case, COMPUTED))
+
+
+def prepared(case: Case, dtype: torch.dtype) -> tuple[Problem, Inputs]:
+    """A case as a call that autograd follows, and that returns out alone."""
+    problem, inputs = build_call(case, dtype).prepare()
+    return replace(problem, grads=wanted_of(case), return_lse=False), inputs
+
+
+def gradient_runs(*dtypes: torch.dtype) -> list[tuple[Case, torch.dtype]]:
+    """Every case whose gradients are served, in each dtype in which they are."""
+    return [(case, dtype) for case in LIST for dtype in dtypes if vendor.why_not(prepared(case, dtype)[0]) is None]
+
+
+def weights_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What out is weighted by in the sum that is differentiated."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def gradients(case: Case, dtype: torch.dtype, wanted: Sequence[str], attention: Attention) -> list[Tensor]:
+    """Gradients of a weighted sum of out by the arguments called `wanted`, in that order."""
+    call = build_call(case, dtype)
+    given = [call.arguments[name].requires_grad_() for name in wanted]
+    out = attention(call)
+    loss = (out.double() * weights_of(out.shape, dtype).double()).sum()
+    return list(torch.autograd.grad(loss, given))
+
+
+def check_gradients(case: Case, dtype: torch.dtype, actual: Sequence[Tensor]) -> None:
+    """Every error is at most twice that of torch in the same precision, both against float64."""
+    wanted = wanted_of(case)
+    exact = gradients(case, dtype, wanted, lambda call: reference_attention(*call.prepare(), torch.float64)[0])
+    usual = gradients(case, dtype, wanted, lambda call: reference_attention(*call.prepare(), None)[0])
+    floor = out_floor(case, dtype)
+    for name, right, by_torch, found in zip(wanted, exact, usual, actual, strict=True):
+        assert found.isfinite().all(), name
+        right = right.double()
+        allowed = FACTOR * largest_error(by_torch, right) + floor * max(1.0, largest(right))
+        error = largest_error(found, right)
+        assert error <= allowed, f"the gradient of {name} is off by {error:.3g}; allowed are {allowed:.3g}"

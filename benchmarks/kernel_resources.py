@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import typer
 
-from fastattention.backends.cuda.variants import variants_of
+from fastattention.backends.cuda.variants import training_variants_of, variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.machine import command_line, source_commit
 from fastattention.cli.warmup import all_reduces_of
 from fastattention.gpu_runtime import compiler
-from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.compiler import Resources
 from fastattention.gpu_runtime.variant import Variant
 
@@ -47,11 +47,7 @@ def main(output: Path = RESULTS) -> None:
     """Write kernels_resources.md into `output`."""
     with errors_as_messages():
         chips = [CHIPS[name] for name in CHIP_NAMES]
-        calls = list(
-            dict.fromkeys(
-                (kernel, chip.arch) for chip in chips for kernel in (*variants_of(chip), *all_reduces_of(chip))
-            )
-        )
+        calls = list(dict.fromkeys((kernel, chip.arch) for chip in chips for kernel in kernels_of(chip)))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, progress_bar() as bar:
             measured = pool.map(lambda call: measure(*call), calls)
             usages = list(bar.track(measured, total=len(calls), description="compiling"))
@@ -62,6 +58,11 @@ def main(output: Path = RESULTS) -> None:
     path.write_text(f"# Resources of the GPU kernels\n\n{heading}\n\n{table(usages)}\n")
     spilling = sum(usage.spill_bytes > 0 for usage in usages)
     OUTPUT.print(f"{len(usages)} kernels, {spilling} of them spill registers: {path}", soft_wrap=True)
+
+
+def kernels_of(chip: Limits) -> list[Variant]:
+    """All that are written for a GPU."""
+    return [*variants_of(chip), *training_variants_of(chip), *all_reduces_of(chip)]
 
 
 def measure(kernel: Variant, target: int) -> Usage:

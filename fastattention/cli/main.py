@@ -60,8 +60,8 @@ def bench(
     questions: Annotated[
         list[str] | None,
         typer.Argument(
-            help="prefill, decode, packed, overhead (CPU); gpu, gpu_decode; npu. Default: all of these for this "
-            "machine. model: a whole model with random weights."
+            help="prefill, decode, packed, backward, overhead (CPU); gpu, gpu_decode, gpu_backward; npu. "
+            "Default: all for this machine. model: a whole model."
         ),
     ] = None,
     quick: Annotated[
@@ -183,12 +183,13 @@ def warmup(
     dtype: Annotated[
         list[KernelDtype] | None, typer.Option(help="Of q, k and v; may be repeated. Default: both.")
     ] = None,
+    training: Annotated[bool, typer.Option("--training", help="Those of gradients and dropout too.")] = False,
 ) -> None:
     """Compile and load the GPU kernels that calls will need, and print where each came from."""
     from fastattention.cli import warmup as command
 
     with errors_as_messages():
-        command.warmup(device, headdim or [64, 96, 128, 256], [one.value for one in dtype or KernelDtype])
+        command.warmup(device, headdim or [64, 96, 128, 256], [one.value for one in dtype or KernelDtype], training)
 
 
 @plan.command("ascend")

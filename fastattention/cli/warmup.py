@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention import config
-from fastattention.backends.cuda.variants import DTYPES, variants_of
+from fastattention.backends.cuda.variants import DTYPES, training_variants_of, variants_of
 from fastattention.cli.compile import check_headdims
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -32,10 +32,11 @@ class Warmed(NamedTuple):
     seconds: float
 
 
-def warmup(device: str, headdims: list[int], dtypes: list[str]) -> None:
+def warmup(device: str, headdims: list[int], dtypes: list[str], training: bool) -> None:
     """Compile and load what calls with these head dimensions and dtypes need; print where each kernel came from.
 
-    device: as torch names it. Raises UnsupportedError without such a GPU, CompileError where a kernel cannot be had.
+    device: as torch names it; training: gradients and dropout too. Raises UnsupportedError without such a GPU,
+    CompileError where a kernel cannot be had.
     """
     for headdim in headdims:
         check_headdims(headdim=headdim)
@@ -47,6 +48,8 @@ def warmup(device: str, headdims: list[int], dtypes: list[str]) -> None:
         )
     chosen = [getattr(torch, dtype) for dtype in dtypes]
     kernels = [*variants_of(limits, headdims, chosen, config.cuda_arch()), *all_reduces_of(limits, chosen)]
+    if training:
+        kernels += training_variants_of(limits, headdims, chosen, config.cuda_arch())
     with progress_bar() as bar:
         obtained = _obtain_all(kernels, limits.target)
         warmed = list(bar.track(obtained, total=len(kernels), description="compiling"))

@@ -84,6 +84,19 @@ def device_limits(device_index: int) -> Limits:
     )
 
 
+def bind_context() -> None:
+    """Makes the context of torch's current device that of this thread, where torch has had no reason to yet.
+
+    Autograd's threads, and those of users, begin without one: memory from torch's cache needs none.
+    """
+    driver = driver_bindings()
+    if int(checked(driver.cuCtxGetCurrent(), "asking for a context")) == 0:
+        device = checked(driver.cuDeviceGet(current_device()), "opening the current device")
+        # Torch has it already, and keeps it.
+        context = checked(driver.cuDevicePrimaryCtxRetain(device), "asking for torch's context")
+        checked(driver.cuCtxSetCurrent(context), "making torch's context current")
+
+
 class Function:
     """One entry of a variant, loaded on a device."""
 
@@ -95,11 +108,10 @@ class Function:
         """Enqueues it on a stream of the current device; `params` is copied before this returns."""
         arguments = ctypes.c_void_p(ctypes.addressof(params))  # an array of one pointer
         address = ctypes.addressof(arguments)
-        (status,) = self._launch(
-            self._handle, num_ctas, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
-        )
+        call = self._handle, num_ctas, 1, 1, self._num_threads, 1, 1, self._shared_bytes, stream, address, 0
+        (status,) = self._launch(*call)
         if status:
-            raise _refused(status)
+            _launch_in_context(status, self._launch, *call)
 
 
 class OverlappingFunction(Function):
@@ -114,9 +126,10 @@ class OverlappingFunction(Function):
         """Enqueues it on a stream of the current device; `params` is copied before this returns."""
         config = self._configs.get((num_ctas, stream)) or self._config(num_ctas, stream)
         arguments = ctypes.c_void_p(ctypes.addressof(params))
-        (status,) = self._launch(config, self._handle, ctypes.addressof(arguments), 0)
+        call = config, self._handle, ctypes.addressof(arguments), 0
+        (status,) = self._launch(*call)
         if status:
-            raise _refused(status)
+            _launch_in_context(status, self._launch, *call)
 
     def _config(self, num_ctas: int, stream: int) -> Any:
         driver = driver_bindings()
@@ -134,8 +147,13 @@ class OverlappingFunction(Function):
         return config
 
 
-def _refused(status: Any) -> CompileError:
-    return CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
+def _launch_in_context(status: Any, launch: Callable[..., Any], *call: Any) -> None:
+    """Again, where what failed was that this thread had no context. Raises CompileError with any other reason."""
+    if status == driver_bindings().CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        bind_context()
+        (status,) = launch(*call)
+    if status:
+        raise CompileError(f"launching a kernel: the CUDA driver answers {status.name}")
 
 
 class Kernel:
@@ -160,6 +178,7 @@ class Kernel:
 def load_kernel(config: Variant, device_index: int) -> Kernel:
     """The kernel on a device, loaded once; compiled first when it was not built ahead and is not cached."""
     with torch.cuda.device(device_index):
+        bind_context()
         return Kernel(config, device_limits(device_index).target)
 
 

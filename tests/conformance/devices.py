@@ -20,6 +20,12 @@ class GpuEngine(Engine):
         copied_back(call, on_device)
         return out.cpu(), lse.cpu()
 
+    def run_differentiably(self, call: Call) -> tuple[Tensor, Tensor]:
+        """`run` so that gradients come back to the tensors of the call."""
+        copies = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.arguments.items()}
+        out, lse = replace(call, arguments=copies).run(self.backend)
+        return out.cpu(), lse.cpu()
+
     def run_without_lse(self, call: Call) -> Tensor:
         return moved(call, "cuda").run_without_lse(self.backend).cpu()
 

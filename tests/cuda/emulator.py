@@ -20,7 +20,7 @@ from torch import Tensor
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, MergeConfig
-from fastattention.backends.cuda.params import AttentionParams, MergeParams
+from fastattention.backends.cuda.params import AttentionParams, BackwardParams, MergeParams
 from fastattention.backends.cuda.plan import Plan
 from fastattention.backends.cuda.scratch import Scratch
 from fastattention.gpu_runtime.cache import HEADERS, hash_sources
@@ -174,6 +174,25 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
     return [part for part in ranges if part.bytes > 0]
 
 
+def ranges_of_backward(params: BackwardParams, problem: Problem) -> list[Range]:
+    """Likewise a backward: the tensors of the call, the gradient of out and the gradients, which are contiguous."""
+    call = params.call
+    ranges = ranges_of(call, problem, 0)
+    tokens_q = problem.total_q if problem.layout is Layout.VARLEN else problem.batch_size * problem.seqlen_q
+    tokens_k = problem.batch_size * problem.seqlen_k
+    if problem.layout is Layout.VARLEN:
+        tokens_k = _int32s(call.cu_seqlens_k, problem.batch_size + 1)[-1]
+    for address, tokens, heads, columns in (
+        (params.grad_out, tokens_q, problem.nheads, call.headdim_v),
+        (params.grad_q, tokens_q, problem.nheads, call.headdim),
+        (params.grad_k, tokens_k, problem.nheads_k, call.headdim),
+        (params.grad_v, tokens_k, problem.nheads_k, call.headdim_v),
+    ):
+        if address:
+            ranges.append(Range(address, 2 * tokens * heads * columns))
+    return ranges
+
+
 def ranges_of_merge(params: Params, item: int, out_item: int) -> list[Range]:
     """Likewise a merge: what its parts and their out span, in elements of so many bytes."""
     assert isinstance(params, MergeParams)
@@ -261,7 +280,9 @@ class EmulatedCudaBackend(CudaBackend):
         return lambda params: self._emulate(launch, params, problem, split.num_slots if split else 0)
 
     def _emulate(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem, num_slots: int) -> None:
-        if isinstance(step.variant, MergeConfig):
+        if isinstance(params, BackwardParams):
+            ranges = ranges_of_backward(params, problem)
+        elif isinstance(step.variant, MergeConfig):
             items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
             ranges = ranges_of_merge(params, *items)
         else:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import emulator
 import pytest
 import torch
 from emulator import EmulatedCudaBackend, Wavefronts
 from tiers import thin
 
-from fastattention.problem import Inputs, Problem
+from fastattention.problem import Inputs, OutputGradients, Problem
 from fastattention.quantised import quantise
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 
@@ -60,6 +62,28 @@ def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:
                          ids=["sm70", "sm75", "sm80"])  # fmt: skip
 def test_main_loop_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: int) -> None:
     less, more = (of_forward(backend, headdim, 128, seqlen_k) for seqlen_k in (192, 256))
+    assert_main_loop_has_no_conflicts(less, more)
+
+
+def of_backward(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen_k: int, gradients: str) -> Counts:
+    """Of the kernel that computes some gradients of a call whose tiles are all full."""
+    q, k = (torch.randn(1, n, 1, headdim, dtype=torch.float16) for n in (seqlen_q, seqlen_k))
+    problem, inputs = prepare_dense(q, k, k, options=Options())
+    problem = replace(problem, grads=tuple(gradients))
+    result = backend.forward(problem, inputs)
+    backend.reports.clear()
+    backend.backward(problem, inputs, result, OutputGradients(torch.randn_like(result.out), None))
+    return {kind: getattr(backend.reports[1], kind) for kind in KINDS}  # the first is that of delta
+
+
+@thin(quick=5, all=3)
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("gradients", ["k", "v", "q"])
+@pytest.mark.parametrize("backend", [emulator.EmulatedSm70(), emulator.EmulatedSm75(), emulator.EmulatedSm80()],
+                         ids=["sm70", "sm75", "sm80"])  # fmt: skip
+def test_nor_has_that_of_a_backward(backend: EmulatedCudaBackend, gradients: str, headdim: int) -> None:
+    lengths = [(n, 128) if gradients != "q" else (128, n) for n in (192, 384)]
+    less, more = (of_backward(backend, headdim, *seqlens, gradients) for seqlens in lengths)
     assert_main_loop_has_no_conflicts(less, more)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,11 +13,14 @@ from unittest import mock
 import merges
 import pytest
 import torch
+from conformance.calls import build_call
 from conformance.case import Case
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.devices import GpuEngine
 from conformance.engines import Engine, forget_backends
+from conformance.test_gradients import FACTOR, GRADIENT_CASES, gradients, names
+from conformance.test_gradients import check as check_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,7 +31,9 @@ from fastattention import (
     fast_attn_with_kvcache,
     merge_attn_states,
 )
+from fastattention.backends.common.gradients import COMPUTED
 from fastattention.backends.registry import get_backend, select_merging_backend, verdict
+from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.problem import MergeProblem, Problem
 from fastattention.quantised import quantise
@@ -69,6 +75,41 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_is_right_repeats_and_writes_nothing_else(engine: Engine, dtype: torch.dtype, case: Case) -> None:
     check(engine, case, dtype)
+
+
+@every_engine
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
+def test_error_of_gradients_is_at_most_twice_that_of_torch(
+    engine: DeviceEngine, dtype: torch.dtype, case: Case
+) -> None:
+    wanted = names(case, COMPUTED)
+    if (reason := engine.refusal(replace(build_call(case, dtype).prepare()[0], grads=wanted))) is not None:
+        pytest.skip(reason)
+    with engine.active():
+        found = [gradients(case, dtype, engine.run_differentiably, wanted) for _ in range(2)]
+    check_gradients(case, dtype, wanted, found[0], FACTOR)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@every_engine
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}], ids=["full", "causal-softcap"])
+@pytest.mark.parametrize("headdim", [40, 64, 128, 256])
+def test_dropout_keeps_the_weights_that_operations_of_torch_keep(
+    engine: DeviceEngine, headdim: int, options: dict[str, Any]
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, n, 4, headdim, generator=generator, device="cuda").half() for n in (150, 200, 200))
+    weights = torch.randn(q.shape, generator=generator, device="cuda").half()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found = []
+    with engine.active():
+        for backend in ("cuda", "sdpa"):
+            torch.manual_seed(0)
+            out = fast_attn_func(*leaves, dropout_p=0.3, backend=backend, **options)
+            found.append((out, *torch.autograd.grad(out, leaves, weights)))
+    for ours, right in zip(*found, strict=True):
+        assert (ours - right).abs().max() <= 0.01 * right.abs().max()
 
 
 def _tensors(device: str = "cuda:0") -> tuple[Tensor, Tensor, Tensor]:
@@ -330,3 +371,27 @@ def test_a_fake_tensor_among_others_is_refused(name: str) -> None:
     fake = FakeTensorMode().from_tensor(k)
     with pytest.raises(ArgumentError, match=f"{name} is a fake tensor"):
         fast_attn_func(**{"q": q, "k": k, "v": v, name: fake})
+
+
+def test_a_thread_without_a_context_gets_one() -> None:
+    """As autograd's, whose memory comes from torch's cache: kernels are the first that need one."""
+    q, k, v = _tensors()
+    expected = fast_attn_func(q, k, v, backend="cuda")
+    del expected  # its memory is the cache's
+    expected = fast_attn_func(q, k, v, backend="cuda")
+    found: list[Tensor] = []
+
+    def call() -> None:
+        driver = module.driver_bindings()
+        assert int(module.checked(driver.cuCtxGetCurrent(), "asking")) == 0
+        found.append(fast_attn_func(q, k, v, backend="cuda"))  # loaded before
+        module.checked(driver.cuCtxSetCurrent(0), "leaving")
+        module.load_kernel.cache_clear()
+        forget_backends()
+        found.append(fast_attn_func(q, k, v, backend="cuda"))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(found) == 2
+    assert all(torch.equal(one, expected) for one in found)

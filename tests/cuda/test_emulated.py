@@ -181,10 +181,13 @@ def test_only_float32_is_refused(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"dropout_p": 0.1}, "dropout_p=0.1"),
-        ({"grads": ("q",)}, "gradient"),
+        ({"dropout_p": 0.1, "return_mask": True}, "return_attn_probs"),
+        ({"grads": ("alibi_slopes",)}, "alibi_slopes"),
+        ({"grads": ("q",), "headdim": 257}, "headdim=257"),
+        ({"grads": ("v",), "headdim_v": 0}, "headdim_v=0"),
+        ({"in_transform": True}, "torch.func"),
     ],
-    ids=["dropout", "gradients"],
+    ids=["dropout-mask", "slopes", "wide", "no-columns", "transforms"],
 )
 def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) -> None:
     problem = problem_of(CASES[0], torch.float16)

@@ -63,6 +63,57 @@ def test_calls_with_little_to_compute_stay_ours(problem: Problem, is_faster: boo
     assert (cudnn_prefill.why_faster(problem) is not None) == is_faster
 
 
+TRAINING = replace(LONG, return_lse=False, grads=("q", "k", "v"))
+
+
+@pytest.mark.parametrize("problem", [TRAINING, replace(TRAINING, window_right=-1), replace(TRAINING, grads=("v",))])
+def test_its_backward_is_faster_too(problem: Problem) -> None:
+    reason = cudnn_prefill.why_faster(problem)
+    assert reason is not None
+    assert "backward" in reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"return_lse": True},  # whose gradient it does not have
+        {"deterministic": True},
+        {"in_transform": True},
+        {"softcap": 3.0},
+        {"dropout_p": 0.1},
+        {"seqlen_q": 1024, "seqlen_k": 1024},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_other_gradients_stay_ours(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: capability)
+    assert SdpaBackend().why_faster(replace(TRAINING, **changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_faster"),
+    [
+        ({}, True),
+        ({"window_right": -1}, True),
+        ({"headdim": 64, "headdim_v": 64}, False),
+        ({"seqlen_q": 2047, "seqlen_k": 2047}, False),
+        ({"seqlen_q": 2048, "seqlen_k": 4096}, False),  # causal from the bottom right, with more keys than queries
+        ({"headdim": 256, "headdim_v": 256}, False),  # beyond what torch gives FlashAttention
+    ],
+    ids=str,
+)
+def test_before_hopper_flash_attention_s_backward_is_faster_at_wide_heads(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_faster: bool
+) -> None:
+    monkeypatch.setattr(gpu_kernels, "_capability", lambda device: (8, 0))
+    reason = SdpaBackend().why_faster(replace(TRAINING, **changes))
+    assert (reason is not None) == is_faster
+    assert reason is None or "FlashAttention-2's backward" in reason
+
+
 def test_it_asks_the_gpu_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
         assert cudnn_prefill.why_faster(LONG) is None

@@ -11,10 +11,12 @@ from torch import Tensor
 from fastattention import config
 from fastattention.backends.base import Backend
 from fastattention.backends.common.bounded import BoundedDict
+from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
 from fastattention.backends.common.traffic import Extent, Traffic, traffic_of
+from fastattention.backends.cuda.backward import BackwardPlan, differentiate, make_backward_plan, why_not_widths
 from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
 from fastattention.backends.cuda.merging import (
     DTYPE_NAMES,
@@ -31,7 +33,7 @@ from fastattention.backends.cuda.traffic import tiled_keys
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
+from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
 
 
 class CudaBackend(Backend):
@@ -41,10 +43,12 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
+    has_backward = True
 
     def __init__(self, arch: int | None = None) -> None:
         self._forced_arch = arch
         self._plans: BoundedDict[tuple[Problem, bool], Plan] = BoundedDict()  # and whether values are in the keys
+        self._backward_plans: BoundedDict[Problem, BackwardPlan] = BoundedDict()
         self._calls: BoundedDict[tuple[Problem, bool, Strides], PlannedCall] = BoundedDict()
         self._merge_plans: BoundedDict[tuple[object, ...], MergePlan] = BoundedDict()
 
@@ -64,18 +68,16 @@ class CudaBackend(Backend):
         return f"cuda:{index} {torch.cuda.get_device_name(index)} ({limits.target / 10:.1f}), {path}"
 
     def why_not(self, problem: Problem) -> str | None:
-        """Refuses float32, gradients and dropout; serves every other call on a GPU from Pascal on."""
+        """Refuses float32, masks of dropout, and gradients of slopes, biases, caches and wide heads."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
         if problem.panel_size:
             return REFUSAL
         if problem.dtype is torch.float32:
             return "float32 is not served; use float16 or bfloat16, or backend='sdpa'"
-        if problem.needs_grad:
-            return "a gradient is needed and this backend has no backward; use backend='sdpa' or torch.no_grad()"
-        if problem.dropout_p > 0.0:
-            return f"dropout_p={problem.dropout_p} is not served; use dropout_p=0.0 or backend='sdpa'"
-        return None
+        if problem.return_mask:
+            return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
+        return why_not_backward(problem, self.name) or (why_not_widths(problem) if problem.grads else None)
 
     def how(self, problem: Problem) -> str:
         """The kernel: one that splits the keys of few queries, or one for many."""
@@ -98,6 +100,16 @@ class CudaBackend(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         """Appends, then attention: one kernel, or a decode and the merge of its parts."""
         return self._call(problem, inputs)(inputs)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
+    ) -> dict[str, Tensor]:
+        """A launch for the numbers of rows, and one or two each for keys and values and for queries."""
+        plan = self._backward_plans.get(problem)
+        if plan is None:
+            limits = self._limits(problem)
+            plan = self._backward_plans[problem] = make_backward_plan(problem, self._arch(limits), limits)
+        return differentiate(plan, problem, inputs, result, grads, functools.partial(self._launcher, problem=problem))
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Refuses gradients, other dtypes and more rows than a launch has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class PlannedCall:
         self._addresses = Addresses(AttentionParams, inputs)
         self._template: bytes | None = None  # of calls whose tensors kernels read where they are
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
-        self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.return_lse else None
+        self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.keeps_lse else None
         self._partial_rows = self._num_counters = 0
         if (split := plan.split) is not None:
             self._partial_rows = split.num_slots * split.partial_rows
@@ -66,7 +67,8 @@ class PlannedCall:
         problem, plan = self._problem, self._plan
         inputs = prepared(given, plan.dtype)
         if not self._has_keys:
-            return keyless(problem, inputs)  # no CTA is there to write rows behind the last sequence
+            # No CTA is there to write rows behind the last sequence.
+            return keyless(replace(problem, return_lse=problem.keeps_lse), inputs)
         template = attention_template(problem, inputs, plan)
         if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
             self._template = template

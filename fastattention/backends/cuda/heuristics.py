@@ -7,11 +7,16 @@ queries over a cache.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, KernelConfig, why_not_fitting
+from fastattention.backends.cuda.kernel_config import (
+    WIDEST_OF_A_WARP,
+    BackwardConfig,
+    KernelConfig,
+    why_not_fitting,
+)
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Problem
@@ -107,7 +112,14 @@ def padded_headdims(headdim: int, headdim_v: int) -> tuple[int, int]:
 
 
 def configs_for(
-    arch: int, dtype: str, headdim: int, headdim_v: int, seqlen_q: int, modifies_scores: bool, paged: bool
+    arch: int,
+    dtype: str,
+    headdim: int,
+    headdim_v: int,
+    seqlen_q: int,
+    modifies_scores: bool,
+    paged: bool,
+    drops: bool = False,
 ) -> list[KernelConfig]:
     """The candidates for a call, best first: those for fewer queries serve it too, if nothing else fits the GPU."""
     columns = padded_headdims(headdim, headdim_v)
@@ -129,19 +141,31 @@ def configs_for(
             column_warps=sizes.column_warps,
             modifies_scores=modifies_scores,
             paged=paged,
+            drops=drops,
         )
         for sizes in by_preference
-        if sizes.serves_scores or not modifies_scores
+        if sizes.serves_scores or not (modifies_scores or drops)
     ]
 
 
 def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
     """The configuration for a problem on a GPU. Raises CompileError when none fits."""
-    dtype = "bfloat16" if problem.dtype is torch.bfloat16 and arch >= 80 else "float16"
     candidates = configs_for(
-        arch, dtype, problem.headdim, problem.headdim_v, problem.seqlen_q, modifies_scores(problem), problem.is_paged
+        arch,
+        computed_dtype(problem, arch),
+        problem.headdim,
+        problem.headdim_v,
+        problem.seqlen_q,
+        modifies_scores(problem),
+        problem.is_paged,
+        problem.dropout_p > 0.0,
     )
     return first_that_fits(candidates, limits)
+
+
+def computed_dtype(problem: Problem, arch: int) -> str:
+    """Of tensors as kernels read and write them."""
+    return "bfloat16" if problem.dtype is torch.bfloat16 and arch >= 80 else "float16"
 
 
 def modifies_scores(problem: Problem) -> bool:
@@ -149,7 +173,10 @@ def modifies_scores(problem: Problem) -> bool:
     return problem.softcap != 0.0 or problem.has_alibi or problem.has_bias or problem.softmax_scale <= 0.0
 
 
-def first_that_fits(candidates: Iterable[KernelConfig], limits: Limits) -> KernelConfig:
+AnyConfig = TypeVar("AnyConfig", KernelConfig, BackwardConfig)
+
+
+def first_that_fits(candidates: Iterable[AnyConfig], limits: Limits) -> AnyConfig:
     """The first candidate that a GPU can run. Raises CompileError with the reason against each when there is none."""
     reasons = []
     for config in candidates:
@@ -167,8 +194,13 @@ def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
     cache too, and an H100 keeps a copy of what it reads in each half of it. Heads that share a key head stay together,
     and groups have as many each time, so that the last ones fill the GPU too.
     """
-    key_head_bytes = problem.seqlen_k * (problem.headdim + problem.headdim_v) * 2
+    return key_heads_per_l2_wave(problem, problem.seqlen_k, limits) * problem.group_size
+
+
+def key_heads_per_l2_wave(problem: Problem, tokens: int, limits: Limits) -> int:
+    """Likewise of key heads with so many tokens of keys and values, or of whatever passes by."""
+    key_head_bytes = tokens * (problem.headdim + problem.headdim_v) * 2
     most = max(1, limits.l2_bytes // 8 // max(key_head_bytes, 1))
     key_heads = max(1, problem.nheads_k * problem.batch_size)
     num_rounds = -(-key_heads // most)
-    return -(-key_heads // num_rounds) * problem.group_size
+    return -(-key_heads // num_rounds)

@@ -1,4 +1,4 @@
-"""The configurations of kernels (attention, append, merge) and their macros."""
+"""The configurations of kernels (attention, its backward, append, merge) and their macros."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
 APPEND_WARPS = 4  # likewise kernels/append.cuh
 MERGE_WARPS = 4  # likewise kernels/merge.cuh
 MERGE_COLUMNS = 128  # that each of them takes
+DELTA_WARPS = 4  # likewise kernels/delta.cuh
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class KernelConfig:
     num_value_parts: int  # CTAs that share the columns of v, where one has too few registers for all
     modifies_scores: bool  # softcap, ALiBi or bias, or a softmax_scale that is not positive
     paged: bool
+    drops: bool = False  # dropout may be on
     decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
     cache_format: str = ""  # of a quantised cache: "int8" or "float8"
     split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
@@ -157,7 +159,7 @@ class KernelConfig:
         columns = f"c{self.column_warps}" * (self.column_warps > 1) + "l" * self.values_in_keys
         layout = "r" * self.split_keys_across_warps + "q" * self.queries_in_registers + parts + columns
         cache = f"_{self.cache_format}" if self.cache_format else ""
-        features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged
+        features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged + "_drops" * self.drops
         return (
             f"{'decode' if self.decodes else 'forward'}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
             f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}{layout}{features}"
@@ -166,28 +168,173 @@ class KernelConfig:
     def macros(self) -> dict[str, str]:
         """What kernels/variant.cuh is compiled with."""
         return {
-            "FA_ARCH_HEADER": f'"arch/sm{self.arch}.cuh"',
-            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
-            "FA_BFLOAT16_OPERANDS": str(int(self.dtype == "bfloat16" and self.arch >= 80)),
+            **_tile_macros(self),
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
-            "FA_HEADDIM": str(self.headdim),
-            "FA_HEADDIM_V": str(self.headdim_v),
-            "FA_TILE_M": str(self.tile_m),
-            "FA_TILE_N": str(self.tile_n),
-            "FA_WARPS": str(self.num_warps),
-            "FA_STAGES": str(self.num_stages),
-            "FA_MIN_CTAS": str(self.min_ctas),
             "FA_QUERIES_IN_REGISTERS": str(int(self.queries_in_registers)),
-            "FA_VALUE_PARTS": str(self.num_value_parts),
-            "FA_MODIFIES": str(int(self.modifies_scores)),
             "FA_PAGED": str(int(self.paged)),
             "FA_GROUPED_ROWS": str(int(self.decodes)),
             "FA_SPLIT_KEYS_ACROSS_WARPS": str(int(self.split_keys_across_warps)),
             "FA_COLUMN_WARPS": str(self.column_warps),
             "FA_VALUES_IN_KEYS": str(int(self.values_in_keys)),
             "FA_SWIZZLED": str(int(self.swizzled)),
-            "FA_SHARED_BYTES": str(self.shared_bytes),
             "FA_COMBINE_SHARED_BYTES": str(self.combine_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One variant of kernels/backward.cuh: which gradients it computes, of tiles of rows that are queries or keys."""
+
+    include_folders: ClassVar = KERNEL_FOLDERS
+    gradients: str  # "q", "kv", "k" or "v"
+    arch: int
+    dtype: str
+    headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
+    headdim_v: int
+    tile_m: int  # rows of a CTA: queries, or keys
+    tile_n: int  # of a tile that they meet: keys, or queries
+    num_warps: int
+    num_stages: int  # such tiles in shared memory
+    min_ctas: int
+    num_value_parts: int  # CTAs that share the columns of a gradient
+    modifies_scores: bool
+    drops: bool
+
+    source: ClassVar[str] = "backward.cuh"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_backward", 32 * self.num_warps, self.shared_bytes),)
+
+    @property
+    def rows_are_keys(self) -> bool:
+        """Otherwise they are queries."""
+        return self.gradients != "q"
+
+    @property
+    def differentiates_scores(self) -> bool:
+        """Gradients of values need none of scores."""
+        return self.gradients != "v"
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an element in shared memory: Pascal's floats, unless they are too many."""
+        return 2 if max(self.headdim, self.headdim_v) > 128 else ARCH_FACTS[self.arch].shared_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA; the kernel asserts the same."""
+        first, second = (columns * self.element_bytes + 16 for columns in (self.headdim, self.headdim_v))
+        rows = first + second if self.differentiates_scores else max(first, 2 * self.headdim_v + 16)
+        numbers = 4 * (1 + self.differentiates_scores + self.modifies_scores)
+        of_row, of_column = (0, numbers) if self.rows_are_keys else (numbers, 0)
+        tiles = self.num_stages * self.tile_n * (first + second + of_column)
+        return self.tile_m * (rows + of_row) + tiles
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread that hold scores and gradients."""
+        facts = ARCH_FACTS[self.arch]
+        steps = self.tile_m // (self.num_warps * facts.step_rows)
+        gradients = self.headdim * self.differentiates_scores + self.headdim_v * ("v" in self.gradients)
+        scores = self.tile_n * (1 + self.differentiates_scores + self.modifies_scores)
+        return steps * (gradients // self.num_value_parts + scores) // 8 * facts.elements
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.num_warps
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        features = "_scores" * self.modifies_scores + "_drops" * self.drops
+        return (
+            f"backward_{self.gradients}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}_m{self.tile_m}"
+            f"n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}p{self.num_value_parts}{features}"
+        )
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/variant.cuh and kernels/gradient_rows.cuh are compiled with."""
+        off = dict.fromkeys(
+            (
+                "FA_CACHE_FORMAT",
+                "FA_QUERIES_IN_REGISTERS",
+                "FA_PAGED",
+                "FA_GROUPED_ROWS",
+                "FA_SPLIT_KEYS_ACROSS_WARPS",
+                "FA_VALUES_IN_KEYS",
+                "FA_SWIZZLED",
+            ),
+            "0",
+        )
+        return {
+            **_tile_macros(self),
+            **off,
+            "FA_COLUMN_WARPS": "1",
+            "FA_ROWS_ARE_KEYS": str(int(self.rows_are_keys)),
+            "FA_GRAD_FIRST": str(int(self.differentiates_scores)),
+            "FA_GRAD_SECOND": str(int("v" in self.gradients)),
+        }
+
+
+def _tile_macros(config: KernelConfig | BackwardConfig) -> dict[str, str]:
+    return {
+        "FA_ARCH_HEADER": f'"arch/sm{config.arch}.cuh"',
+        "FA_BFLOAT16": str(int(config.dtype == "bfloat16")),
+        "FA_BFLOAT16_OPERANDS": str(int(config.dtype == "bfloat16" and config.arch >= 80)),
+        "FA_HEADDIM": str(config.headdim),
+        "FA_HEADDIM_V": str(config.headdim_v),
+        "FA_TILE_M": str(config.tile_m),
+        "FA_TILE_N": str(config.tile_n),
+        "FA_WARPS": str(config.num_warps),
+        "FA_STAGES": str(config.num_stages),
+        "FA_MIN_CTAS": str(config.min_ctas),
+        "FA_VALUE_PARTS": str(config.num_value_parts),
+        "FA_ELEMENT_BYTES": str(config.element_bytes),
+        "FA_MODIFIES": str(int(config.modifies_scores)),
+        "FA_DROPS": str(int(config.drops)),
+        "FA_SHARED_BYTES": str(config.shared_bytes),
+    }
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """One variant of kernels/delta.cuh."""
+
+    include_folders: ClassVar = KERNEL_FOLDERS
+    dtype: str
+    headdim_v: int
+
+    source: ClassVar[str] = "delta.cuh"
+
+    @property
+    def lanes_of_row(self) -> int:
+        """Neighbours that read a row, eight elements each."""
+        return int(2 ** max(0, (self.headdim_v // 8 - 1).bit_length()))
+
+    @property
+    def rows_of_cta(self) -> int:
+        """Rows that a CTA takes."""
+        return DELTA_WARPS * 32 // self.lanes_of_row
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"delta_{self.dtype}_{self.lanes_of_row}"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_delta", 32 * DELTA_WARPS, 0),)
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/element.cuh and kernels/delta.cuh are compiled with."""
+        return {
+            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
+            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
+            "FA_LANES_OF_ROW": str(self.lanes_of_row),
         }
 
 
@@ -262,7 +409,7 @@ class MergeConfig:
         }
 
 
-def why_not_fitting(config: KernelConfig, limits: Limits) -> str | None:
+def why_not_fitting(config: KernelConfig | BackwardConfig, limits: Limits) -> str | None:
     """Why a GPU cannot run a configuration, or None."""
     if config.shared_bytes > limits.shared_per_cta:
         return f"{config.shared_bytes} bytes of shared memory, the GPU has {limits.shared_per_cta} a CTA"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from fastattention.backends.common.params import Params, fields, formats
 
 MOST_PARTS = 8  # of a launch; kernels/params.h says the same
@@ -14,7 +16,7 @@ class AttentionParams(Params):
 
     _fields_ = fields(
         Q="""q k v out lse cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad block_table
-        alibi_slopes sinks attn_bias k_scale v_scale partial_out partial_stats counters""",
+        alibi_slopes sinks attn_bias dropout_seed k_scale v_scale partial_out partial_stats counters""",
         q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
         k_scale_stride_batch k_scale_stride_row k_scale_stride_head
         v_scale_stride_batch v_scale_stride_row v_scale_stride_head
@@ -24,10 +26,23 @@ class AttentionParams(Params):
         max_cache_seqlen nheads group_size group_multiplier group_shift headdim headdim_v
         page_block_size page_multiplier page_shift window_left window_right bias_is_float
         num_m_tiles heads_per_l2_wave num_units units_multiplier units_shift
-        num_cta_groups cta_groups_multiplier cta_groups_shift num_splits partial_rows teams_of_row""",
-        f="softmax_scale softcap",
+        num_cta_groups cta_groups_multiplier cta_groups_shift num_splits partial_rows teams_of_row dropout_threshold""",
+        f="softmax_scale softcap dropout_factor",
     )
     _pointers, _rest = formats(_fields_)
+
+
+class BackwardParams(Params):
+    """Of delta.cuh and backward.cuh: filled field by field, for it holds the parameters of the forward."""
+
+    _fields_: ClassVar = [
+        ("call", AttentionParams),
+        *fields(
+            Q="grad_out grad_lse stats grad_q grad_k grad_v",
+            q="num_rows",
+            f="exponents_of_lse",
+        ),
+    ]
 
 
 class AppendParams(Params):

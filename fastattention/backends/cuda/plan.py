@@ -23,7 +23,7 @@ from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import Inputs, Layout, Problem
 
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,12 @@ def make_plan(problem: Problem, arch: int, limits: Limits, values_in_keys: bool 
     if decode_heuristics.is_decode(problem, limits):
         config = decode_heuristics.choose_decode(problem, arch, limits, values_in_keys)
         split = decode_heuristics.choose_split(problem, config, limits)
-        return Plan(
-            _DTYPES[config.dtype], append, _decode_launches(problem, config, split), split.num_m_tiles, 0, split
-        )
+        return Plan(DTYPES[config.dtype], append, _decode_launches(problem, config, split), split.num_m_tiles, 0, split)
     config = heuristics.choose_config(problem, arch, limits)
     num_m_tiles = -(-problem.seqlen_q // config.tile_m)
     launch = KernelLaunch(config, 0, num_m_tiles * problem.nheads * problem.batch_size * config.num_value_parts)
     return Plan(
-        _DTYPES[config.dtype], append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits), split=None
+        DTYPES[config.dtype], append, (launch,), num_m_tiles, heuristics.heads_per_l2_wave(problem, limits), split=None
     )
 
 
@@ -108,9 +106,14 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         bias is not None and bias.dtype == torch.float32,
         plan.num_m_tiles, plan.heads_per_l2_wave, split.num_units, *divisor(split.num_units),
         split.num_cta_groups, *divisor(split.num_cta_groups), split.num_splits, split.partial_rows, split.teams_of_row,
-        problem.softmax_scale, problem.softcap,
+        dropout_threshold(problem.dropout_p), problem.softmax_scale, problem.softcap, 1.0 / (1.0 - problem.dropout_p),
     )
     # fmt: on
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """The first of the words of 32 bits, as an int32, whose weights are kept (backends/common/dropout.py)."""
+    return (min(round(dropout_p * 2**32), 2**32 - 1) ^ 1 << 31) - (1 << 31)
 
 
 def divisor(size: int) -> tuple[int, int]:

@@ -10,8 +10,10 @@ from dataclasses import replace
 import torch
 
 from fastattention.backends.cuda import decode_heuristics, heuristics
+from fastattention.backends.cuda.backward import make_backward_plan
 from fastattention.backends.cuda.kernel_config import (
     CACHE_FORMATS,
+    WIDEST_OF_A_WARP,
     AppendConfig,
     KernelConfig,
     MergeConfig,
@@ -156,7 +158,7 @@ def variants_of(
     arch: int | None = None,
     features: Sequence[Feature] = tuple(Feature),
 ) -> list[Variant]:
-    """Every variant that such calls can need on a GPU, each once: forwards, decodes, appends and merges.
+    """Every variant that such calls need without training, each once: forwards, decodes, appends and merges.
 
     arch: the code path; None is the GPU's own.
     """
@@ -175,6 +177,27 @@ def variants_of(
         (AppendConfig(*append) for append in itertools.product(names, formats, columns)),
         _merges_of(names) if Feature.PLAIN in features else (),
     )
+    return list(dict.fromkeys(variants))
+
+
+def training_variants_of(
+    limits: Limits,
+    headdims: Sequence[int] = HEADDIMS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    arch: int | None = None,
+) -> list[Variant]:
+    """What training needs besides: backwards, plain, with modified scores and with dropout; forwards with it."""
+    arch = arch or limits.arch
+    plain = replace(_CALL, grads=("q", "k", "v"))
+    kinds = plain, replace(plain, softcap=1.0), replace(plain, dropout_p=0.1)
+    variants: list[Variant] = []
+    for dtype, headdim in itertools.product(dtypes, headdims):
+        problems = [replace(problem, dtype=dtype, headdim=headdim, headdim_v=headdim) for problem in kinds]
+        variants.append(heuristics.choose_config(problems[-1], arch, limits))
+        if headdim <= WIDEST_OF_A_WARP:
+            for problem in problems:
+                plan = make_backward_plan(problem, arch, limits)
+                variants += [plan.delta.variant, *(step.config for step in plan.passes)]
     return list(dict.fromkeys(variants))
 
 

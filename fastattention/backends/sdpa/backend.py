@@ -45,8 +45,8 @@ class SdpaBackend(Backend):
         return "operations that torch differentiates" if problem.needs_grad else ""
 
     def why_faster(self, problem: Problem) -> str | None:
-        """Where it is for cuDNN's sake."""
-        return cudnn_prefill.why_faster(problem)
+        """Where it is for the sake of cuDNN, or of FlashAttention-2's backward."""
+        return cudnn_prefill.why_faster(problem) or gpu_kernels.why_faster_backward(problem)
 
     def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
         """CuDNN's operator at once, where it is faster."""

@@ -7,6 +7,7 @@ neither.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from fastattention.problem import AttentionOutput, Layout, Problem
 
 _HEADDIM_MULTIPLE = 8  # that both kernels take
 _MOST_HEADDIM_OF_FLASH = 128
+# Beyond them FlashAttention-2's backward is faster than ours (docs/benchmarks/gpu-backward.md).
+_NARROW, _LONG = 64, 2048  # head dimension, queries
 _FIRST_FLASH, _FIRST_CUDNN = (8, 0), (9, 0)  # compute capabilities; before Hopper cuDNN's is the slower one
 
 
@@ -35,6 +38,21 @@ def computes(problem: Problem) -> bool:
         and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q <= problem.seqlen_k))
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k) > 0
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def differentiates(problem: Problem) -> bool:
+    """Likewise a call with gradients: of out, which torch takes by adding in any order, and of nothing else."""
+    wanted = bool(problem.grads) and not (problem.in_transform or problem.deterministic or problem.return_lse)
+    return wanted and computes(replace(problem, grads=()))
+
+
+def why_faster_backward(problem: Problem) -> str | None:
+    """Why FlashAttention-2, where torch has no faster kernel, differentiates a call faster than ours, or None."""
+    is_long = problem.headdim > _NARROW and problem.seqlen_q >= _LONG
+    if not (is_long and differentiates(problem)) or _is_lower_right(problem) or kernel_of(problem) != "flash":
+        return None
+    return "FlashAttention-2's backward is 1.1 to 1.26 times as fast as our kernels on an H200"
 
 
 def share_keys(problem: Problem) -> bool:
@@ -71,7 +89,7 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput
 def attend_by_cudnn(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
     """Likewise, where `kernel_of` has named cuDNN's."""
     out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
-        q, k, v, None, problem.return_lse, 0.0, problem.is_causal, False, scale=problem.softmax_scale
+        q, k, v, None, problem.keeps_lse, 0.0, problem.is_causal, False, scale=problem.softmax_scale
     )
     return AttentionOutput(out, lse.view(out.shape[:3]) if problem.return_lse else None)
 
@@ -99,6 +117,7 @@ def _cudnn_takes(problem: Problem) -> bool:
         return False  # before torch 2.5
     with torch.cuda.device(problem.device):
         row = torch.empty(problem.headdim, dtype=problem.dtype, device=problem.device)
+        row.requires_grad_(bool(problem.grads))
 
         def repeated(nheads: int, seqlen: int) -> Tensor:
             return row.as_strided((problem.batch_size, nheads, seqlen, problem.headdim), (0, 0, 0, 1))

@@ -5,5 +5,5 @@ suite.py, workload.py       questions as lists of workloads
 peers/                      the implementations that are compared
 measure.py, timing.py       interleaved timing; accuracy.py compares with float64, peaks.py finds the machine's limits
 report.py, plot.py          tables, JSON and charts
-gpu.py, gpu_decode.py, npu.py  the questions about GPUs and NPUs
+gpu*.py, npu.py             the questions about GPUs and NPUs
 """

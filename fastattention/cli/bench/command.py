@@ -9,14 +9,20 @@ import torch
 
 import fastattention
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.cli.bench import gpu, gpu_decode, npu
+from fastattention.cli.bench import gpu, gpu_backward, gpu_decode, npu
 from fastattention.cli.bench.session import answer, publish, show_header, start_session
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.workload import BenchWorkload
 from fastattention.cli.console import require_extra
 from fastattention.errors import ArgumentError
 
-DEVICES, DEVICE_ROUNDS = {"gpu": gpu.answer, "gpu_decode": gpu_decode.answer, "npu": npu.answer}, 9
+DEVICES = {
+    "gpu": gpu.answer,
+    "gpu_decode": gpu_decode.answer,
+    "gpu_backward": gpu_backward.answer,
+    "npu": npu.answer,
+}
+DEVICE_ROUNDS = 9
 MODEL = "model"
 FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # a workload: 3 to 5 minutes and less than one in all on two cores
 
@@ -45,9 +51,9 @@ def bench(
         torch.set_num_threads(num_threads)
     fastattention.set_num_threads(num_threads)
     has_gpu = torch.cuda.is_available()
-    present = {"gpu": has_gpu, "gpu_decode": has_gpu, "npu": AscendBackend().why_unavailable() is None}
+    has_npu = AscendBackend().why_unavailable() is None
     for device, answer_on in DEVICES.items():
-        if device in questions or (not questions and present[device]):
+        if device in questions or (not questions and (has_npu if device == "npu" else has_gpu)):
             answer_on(gpu.QUICK_SEQLENS if short else gpu.FULL_SEQLENS, DEVICE_ROUNDS, output)
     if MODEL in questions:
         require_extra("transformers", "transformers")

@@ -49,15 +49,26 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     """Measure the current GPU, print a table, write gpu.json into `output`. Raises ArgumentError without one."""
     if not torch.cuda.is_available():
         raise ArgumentError("question 'gpu' needs a CUDA device, and torch sees none")
-    major, minor = torch.cuda.get_device_capability()
-    machine = {**describe_machine(), "capability": 10 * major + minor}
-    # Newer GPUs emulate Volta's m8n8k4, and Pascal's path has no matrix instructions: checked there, not timed.
-    newest = arch_of(10 * major + minor)
-    paths = [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
-    backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths}
+    machine = {**describe_machine(), "capability": capability()}
+    backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
     report = {"machine": machine, "call_us": call_microseconds(), "measurements": measure(backends, seqlens, rounds)}
     show(report)
     write_report(report, output / "gpu.json")
+
+
+def capability() -> int:
+    """The compute capability of the current GPU, e.g. 75."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def paths_to_time() -> list[int]:
+    """Its code path, and Turing's on newer GPUs.
+
+    These emulate Volta's m8n8k4, and Pascal's path has no matrix instructions: checked there, not timed.
+    """
+    newest = arch_of(capability())
+    return [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
 
 
 def write_report(report: dict[str, Any], path: Path) -> None:

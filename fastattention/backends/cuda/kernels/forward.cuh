@@ -53,7 +53,7 @@ FA_DEVICE void write_rows_behind(const AttentionParams& p, const Work& work) {
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
     fastattention_forward(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
-    const Work work = find_work(params);
+    const Work work = find_work(params, params.nheads);
     if (params.cu_seqlens_q != nullptr && work.batch == params.batch_size - 1) write_rows_behind(params, work);
     const BasicTileRange<int> mask = mask_of(params, work.batch);
     if (work.m_tile * kTileM >= mask.seqlen_q) return;

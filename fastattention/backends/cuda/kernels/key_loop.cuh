@@ -96,10 +96,10 @@ private:
                 const LaneScales scales(scales_shared(stage));
                 rows.prepare_scores(scores, scales, key, kind);
                 if constexpr (kColumnWarps > 1) {
-                    rows.exchange_probabilities(scores, scales, exchange_);
+                    rows.exchange_probabilities(scores, scales, key, exchange_);
                     rows.accumulate_exchanged(exchange_, v_shared(stage));
                 } else {
-                    rows.accumulate_values(scores, scales, v_shared(stage));
+                    rows.accumulate_values(scores, scales, key, v_shared(stage));
                 }
             }
             stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -140,7 +140,7 @@ private:
                 const LaneScales scales(scales_shared(0));
                 rows.prepare_scores(scores, scales, key, kind);
                 wait_for(v_copy_, v_shared(0));
-                rows.exchange_probabilities(scores, scales, exchange_);
+                rows.exchange_probabilities(scores, scales, key, exchange_);
                 if (more) begin_keys(key + keys_.step);
                 rows.accumulate_exchanged(exchange_, v_shared(0));
             } else {
@@ -150,7 +150,7 @@ private:
                 if (kind != TileKind::kSkipped) {
                     const LaneScales scales(scales_shared(0));
                     rows.prepare_scores(scores, scales, key, kind);
-                    rows.accumulate_values(scores, scales, v_shared(0));
+                    rows.accumulate_values(scores, scales, key, v_shared(0));
                 }
             }
             // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.

@@ -24,6 +24,8 @@ struct AttentionParams {
     const float* sinks;              // (nheads), null without
     const void* attn_bias;           // null without
 
+    const int64_t* dropout_seed;     // null without
+
     const float* k_scale;  // of a quantised cache, as k without its last axis
     const float* v_scale;
 
@@ -64,8 +66,23 @@ struct AttentionParams {
     int32_t num_splits;                 // parts that the keys of each sequence are split into instead, 0 is off
     int32_t partial_rows;               // query rows of a partial result
     int32_t teams_of_row;               // half warps of combine.cuh that share the partial results of a row: 1, 4 or 16
+    int32_t dropout_threshold;          // of 32 bits without a sign: words of dropout.cuh that are at least this are kept
     float softmax_scale;
     float softcap;  // 0 is off
+    float dropout_factor;  // of weights that are kept
+};
+
+// Of delta.cuh and backward.cuh. Gradients, and the gradient of out, are contiguous.
+struct BackwardParams {
+    AttentionParams call;  // of the forward, with its results
+    const uint16_t* grad_out;  // as out
+    const float* grad_lse;     // as lse, null without
+    float* stats;              // (3, num_rows), each as lse: see delta.cuh
+    uint16_t* grad_q;
+    uint16_t* grad_k;
+    uint16_t* grad_v;
+    int64_t num_rows;     // of lse
+    float exponents_of_lse;  // what lse is multiplied with
 };
 
 // Of append.cuh.

@@ -48,12 +48,6 @@ private:
     uint32_t at_, flip_;
 };
 
-// Of a row of values in shared memory.
-template <int kBytesOfElement>
-FA_DEVICE constexpr int value_pitch() {
-    return pitch_of<kBytesOfElement>(kValuesInKeys ? kHeaddim : kHeaddimV);
-}
-
 // Of a row: a block, and a row in it.
 struct Place {
     int block, row;

@@ -13,6 +13,7 @@ constexpr int kTileN = FA_TILE_N;        // keys of a tile
 constexpr int kWarps = FA_WARPS;
 constexpr int kStages = FA_STAGES;              // tiles of keys, and of values, that fit shared memory
 constexpr bool kModifiesScores = FA_MODIFIES;   // softcap, ALiBi or bias may be on
+constexpr bool kDrops = FA_DROPS;
 constexpr bool kPaged = FA_PAGED;
 // Rows are those of all query heads that share a key head, token by token, rather than the tokens of one head.
 constexpr bool kGroupedRows = FA_GROUPED_ROWS;
@@ -32,6 +33,7 @@ constexpr int kKeyWarps = kSplitKeysAcrossWarps ? kWarps : 1;       // that shar
 constexpr int kRowWarps = kWarps / (kKeyWarps * kColumnWarps);      // likewise the rows
 constexpr int kWarpKeys = kTileN / kColumnWarps;                    // of a tile, that a warp scores
 constexpr int kWarpColumns = kHeaddimV / kColumnWarps;              // of v, that it accumulates
+constexpr int kValueRow = kValuesInKeys ? kHeaddim : kHeaddimV;     // columns of a row of values in shared memory
 static_assert(kWarps == kRowWarps * kKeyWarps * kColumnWarps, "every warp has its part");
 
 // The 16-bit type that matrix products take; what is bfloat16 in memory becomes float16 on paths that lack it.

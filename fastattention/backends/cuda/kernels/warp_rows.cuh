@@ -4,6 +4,9 @@
 
 #include FA_ARCH_HEADER
 
+#include "dropout.cuh"
+#include "epilogue.cuh"
+#include "mask.cuh"
 #include "scales.cuh"
 
 namespace fastattention {
@@ -52,7 +55,7 @@ public:
 
     // scores += q k^T for a tile of keys.
     FA_DEVICE void multiply_queries(Scores& scores, uint32_t k_shared) const {
-        Arch::template multiply_queries<kSteps>(scores, queries_, k_shared);
+        Arch::multiply_rows(scores, queries_, k_shared);
     }
 
     // Everything up to the exponentials: score_mod, mask, and the running maxima of the online softmax.
@@ -60,23 +63,21 @@ public:
         const int key = tile_key + first_warp_key();
         if constexpr (kQuantised) scale(scores, scales);
         if constexpr (kModifiesScores) score_mod(scores, key);
-        if (kind != TileKind::kFull) {
-            if (mask_.left < 0) {
-                apply_mask<false>(scores, key);
-            } else {
-                apply_mask<true>(scores, key);
-            }
-        }
+        if (kind != TileKind::kFull)
+            apply_mask<Arch>(scores, mask_, key, -infinity(), [&](int step, int which) {
+                return token_of(p_, opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which));
+            });
         if constexpr (kColumnWarps == 1) online_max(scores, scales);
     }
 
     // Scores become probabilities relative to the running maxima; acc_o_ += p v. A few keys at a time.
-    FA_DEVICE void accumulate_values(Scores& scores, const LaneScales& scales, uint32_t v_shared) {
-        const typename Arch::Values values(v_shared);
+    FA_DEVICE void accumulate_values(Scores& scores, const LaneScales& scales, int tile_key, uint32_t v_shared) {
+        const Kept kept = kept_of(tile_key);
+        const typename Arch::template Values<kValueRow> values(v_shared);
 #pragma unroll
         for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) {
-            exponentiate<kTilesOfStep>(scores, scores, row_sum_, scales, group * kTilesOfStep);
-            values.template accumulate<kSteps>(acc_o_, scores, group);
+            exponentiate<kTilesOfStep>(scores, scores, row_sum_, scales, group * kTilesOfStep, kept);
+            values.accumulate(acc_o_, scores, group);
         }
     }
 
@@ -84,13 +85,14 @@ public:
     // all. Probabilities relative to the old maxima do unless some warp has found a score that is much higher. A template,
     // as is what comes next: not all paths have this.
     template <class Path = Arch>
-    FA_DEVICE void exchange_probabilities(const Scores& scores, const LaneScales& scales, uint32_t exchange) {
+    FA_DEVICE void exchange_probabilities(const Scores& scores, const LaneScales& scales, int tile_key, uint32_t exchange) {
+        const Kept kept = kept_of(tile_key);
         float highest[kSteps][2], sums[kSteps][2];
         const bool raised = find_highest(highest, scores, scales);
-        leave_probabilities<Path>(sums, scores, scales, exchange);
+        leave_probabilities<Path>(sums, scores, scales, kept, exchange);
         if (any_thread(raised)) {
             exchange_maxima(highest, exchange);
-            leave_probabilities<Path>(sums, scores, scales, exchange);
+            leave_probabilities<Path>(sums, scores, scales, kept, exchange);
             cta_barrier();
         }
 #pragma unroll
@@ -102,11 +104,10 @@ public:
     // acc_o_ += p v, with the probabilities that all have left.
     template <class Path = Arch>
     FA_DEVICE void accumulate_exchanged(uint32_t exchange, uint32_t v_shared) {
-        const typename Path::Values values(v_shared);
+        const typename Path::template Values<kValueRow> values(v_shared);
         const typename Path::SharedProbabilities probabilities(exchange + first_warp_row() * kProbabilityPitch);
 #pragma unroll
-        for (int group = 0; group < kTileN / Path::kKeyStep; ++group)
-            values.template accumulate<kSteps>(acc_o_, probabilities, group);
+        for (int group = 0; group < kTileN / Path::kKeyStep; ++group) values.accumulate(acc_o_, probabilities, group);
     }
 
     // Adds up the sums of warps that had different keys.
@@ -166,16 +167,25 @@ public:
     // Writes out and lse. q_shared becomes memory of the output: since queries were last read there, all met at a barrier.
     FA_DEVICE void finish(uint32_t q_shared) {
         const uint32_t warp_out = q_shared + first_warp_row() * kOutPitch;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int which = 0; which < 2; ++which) finish_row(step, which, warp_out);
+        leave_rows<Arch, kOutPitch>(acc_o_, warp_out, first_warp_column(),
+                                    [&](int step, int which) { return finish_row(step, which); });
         warp_barrier();
-        copy_out(warp_out);
+        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head + work_.first_column +
+                        (first_token(p_.cu_seqlens_q, work_.batch) + warp_row_) * p_.out_stride_row;
+        copy_rows<kWarpRows, kWarpColumns, kOutPitch>(
+            {out, p_.out_stride_row, last_row_ + 1 - warp_row_, p_.headdim_v - work_.first_column}, warp_out,
+            first_warp_column());
     }
 
 private:
     static constexpr int kTilesOfStep = Arch::kKeyStep / 8;
+    using Kept = DropoutOfLane<Arch, kSteps, kWarpKeys / 8>;
+
+    // Of the warp's keys of a tile.
+    FA_DEVICE Kept kept_of(int tile_key) const {
+        return Kept(p_, work_.batch, work_.head, tile_key + first_warp_key(),
+                    [&](int step, int which) { return row_of(step, which); });
+    }
 
     // The lane of a row that has its first columns.
     FA_DEVICE static bool is_first_of_row() { return Arch::score_column(0, 0) == 0; }
@@ -221,7 +231,9 @@ private:
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const ScoreRow row = score_row(smaller(row_of(step, which), last_row_));
+                const int index = smaller(row_of(step, which), last_row_);
+                const ScoreRow row = score_row(p_, work_.batch, head_of(p_, work_, index), token_of(p_, index),
+                                               mask_.seqlen_q, mask_.seqlen_k);
 #pragma unroll
                 for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
@@ -229,40 +241,7 @@ private:
                         if (Arch::row_of_element(i) == which) {
                             const int column = key + Arch::score_column(n, i);
                             float& s = scores[step][n][i];
-                            s = modified_score(p_, row, s, column, column < mask_.seqlen_k);
-                        }
-            }
-    }
-
-    FA_DEVICE ScoreRow score_row(int row) const {
-        const int token = token_of(p_, row), head = head_of(p_, work_, row);
-        ScoreRow result{nullptr, 0.0f, token + mask_.seqlen_k - mask_.seqlen_q};
-        if (p_.alibi_slopes != nullptr) result.slope = p_.alibi_slopes[work_.batch * p_.alibi_stride_batch + head];
-        if (p_.attn_bias != nullptr) {
-            const int64_t offset = work_.batch * p_.bias_stride_batch + head * p_.bias_stride_head +
-                                   (first_token(p_.cu_seqlens_q, work_.batch) + token) * p_.bias_stride_row;
-            result.bias = static_cast<const char*>(p_.attn_bias) + offset * (p_.bias_is_float ? 4 : 2);
-        }
-        return result;
-    }
-
-    // Scores outside the mask, or past the last key, become -infinity.
-    template <bool kHasLeft>
-    FA_DEVICE void apply_mask(Scores& scores, int key) const {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                const int row = token_of(p_, opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which));
-                const int begin = kHasLeft ? mask_.row_begin(row) - key : 0;
-                const int end = mask_.row_end(row) - key;
-#pragma unroll
-                for (int n = 0; n < kWarpKeys / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < Arch::kElements; ++i)
-                        if (Arch::row_of_element(i) == which) {
-                            const int column = Arch::score_column(n, i);
-                            if ((kHasLeft && column < begin) || column >= end) scores[step][n][i] = -infinity();
+                            s = modified_score(p_, row, s, column, column < mask_.seqlen_k).value;
                         }
             }
     }
@@ -315,13 +294,13 @@ private:
 
     template <class Path>
     FA_DEVICE void leave_probabilities(float (&sums)[kSteps][2], const Scores& scores, const LaneScales& scales,
-                                       uint32_t exchange) const {
+                                       const Kept& kept, uint32_t exchange) const {
         Scores probabilities;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) sums[step][which] = 0.0f;
-        exponentiate<kWarpKeys / 8>(probabilities, scores, sums, scales, 0);
+        exponentiate<kWarpKeys / 8>(probabilities, scores, sums, scales, 0, kept);
         Path::leave_probabilities(exchange + first_warp_row() * kProbabilityPitch, probabilities);
     }
 
@@ -361,7 +340,7 @@ private:
     // Of the keys of some tiles of eight; probabilities may take the place of scores.
     template <int kTiles>
     FA_DEVICE void exponentiate(Scores& probabilities, const Scores& scores, float (&sums)[kSteps][2],
-                                const LaneScales& scales, int first) const {
+                                const LaneScales& scales, int first, const Kept& kept) const {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -375,7 +354,7 @@ private:
                         if (Arch::row_of_element(i) == which) {
                             const float s = exp2_approximate((scores[step][n][i] * max_of_score_ - shift) * kLog2OfMax);
                             sum = i == first_element(which) ? s : sum + s;
-                            probabilities[step][n][i] = scales.weight(s, n, i);
+                            probabilities[step][n][i] = kept.weight(scales.weight(s, n, i), step, n, i);
                         }
                     sums[step][which] += sum;
                 }
@@ -388,37 +367,18 @@ private:
         return 0;
     }
 
-    // Divides, with the sink in the denominator.
-    FA_DEVICE void finish_row(int step, int which, uint32_t warp_out) {
+    // Writes lse; returns what the row's sum, with the sink in it, divides by.
+    FA_DEVICE float finish_row(int step, int which) {
         const float sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
         const Finished result = finished(p_, work_.head, row_max_[step][which], sum);
         const int row = step * Arch::kStepRows + Arch::row(which);
-#pragma unroll
-        for (int n = 0; n < kWarpColumns / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < Arch::kElements; i += 2)
-                if (Arch::row_of_element(i) == which)
-                    store_shared_32(
-                        warp_out + row * kOutPitch + (first_warp_column() + Arch::value_column(n, i)) * 2,
-                        Element::pack(acc_o_[step][n][i] * result.factor, acc_o_[step][n][i + 1] * result.factor));
         const bool has_lse = work_.first_column == 0 && column_warp() == 0 && is_first_of_row();
         const bool writes_lse = p_.lse != nullptr && has_lse;
         if (writes_lse && warp_row_ + row <= last_row_) {
             p_.lse[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
                    first_token(p_.cu_seqlens_q, work_.batch) + warp_row_ + row] = result.lse;
         }
-    }
-
-    FA_DEVICE void copy_out(uint32_t warp_out) {
-        constexpr int kChunks = kWarpColumns / 8;
-        uint16_t* out = p_.out + work_.batch * p_.out_stride_batch + work_.head * p_.out_stride_head + work_.first_column +
-                        first_token(p_.cu_seqlens_q, work_.batch) * p_.out_stride_row;
-        for (int i = lane_index(); i < kWarpRows * kChunks; i += 32) {
-            const int row = i / kChunks, column = first_warp_column() + i % kChunks * 8;
-            if (warp_row_ + row > last_row_ || column >= p_.headdim_v - work_.first_column) continue;
-            store_global_128(out + static_cast<int64_t>(warp_row_ + row) * p_.out_stride_row + column,
-                             load_shared_128(warp_out + row * kOutPitch + column * 2));
-        }
+        return result.factor;
     }
 
     const AttentionParams& p_;
@@ -428,7 +388,7 @@ private:
     const RowsRange<int> seen_;
     const float max_of_score_;
 
-    typename Arch::template Queries<kSteps> queries_;
+    typename Arch::template Rows<kSteps, kHeaddim> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
     float row_max_[kSteps][2];
     float row_sum_[kSteps][2];  // of this lane's columns

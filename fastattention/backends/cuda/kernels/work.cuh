@@ -21,8 +21,8 @@ FA_DEVICE Divisor group_divisor(const AttentionParams& p) { return {p.group_size
 
 // CTAs start in the order of their index. Those of `heads_per_l2_wave` heads come together, so that their keys and values
 // stay in the L2 cache, and among them the last tiles, which see the most keys under a causal mask, come first.
-FA_DEVICE Work find_work(const AttentionParams& p) {
-    const int64_t heads = static_cast<int64_t>(p.batch_size) * p.nheads;
+FA_DEVICE Work find_work(const AttentionParams& p, int nheads) {
+    const int64_t heads = static_cast<int64_t>(p.batch_size) * nheads;
     const int64_t tiles_together = static_cast<int64_t>(p.heads_per_l2_wave) * p.num_m_tiles;
     const int64_t index = cta_index() / kValueParts;
     const int64_t group = index / tiles_together;
@@ -30,9 +30,9 @@ FA_DEVICE Work find_work(const AttentionParams& p) {
     const int64_t first_head = group * p.heads_per_l2_wave;
     const int64_t heads_here = heads - first_head < p.heads_per_l2_wave ? heads - first_head : p.heads_per_l2_wave;
     const int64_t index_of_head = first_head + within % heads_here;
-    const int head = static_cast<int>(index_of_head % p.nheads);
+    const int head = static_cast<int>(index_of_head % nheads);
     return {p.num_m_tiles - 1 - static_cast<int>(within / heads_here), head, group_divisor(p).quotient_of(head),
-            static_cast<int>(index_of_head / p.nheads), static_cast<int>(cta_index() % kValueParts) * kHeaddimV};
+            static_cast<int>(index_of_head / nheads), static_cast<int>(cta_index() % kValueParts) * kHeaddimV};
 }
 
 // Tokens before a sequence when varlen. Asked for where it is needed, rather than kept.

@@ -28,17 +28,18 @@ struct Fragments16 : Layout16 {
         LaneRow<kPitch> row_;
     };
 
-    template <int kSteps>
-    class Queries {
+    // Operands A of the first product: kSteps x 16 rows of a tile, kColumns wide.
+    template <int kSteps, int kColumns>
+    class Rows {
     public:
-        // q: address of the warp's first row.
-        FA_DEVICE void load(uint32_t q) {
-            rows_ = SharedRows<pitch_of<2>(kHeaddim)>(q);
+        // tile: address of the warp's first row.
+        FA_DEVICE void load(uint32_t tile) {
+            rows_ = SharedRows<pitch_of<2>(kColumns)>(tile);
             if constexpr (kQueriesInRegisters) {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                    for (int depth = 0; depth < kHeaddim / 16; ++depth) rows_.read(fragments_[step][depth], step, depth);
+                    for (int depth = 0; depth < kColumns / 16; ++depth) rows_.read(fragments_[step][depth], step, depth);
             }
         }
 
@@ -53,24 +54,24 @@ struct Fragments16 : Layout16 {
         }
 
     private:
-        SharedRows<pitch_of<2>(kHeaddim)> rows_;
-        uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];
+        SharedRows<pitch_of<2>(kColumns)> rows_;
+        uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kColumns / 16 : 1][4];
     };
 
-    // acc_s += q k^T
-    template <int kSteps>
-    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kWarpKeys / 8][4], const Queries<kSteps>& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<2>(kHeaddim);
+    // acc_s += q k^T, of the warp's keys; of any rows and any tile that are kColumns wide.
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(kColumns);
         const int lane = opaque(lane_index());
-        if constexpr (kWarpKeys == 8) return multiply_eight_keys(acc_s, q, k);
+        if constexpr (kTiles == 1) return multiply_eight_keys(acc_s, q, k);
         const LaneRow<kPitch> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
-        for (int depth = 0; depth < kHeaddim / 16; ++depth) {
+        for (int depth = 0; depth < kColumns / 16; ++depth) {
             uint32_t a[kSteps][4];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) q.fragment(a[step], step, depth);
 #pragma unroll
-            for (int n = 0; n < kWarpKeys / 16; ++n) {
+            for (int n = 0; n < kTiles / 2; ++n) {
                 uint32_t b[4];
                 load_matrices(b, row.address(n * 16, depth));
                 multiply_add_pairs(acc_s, 2 * n, a, b);
@@ -79,14 +80,13 @@ struct Fragments16 : Layout16 {
     }
 
     // Likewise where a warp has eight keys: of 32 columns at once, the even and the odd sixteens in accumulators of their own.
-    template <int kSteps>
-    static FA_DEVICE void multiply_eight_keys(float (&acc_s)[kSteps][kWarpKeys / 8][4], const Queries<kSteps>& q,
-                                              uint32_t k) {
+    template <int kSteps, int kColumns>
+    static FA_DEVICE void multiply_eight_keys(float (&acc_s)[kSteps][1][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
         const int lane = opaque(lane_index());
-        const LaneRow<pitch_of<2>(kHeaddim)> row(k, first_warp_key() + lane % 8, lane / 8 % 2);
+        const LaneRow<pitch_of<2>(kColumns)> row(k, first_warp_key() + lane % 8, lane / 8 % 2);
         float acc[kSteps][2][4] = {};
 #pragma unroll
-        for (int depth = 0; depth < kHeaddim / 16; depth += 2) {
+        for (int depth = 0; depth < kColumns / 16; depth += 2) {
             uint32_t b[4];
             load_matrices(b, row.address(0, depth + lane / 16));
 #pragma unroll
@@ -121,8 +121,8 @@ struct Fragments16 : Layout16 {
     }
 
     // Probabilities of 16 keys as operand A of the second product: the warp's own, and those that warps exchange.
-    template <int kSteps>
-    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const float (&p)[kSteps][kWarpKeys / 8][4], int group) {
+    template <int kSteps, int kTiles>
+    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const float (&p)[kSteps][kTiles][4], int group) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -158,7 +158,8 @@ struct Fragments16 : Layout16 {
             }
     }
 
-    // Operand B of the second product, read from a tile of values.
+    // Operand B of the second product, read from a tile of values, or of any rows that are kColumns wide.
+    template <int kColumns>
     class Values {
     public:
         FA_DEVICE explicit Values(uint32_t v) {
@@ -167,12 +168,12 @@ struct Fragments16 : Layout16 {
         }
 
         // acc_o += p v for keys 16 group ... 16 group + 15 of the tile.
-        template <int kSteps, class Probabilities>
-        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kWarpColumns / 8][4], const Probabilities& p, int group) const {
+        template <int kSteps, int kTiles, class Probabilities>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][4], const Probabilities& p, int group) const {
             uint32_t a[kSteps][4];
             operands_of(a, p, group);
 #pragma unroll
-            for (int n = 0; n < kWarpColumns / 16; ++n) {
+            for (int n = 0; n < kTiles / 2; ++n) {
                 uint32_t b[4];
                 load_matrices_transposed(b, row_.address(group * 16, first_warp_column() / 16 + n));
                 multiply_add_pairs(acc_o, 2 * n, a, b);
@@ -180,7 +181,7 @@ struct Fragments16 : Layout16 {
         }
 
     private:
-        static constexpr int kPitch = value_pitch<2>();
+        static constexpr int kPitch = pitch_of<2>(kColumns);
 
         LaneRow<kPitch> row_;
     };

@@ -18,18 +18,18 @@ struct Fragments8 : Fragments16<Mma> {
         return tile / 2 * 16 + (lane_index() % 4 * 2 + i % 2) * 2 + tile % 2;
     }
 
-    template <int kSteps>
-    class Queries {
+    template <int kSteps, int kColumns>
+    class Rows {
     public:
-        // q: address of the warp's first row.
-        FA_DEVICE void load(uint32_t q) {
+        // tile: address of the warp's first row.
+        FA_DEVICE void load(uint32_t tile) {
             const int lane = lane_index();
-            row_ = LaneRow<kPitch>(q, lane / 4, lane % 4 / 2);
+            row_ = LaneRow<kPitch>(tile, lane / 4, lane % 4 / 2);
             if constexpr (kQueriesInRegisters) {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                    for (int depth = 0; depth < kHeaddim / 16; ++depth) read(fragments_[step][depth], step, depth);
+                    for (int depth = 0; depth < kColumns / 16; ++depth) read(fragments_[step][depth], step, depth);
             }
         }
 
@@ -44,7 +44,7 @@ struct Fragments8 : Fragments16<Mma> {
         }
 
     private:
-        static constexpr int kPitch = pitch_of<2>(kHeaddim);
+        static constexpr int kPitch = pitch_of<2>(kColumns);
 
         FA_DEVICE void read(uint32_t (&a)[4], int step, int depth) const {
             const int within = lane_index() % 2 * 8;
@@ -57,24 +57,24 @@ struct Fragments8 : Fragments16<Mma> {
         }
 
         LaneRow<kPitch> row_;
-        uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 16 : 1][4];
+        uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kColumns / 16 : 1][4];
     };
 
     // acc_s += q k^T
-    template <int kSteps>
-    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kWarpKeys / 8][4], const Queries<kSteps>& q, uint32_t k) {
-        static_assert(kWarpKeys % 16 == 0 || !kQuantised, "a load has 16 keys");
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        static_assert(kTiles % 2 == 0 || !kQuantised, "a load has 16 keys");
         const int lane = opaque(lane_index());
-        const LaneRow<pitch_of<1>(kHeaddim)> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+        const LaneRow<pitch_of<1>(kColumns)> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
-        for (int pair = 0; pair < kHeaddim / 32; ++pair) {
+        for (int pair = 0; pair < kColumns / 32; ++pair) {
             uint32_t a[2][kSteps][4];
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) q.fragment(a[half][step], step, 2 * pair + half);
 #pragma unroll
-            for (int n = 0; n < kWarpKeys / 16; ++n) {
+            for (int n = 0; n < kTiles / 2; ++n) {
                 uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, their next columns, keys 8 to 15, likewise
                 load_matrices(x, row.address(n * 16, pair));
 #pragma unroll
@@ -87,6 +87,7 @@ struct Fragments8 : Fragments16<Mma> {
         }
     }
 
+    template <int kColumns>
     class Values {
     public:
         FA_DEVICE explicit Values(uint32_t v) {
@@ -95,12 +96,12 @@ struct Fragments8 : Fragments16<Mma> {
         }
 
         // acc_o += p v for keys 16 group ... 16 group + 15 of the tile.
-        template <int kSteps, class Probabilities>
-        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kWarpColumns / 8][4], const Probabilities& p, int group) const {
+        template <int kSteps, int kTiles, class Probabilities>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][4], const Probabilities& p, int group) const {
             uint32_t a[kSteps][4];
             Base::operands_of(a, p, group);
 #pragma unroll
-            for (int pair = 0; pair < kWarpColumns / 32; ++pair) {
+            for (int pair = 0; pair < kTiles / 4; ++pair) {
                 uint32_t x[4];  // of eight keys and 16 columns each: keys 0 to 7, keys 8 to 15, and the next columns of both
                 load_matrices_transposed(x, row_.address(group * 16, first_warp_column() / 32 + pair));
 #pragma unroll
@@ -114,7 +115,7 @@ struct Fragments8 : Fragments16<Mma> {
         }
 
     private:
-        static constexpr int kPitch = pitch_of<1>(kHeaddimV);
+        static constexpr int kPitch = pitch_of<1>(kColumns);
 
         LaneRow<kPitch> row_;
     };

@@ -13,7 +13,7 @@ struct Arch : Layout16 {
     static_assert(kColumnWarps == 1 && !kValuesInKeys, "probabilities stay in registers");
     static constexpr bool kAsyncCopy = false;
     static constexpr bool kSeparateFullTiles = false;
-    static constexpr int kSharedBytes = kHeaddim > 256 ? 2 : 4;
+    static constexpr int kSharedBytes = FA_ELEMENT_BYTES;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
 
     template <class Item>
@@ -70,22 +70,22 @@ struct Arch : Layout16 {
         }
     };
 
-    template <int kSteps>
-    struct Queries {
+    template <int kSteps, int kColumns>
+    struct Rows {
         static_assert(!kQueriesInRegisters, "as floats queries would fill the registers");
         uint32_t address;
 
-        FA_DEVICE void load(uint32_t q) { address = q; }
+        FA_DEVICE void load(uint32_t tile) { address = tile; }
     };
 
-    template <int kSteps>
-    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][4], const Queries<kSteps>& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<kSharedBytes>(kHeaddim);
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<kSharedBytes>(kColumns);
         const int lane = lane_index();
         const uint32_t q_at = q.address + lane / 4 * kPitch;
         const uint32_t k_at = k + lane % 4 * 2 * kPitch;
 #pragma unroll 2
-        for (int depth = 0; depth < kHeaddim; depth += 4) {
+        for (int depth = 0; depth < kColumns; depth += 4) {
             Numbers<4> rows[kSteps][2];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
@@ -93,7 +93,7 @@ struct Arch : Layout16 {
                 for (int which = 0; which < 2; ++which)
                     rows[step][which] = Numbers<4>(q_at + (step * 16 + which * 8) * kPitch + depth * kSharedBytes);
 #pragma unroll
-            for (int n = 0; n < kTileN / 8; ++n)
+            for (int n = 0; n < kTiles; ++n)
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     const Numbers<4> key(k_at + (n * 8 + c) * kPitch + depth * kSharedBytes);
@@ -108,15 +108,16 @@ struct Arch : Layout16 {
     }
 
     // Operands of the second product, read from a tile of values.
+    template <int kColumns>
     class Values {
     public:
         FA_DEVICE explicit Values(uint32_t v) : at_(v + lane_index() % 4 * 2 * kSharedBytes) {}
 
         // acc_o += p v for keys 8 group ... 8 group + 7 of the tile.
-        template <int kSteps>
-        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][4], const float (&p)[kSteps][kTileN / 8][4],
+        template <int kSteps, int kTiles, int kTilesOfP>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][4], const float (&p)[kSteps][kTilesOfP][4],
                                   int group) const {
-            constexpr int kPitch = pitch_of<kSharedBytes>(kHeaddimV);
+            constexpr int kPitch = pitch_of<kSharedBytes>(kColumns);
             const int lane = lane_index();
 #pragma unroll
             for (int key = 0; key < 8; ++key) {
@@ -127,7 +128,7 @@ struct Arch : Layout16 {
                     for (int which = 0; which < 2; ++which)
                         weight[step][which] = shuffle(p[step][group][which * 2 + key % 2], lane / 4 * 4 + key / 2);
 #pragma unroll
-                for (int column = 0; column < kHeaddimV / 8; ++column) {
+                for (int column = 0; column < kTiles; ++column) {
                     const Numbers<2> value(at_ + (group * 8 + key) * kPitch + column * 8 * kSharedBytes);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step)

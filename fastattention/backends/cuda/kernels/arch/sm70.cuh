@@ -53,18 +53,18 @@ struct Arch {
     // Where a lane's row of an 8 x 8 operand begins.
     static FA_DEVICE int operand_row() { return lane_index() % 4 + lane_index() / 16 * 4; }
 
-    template <int kSteps>
-    class Queries {
+    template <int kSteps, int kColumns>
+    class Rows {
     public:
-        // q: address of the warp's first row.
-        FA_DEVICE void load(uint32_t q) {
+        // tile: address of the warp's first row.
+        FA_DEVICE void load(uint32_t tile) {
             const int lane = lane_index();
-            at_ = q + (lane / 8 % 2 * 16 + lane / 16 * 8 + lane % 8) * kPitch;
+            at_ = tile + (lane / 8 % 2 * 16 + lane / 16 * 8 + lane % 8) * kPitch;
             if constexpr (kQueriesInRegisters) {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                    for (int depth = 0; depth < kHeaddim / 8; ++depth) fragments_[step][depth] = read(step, depth);
+                    for (int depth = 0; depth < kColumns / 8; ++depth) fragments_[step][depth] = read(step, depth);
             }
         }
 
@@ -75,27 +75,27 @@ struct Arch {
         }
 
     private:
-        static constexpr int kPitch = pitch_of<2>(kHeaddim);
+        static constexpr int kPitch = pitch_of<2>(kColumns);
 
         FA_DEVICE Words4 read(int step, int depth) const {
             return load_shared_128(at_ + step * kStepRows * kPitch + depth * 16);
         }
 
         uint32_t at_;
-        Words4 fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kHeaddim / 8 : 1];
+        Words4 fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kColumns / 8 : 1];
     };
 
-    template <int kSteps>
-    static FA_DEVICE void multiply_queries(float (&acc_s)[kSteps][kTileN / 8][8], const Queries<kSteps>& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<2>(kHeaddim);
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(kColumns);
         const uint32_t at = k + operand_row() * kPitch;
 #pragma unroll
-        for (int depth = 0; depth < kHeaddim / 8; ++depth) {
+        for (int depth = 0; depth < kColumns / 8; ++depth) {
             Words4 a[kSteps];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) a[step] = q.fragment(step, depth);
 #pragma unroll
-            for (int n = 0; n < kTileN / 8; ++n) {
+            for (int n = 0; n < kTiles; ++n) {
                 const Words4 b = load_shared_128(at + n * 8 * kPitch + depth * 16);
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) {
@@ -107,6 +107,7 @@ struct Arch {
     }
 
     // Operand B of the second product, read from a tile of values.
+    template <int kColumns>
     class Values {
     public:
         // Of the keys 0 1 4 5 of eight; the second half of the products takes the keys two further on.
@@ -116,8 +117,8 @@ struct Arch {
         }
 
         // acc_o += p v for keys 8 group ... 8 group + 7 of the tile.
-        template <int kSteps>
-        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kHeaddimV / 8][8], const float (&p)[kSteps][kTileN / 8][8],
+        template <int kSteps, int kTiles, int kTilesOfP>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][8], const float (&p)[kSteps][kTilesOfP][8],
                                   int group) const {
             uint32_t a[kSteps][4];
 #pragma unroll
@@ -125,7 +126,7 @@ struct Arch {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int column = 0; column < kHeaddimV / 16; ++column) {
+                for (int column = 0; column < kTiles / 2; ++column) {
                     const Words4 b = load_shared_128(at_ + (group * 8 + half * 2) * kPitch + column * 32);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step) {
@@ -137,7 +138,7 @@ struct Arch {
         }
 
     private:
-        static constexpr int kPitch = pitch_of<2>(kHeaddimV);
+        static constexpr int kPitch = pitch_of<2>(kColumns);
 
         // Operand A of the two products of eight keys: words 0, 1 of keys 0 1 4 5, and 2, 3 of keys 2 3 6 7.
         static FA_DEVICE void exchange_rows(uint32_t (&a)[4], const float (&p)[8]) {

@@ -1,0 +1,24 @@
+"""How fast is the backward on a GPU, on each code path it can run, beside torch's three kernels?
+
+python benchmarks/gpu_backward.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from fastattention.cli.bench.gpu import FULL_SEQLENS
+from fastattention.cli.bench.gpu_backward import answer
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(rounds: int = 9, output: Path = RESULTS) -> None:
+    """Measure the current GPU; write gpu_backward.json into `output`."""
+    answer(FULL_SEQLENS, rounds, output)
+
+
+if __name__ == "__main__":
+    typer.run(main)

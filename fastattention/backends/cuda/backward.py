@@ -1,0 +1,158 @@
+"""The gradients of a call by kernels/delta.cuh and kernels/backward.cuh: plans and launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.common.layout import pointers
+from fastattention.backends.common.params import Params
+from fastattention.backends.cuda.backward_heuristics import choose_backward
+from fastattention.backends.cuda.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig
+from fastattention.backends.cuda.memory import as_kernels_read, prepared
+from fastattention.backends.cuda.params import AttentionParams, BackwardParams
+from fastattention.backends.cuda.plan import DTYPES, Plan, attention_template
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
+
+Launcher = Callable[[KernelLaunch], Callable[[Params], None]]
+
+
+def why_not_widths(problem: Problem) -> str | None:
+    """Why the kernels here do not fit the head dimensions, or None."""
+    for name, columns in (("headdim", problem.headdim), ("headdim_v", problem.headdim_v)):
+        if not 1 <= columns <= WIDEST_OF_A_WARP:
+            return f"{name}={columns}; gradients are computed from 1 to {WIDEST_OF_A_WARP}; use backend='sdpa'"
+    return None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One launch of backward.cuh. The fields of AttentionParams that are its own: those of its rows."""
+
+    config: BackwardConfig
+    launch: KernelLaunch
+    num_m_tiles: int
+    heads_per_l2_wave: int
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """The kernels that compute gradients of a problem."""
+
+    dtype: torch.dtype  # in which they read and write
+    delta: KernelLaunch
+    passes: tuple[_Pass, ...]
+
+
+def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardPlan:
+    """The plan on a GPU. Raises CompileError when no kernel fits it."""
+    dtype = computed_dtype(problem, arch)
+    delta = DeltaConfig(dtype, -(-problem.headdim_v // 8) * 8)
+    passes = []
+    for config in choose_backward(problem, arch, limits):
+        rows, heads = (
+            (problem.seqlen_k, problem.nheads_k) if config.rows_are_keys else (problem.seqlen_q, problem.nheads)
+        )
+        tokens = problem.seqlen_q * problem.group_size if config.rows_are_keys else problem.seqlen_k
+        heads_together = key_heads_per_l2_wave(problem, tokens, limits) * heads // problem.nheads_k
+        num_m_tiles = -(-rows // config.tile_m)
+        num_ctas = num_m_tiles * heads * problem.batch_size * config.num_value_parts
+        passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), num_m_tiles, heads_together))
+    return BackwardPlan(
+        DTYPES[dtype], KernelLaunch(delta, 0, -(-math.prod(problem.lse_shape) // delta.rows_of_cta)), tuple(passes)
+    )
+
+
+def differentiate(
+    plan: BackwardPlan,
+    problem: Problem,
+    inputs: Inputs,
+    result: AttentionOutput,
+    grads: OutputGradients,
+    launcher: Launcher,
+) -> dict[str, Tensor]:
+    """The gradient of every tensor in `problem.grads`."""
+    assert result.lse is not None
+    grad_out = torch.zeros_like(result.out) if grads.out is None else grads.out
+    grad_lse, unit = grads.lse, None
+    if plan.dtype is not problem.dtype:
+        unit = _unit_of(grad_out)
+        grad_out, grad_lse = grad_out / unit, None if grad_lse is None else grad_lse / unit
+    given = prepared(inputs, plan.dtype)
+    out, grad_out = (as_kernels_read(x, plan.dtype) for x in (result.out, grad_out))
+    is_empty = result.out.numel() == 0 or problem.batch_size == 0
+    # Of tokens behind the last sequence, of which kernels know nothing, gradients are zero.
+    new = torch.zeros_like if is_empty or problem.layout is Layout.VARLEN else torch.empty_like
+    found = {
+        name: new(getattr(given, name), memory_format=torch.contiguous_format)
+        for name in dict.fromkeys("".join(step.config.gradients for step in plan.passes))
+    }
+    stats = (torch.zeros if is_empty else torch.empty)(3, *problem.lse_shape, dtype=torch.float32, device=out.device)
+    if not is_empty:
+        call = AttentionOutput(out, result.lse), OutputGradients(grad_out, grad_lse)
+        _launch(plan, _params(problem, given, *call, stats, found), launcher)
+    final = {name: _final(found[name], getattr(inputs, name), unit) for name in problem.grads if name in found}
+    if "sinks" in problem.grads:
+        assert inputs.sinks is not None
+        # A sink is a key whose value is zero: of its score the gradient is -p delta.
+        by_row = (inputs.sinks[:, None] - result.lse).exp() * stats[1]
+        total = -by_row.sum(-1).reshape(-1, problem.nheads).sum(0)
+        final["sinks"] = total if unit is None else total * unit
+    return final
+
+
+def _params(
+    problem: Problem,
+    inputs: Inputs,
+    result: AttentionOutput,
+    grads: OutputGradients,
+    stats: Tensor,
+    found: dict[str, Tensor],
+) -> BackwardParams:
+    """Of all kernels. Those of a pass are still missing."""
+    params = BackwardParams()
+    params.call = AttentionParams.make(
+        attention_template(problem, inputs, Plan(inputs.q.dtype, None, (), 0, 0, None)),
+        *pointers(
+            inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
+            None, None, None, None, inputs.alibi_slopes, inputs.sinks, inputs.attn_bias, inputs.dropout_seed,
+            None, None, None, None, None,
+        ),
+    )  # fmt: skip
+    params.grad_out, params.grad_lse, params.stats = pointers(grads.out, grads.lse, stats)
+    params.grad_q, params.grad_k, params.grad_v = pointers(*(found.get(name) for name in "qkv"))
+    params.num_rows = stats[0].numel()
+    params.exponents_of_lse = 1.0 if modifies_scores(problem) else math.log2(math.e)
+    return params
+
+
+def _launch(plan: BackwardPlan, params: BackwardParams, launcher: Launcher) -> None:
+    launcher(plan.delta)(params)
+    for step in plan.passes:
+        if step.launch.num_ctas:
+            params.call.num_m_tiles, params.call.heads_per_l2_wave = step.num_m_tiles, step.heads_per_l2_wave
+            launcher(step.launch)(params)
+
+
+def _unit_of(grad_out: Tensor) -> Tensor:
+    """A power of two, in whose unit gradients in float16 neither vanish nor overflow; 0-d, on the device.
+
+    The largest number of grad_out becomes less than 1/16: gradients of values are sums of it over many queries.
+    """
+    largest = grad_out.abs().amax().float() if grad_out.numel() else grad_out.new_zeros((), dtype=torch.float32)
+    exponent = torch.frexp(largest).exponent + 4
+    usable = largest.isfinite() & (largest > 0.0)
+    return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+
+
+def _final(grad: Tensor, tensor: Tensor, unit: Tensor | None) -> Tensor:
+    """As wide as the tensor that it is the gradient of, in its dtype and unit."""
+    grad = grad[..., : tensor.shape[-1]]
+    return grad.contiguous() if unit is None else (grad.float() * unit).to(tensor.dtype)

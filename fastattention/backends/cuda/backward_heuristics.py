@@ -1,0 +1,142 @@
+"""Chooses the variants of the backward kernel. Pure Python, no device needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fastattention.backends.cuda.heuristics import (
+    computed_dtype,
+    first_that_fits,
+    modifies_scores,
+    padded_headdims,
+)
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.problem import Problem
+
+
+class _Tiles(NamedTuple):
+    gradients: str
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+    min_ctas: int
+    num_value_parts: int = 1
+    serves_scores: bool = True  # has registers to spare for modified scores and dropout
+
+
+# For head dimensions up to the key, candidates for each kernel, best first: the first that suits the call and fits the
+# GPU is taken. Where registers do not hold the gradients of keys and values of a warp's rows, each has a kernel of its
+# own. Those of 80 and 75 up to 128 were chosen on an H200, what a T4 runs with as few CTAs as a T4 has;
+# those of 70 by counting issue cycles (docs/decisions/0062-compute-gradients-by-two-kernels-on-gpus.md); the others by
+# counting registers and shared memory.
+_TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
+    80: {
+        64: (
+            _Tiles("kv", 128, 32, 4, 2, 2, serves_scores=False),
+            _Tiles("kv", 64, 64, 4, 2, 2),
+            _Tiles("kv", 64, 32, 4, 2, 2),
+            _Tiles("q", 128, 64, 4, 2, 2, serves_scores=False),
+            _Tiles("q", 64, 64, 4, 2, 2),
+            _Tiles("q", 64, 32, 4, 2, 2),
+        ),
+        128: (
+            _Tiles("kv", 64, 64, 4, 2, 2, serves_scores=False),
+            _Tiles("kv", 64, 64, 4, 1, 2, serves_scores=False),
+            _Tiles("kv", 64, 32, 4, 1, 1),
+            _Tiles("q", 128, 32, 4, 2, 2, serves_scores=False),
+            _Tiles("q", 128, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("q", 64, 32, 4, 1, 2),
+            _Tiles("q", 64, 32, 4, 1, 1),
+        ),
+        WIDEST_OF_A_WARP: (
+            _Tiles("k", 64, 32, 4, 2, 1),
+            _Tiles("k", 32, 16, 2, 1, 1),
+            _Tiles("v", 64, 32, 4, 2, 1),
+            _Tiles("v", 32, 16, 2, 1, 1),
+            _Tiles("q", 64, 32, 4, 2, 1),
+            _Tiles("q", 32, 16, 2, 1, 1),
+        ),
+    },
+    75: {
+        64: (
+            _Tiles("kv", 128, 32, 4, 1, 2, serves_scores=False),
+            _Tiles("kv", 128, 64, 8, 1, 1, serves_scores=False),
+            _Tiles("kv", 64, 32, 4, 1, 2),
+            _Tiles("q", 128, 64, 4, 1, 2, serves_scores=False),
+            _Tiles("q", 128, 64, 8, 1, 1, serves_scores=False),
+            _Tiles("q", 64, 32, 4, 1, 2),
+        ),
+        128: (
+            _Tiles("kv", 64, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("kv", 64, 16, 4, 1, 1),
+            _Tiles("q", 64, 32, 2, 1, 2, serves_scores=False),
+            _Tiles("q", 64, 48, 4, 1, 1, serves_scores=False),
+            _Tiles("q", 64, 32, 4, 1, 1),
+        ),
+        WIDEST_OF_A_WARP: (
+            _Tiles("k", 32, 16, 2, 1, 1),
+            _Tiles("v", 32, 16, 2, 1, 1),
+            _Tiles("q", 32, 16, 2, 1, 1),
+        ),
+    },
+    70: {
+        64: (
+            _Tiles("kv", 128, 32, 4, 1, 2, serves_scores=False),
+            _Tiles("kv", 128, 8, 4, 1, 2),
+            _Tiles("q", 256, 64, 8, 1, 1, serves_scores=False),
+            _Tiles("q", 128, 16, 4, 1, 2),
+        ),
+        128: (
+            _Tiles("k", 128, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("k", 128, 8, 4, 1, 1),
+            _Tiles("v", 256, 32, 8, 1, 1, serves_scores=False),
+            _Tiles("v", 128, 16, 4, 1, 1),
+            _Tiles("q", 128, 32, 4, 1, 1, serves_scores=False),
+            _Tiles("q", 128, 8, 4, 1, 1),
+        ),
+        WIDEST_OF_A_WARP: (
+            _Tiles("k", 64, 8, 2, 1, 1, 2),
+            _Tiles("v", 64, 8, 2, 1, 1, 2),
+            _Tiles("q", 64, 8, 2, 1, 1, 2),
+        ),
+    },
+    60: {
+        64: (_Tiles("kv", 64, 16, 4, 1, 1), _Tiles("q", 64, 16, 4, 1, 1)),
+        128: (_Tiles("kv", 32, 8, 2, 1, 1), _Tiles("q", 32, 8, 2, 1, 1)),
+        WIDEST_OF_A_WARP: (
+            _Tiles("k", 32, 8, 2, 1, 1),
+            _Tiles("v", 32, 8, 2, 1, 1),
+            _Tiles("q", 32, 8, 2, 1, 1),
+        ),
+    },
+}
+
+
+def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[BackwardConfig]:
+    """The kernels that compute `problem.grads`. Raises CompileError when one does not fit the GPU."""
+    columns = padded_headdims(problem.headdim, problem.headdim_v)
+    candidates = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
+    scores, drops = modifies_scores(problem), problem.dropout_p > 0.0
+    configs = [
+        BackwardConfig(
+            arch=arch,
+            dtype=computed_dtype(problem, arch),
+            headdim=columns[0],
+            headdim_v=columns[1],
+            modifies_scores=scores,
+            drops=drops,
+            gradients=tiles.gradients,
+            tile_m=tiles.tile_m,
+            tile_n=tiles.tile_n,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            min_ctas=tiles.min_ctas,
+            num_value_parts=tiles.num_value_parts,
+        )
+        for tiles in candidates
+        if tiles.serves_scores or not (scores or drops)
+    ]
+    wanted = dict.fromkeys(config.gradients for config in configs if set(config.gradients) & set(problem.grads))
+    return [first_that_fits([config for config in configs if config.gradients == one], limits) for one in wanted]

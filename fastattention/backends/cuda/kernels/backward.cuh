@@ -1,0 +1,290 @@
+// Gradients of a tile of rows of one head: keys and values, by which the queries that see them pass, of all heads that share
+// them; or queries, by which keys and values pass. All in the order of their tiles: results depend on nothing else.
+#pragma once
+
+#include "gradient_rows.cuh"
+
+namespace fastattention {
+
+// Copies numbers of kCount queries, lse and so on, each in a plane of floats.
+template <int kCount>
+class QueryNumbers {
+public:
+    static constexpr int kBytes = kNumbers * kCount * 4;
+    static_assert(kCount <= kThreads, "a thread copies one of a plane");
+
+    // stats: of the first query.
+    FA_DEVICE QueryNumbers(const BackwardParams& params, const float* stats, int num_queries)
+        : params_(params), stats_(stats), num_queries_(num_queries) {}
+
+    FA_DEVICE void begin(int first, uint32_t to) {
+        const int at = thread_index();
+        const bool valid = at < kCount && first + at < num_queries_;
+#pragma unroll
+        for (int plane = 0; plane < kNumbers; ++plane) {
+            // Without gradients of scores nobody reads delta.
+            const int of_stats = plane == 0 ? 0 : kGradFirst ? plane : 2;
+            const float* from = stats_ + of_stats * params_.num_rows + first + at;
+            if constexpr (Arch::kAsyncCopy) {
+                if (at < kCount) copy_async_32(to + (plane * kCount + at) * 4, from, valid);
+            } else {
+                staged_[plane] = valid ? *from : 0.0f;
+            }
+        }
+    }
+
+    FA_DEVICE void finish(uint32_t to) const {
+        const int at = thread_index();
+        if (Arch::kAsyncCopy || at >= kCount) return;
+#pragma unroll
+        for (int plane = 0; plane < kNumbers; ++plane)
+            store_shared_32(to + (plane * kCount + at) * 4, as_bits(staged_[plane]));
+    }
+
+private:
+    const BackwardParams& params_;
+    const float* const stats_;
+    const int num_queries_;
+    float staged_[kNumbers];
+};
+
+// Copies what passes by, tile by tile: first and second vectors, and the numbers of queries if they are some.
+class PassingTiles {
+    using FirstCopy = TileCopy<Arch, WholeCta, uint16_t, false, kTileN, kHeaddim>;
+    using SecondCopy = TileCopy<Arch, WholeCta, uint16_t, false, kTileN, kHeaddimV>;
+
+public:
+    using Numbers = QueryNumbers<kTileN>;
+    static constexpr int kBytes = FirstCopy::kBytes + SecondCopy::kBytes + (kRowsAreKeys ? Numbers::kBytes : 0);
+
+    FA_DEVICE PassingTiles(const SourceRows<uint16_t, false>& first, const SourceRows<uint16_t, false>& second,
+                           const Numbers& numbers)
+        : first_(first), second_(second), numbers_(numbers) {}
+
+    FA_DEVICE void begin(int column, uint32_t to) {
+        begin_first(column, to);
+        begin_second(column, to);
+    }
+
+    FA_DEVICE void begin_first(int column, uint32_t to) {
+        first_.begin(column, to);
+        if constexpr (kRowsAreKeys) numbers_.begin(column, numbers_of(to));
+    }
+
+    FA_DEVICE void begin_second(int column, uint32_t to) { second_.begin(column, second_of(to)); }
+
+    FA_DEVICE void finish(uint32_t to) const {
+        first_.finish(to);
+        second_.finish(second_of(to));
+        if constexpr (kRowsAreKeys) numbers_.finish(numbers_of(to));
+    }
+
+    static FA_DEVICE uint32_t second_of(uint32_t tile) { return tile + FirstCopy::kBytes; }
+    static FA_DEVICE uint32_t numbers_of(uint32_t tile) { return second_of(tile) + SecondCopy::kBytes; }
+
+private:
+    FirstCopy first_;
+    SecondCopy second_;
+    Numbers numbers_;
+};
+
+using FirstRows = TileCopy<Arch, WholeCta, uint16_t, false, kTileM, kHeaddim>;
+using SecondRows = TileCopy<Arch, WholeCta, uint16_t, false, kTileM, kHeaddimV>;
+using NumbersOfRows = QueryNumbers<kTileM>;
+
+// Gradients pass through the memory of their rows; those of values alone through that of the keys.
+constexpr int kGradientOfValueBytes = kTileM * pitch_of<2>(kHeaddimV);
+constexpr int kFirstBytes =
+    kGradFirst || FirstRows::kBytes > kGradientOfValueBytes ? FirstRows::kBytes : kGradientOfValueBytes;
+constexpr int kSecondBytes = kGradFirst ? SecondRows::kBytes : 0;
+constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : NumbersOfRows::kBytes);
+constexpr int kSharedMemory = kRowBytes + kStages * PassingTiles::kBytes;
+static_assert(kSharedMemory == FA_SHARED_BYTES, "kernel_config.py computes the same");
+
+class BackwardTile {
+public:
+    FA_DEVICE BackwardTile(const BackwardParams& params, const Work& work, const BasicTileRange<int>& mask)
+        : params_(params), p_(params.call), work_(work), mask_(mask), shared_(shared_memory()) {}
+
+    FA_DEVICE void run() {
+        const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, mask_.seqlen_q) - 1;
+        GradientRows rows(params_, work_, mask_, last_row);
+        const int begin = mask_.row_begin(first_row) / kTileN * kTileN, end = mask_.row_end(last_row);
+        if (begin < end) {
+            copy_rows(first_row);
+            rows.load(shared_, second_shared(), second_shared() + kSecondBytes);
+            const int heads = kRowsAreKeys ? p_.group_size : 1,
+                      first_head = kRowsAreKeys ? work_.kv_head * heads : work_.head;
+            for (int head = first_head; head < first_head + heads; ++head) {
+                rows.begin_head(head);
+                pass(rows, head, begin, end);
+            }
+        }
+        rows.finish(shared_, kGradFirst ? second_shared() : shared_);
+    }
+
+private:
+    static constexpr bool kPipelined = Arch::kAsyncCopy && kStages > 1;
+    // What of the next tile registers have room for while this one is multiplied for the last time.
+    static constexpr bool kSecondEarly = !Arch::kAsyncCopy && !kModifiesScores && !kDrops;
+    static constexpr bool kFirstEarly = kSecondEarly && kHeaddim + kHeaddimV <= 128;
+
+    // The CTA's own. They have arrived for all after the next barrier.
+    FA_DEVICE void copy_rows(int first_row) const {
+        FirstRows first(vectors(kRowsAreKeys ? Kind::kKeys : Kind::kQueries, work_.head, mask_.seqlen_q));
+        copy(first, first_row, shared_);
+        if constexpr (kGradFirst) {
+            SecondRows second(vectors(kRowsAreKeys ? Kind::kValues : Kind::kGradients, work_.head, mask_.seqlen_q));
+            copy(second, first_row, second_shared());
+        }
+        if constexpr (!kRowsAreKeys) {
+            NumbersOfRows numbers(params_, params_.stats + stats_offset(work_.head), mask_.seqlen_q);
+            numbers.begin(first_row, second_shared() + kSecondBytes);
+            numbers.finish(second_shared() + kSecondBytes);
+        }
+    }
+
+    template <class Copy>
+    static FA_DEVICE void copy(Copy& rows, int first_row, uint32_t to) {
+        if constexpr (Arch::kAsyncCopy) {
+            rows.begin(first_row, to);
+        } else {
+            rows.copy(first_row, to);
+        }
+    }
+
+    // All tiles of one head of queries. In the end nobody reads them any more.
+    FA_DEVICE void pass(GradientRows& rows, int head, int begin, int end) const {
+        const int num_columns = mask_.seqlen_k;
+        PassingTiles tiles(vectors(kRowsAreKeys ? Kind::kQueries : Kind::kKeys, head, num_columns),
+                           vectors(kRowsAreKeys ? Kind::kGradients : Kind::kValues, head, num_columns),
+                           {params_, params_.stats + stats_offset(head), num_columns});
+        if constexpr (kPipelined) {
+            pass_pipelined(rows, tiles, begin, end);
+        } else {
+            pass_single_buffered(rows, tiles, begin, end);
+        }
+    }
+
+    // The next tile waits in registers until nobody reads this one any more; where copies are asynchronous it starts then.
+    FA_DEVICE void pass_single_buffered(GradientRows& rows, PassingTiles& tiles, int begin, int end) const {
+        if constexpr (!Arch::kAsyncCopy) tiles.begin(begin, passing(0));
+        for (int column = begin; column < end; column += kTileN) {
+            if constexpr (Arch::kAsyncCopy) {
+                tiles.begin(column, passing(0));
+                copy_async_commit();
+                copy_async_wait<0>();
+            } else {
+                tiles.finish(passing(0));
+            }
+            cta_barrier();
+            // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
+            add_tile(rows, column, 0, [&] {
+                if constexpr (kSecondEarly) tiles.begin_second(column + kTileN, passing(0));
+                if constexpr (kFirstEarly) tiles.begin_first(column + kTileN, passing(0));
+            });
+            if constexpr (!Arch::kAsyncCopy && !kSecondEarly) tiles.begin_second(column + kTileN, passing(0));
+            if constexpr (!Arch::kAsyncCopy && !kFirstEarly) tiles.begin_first(column + kTileN, passing(0));
+            cta_barrier();
+        }
+    }
+
+    // While one tile is worked on, others are on their way. One barrier a tile says both that this one has arrived and that
+    // nobody reads the one before it any more.
+    FA_DEVICE void pass_pipelined(GradientRows& rows, PassingTiles& tiles, int begin, int end) const {
+        const auto begin_tile = [&](int column, int stage) {
+            if (column < end) tiles.begin(column, passing(stage));
+            copy_async_commit();
+        };
+#pragma unroll
+        for (int i = 0; i < kStages - 1; ++i) begin_tile(begin + i * kTileN, i);
+        int stage = 0;
+        for (int column = begin; column < end; column += kTileN) {
+            copy_async_wait<kStages - 2>();
+            cta_barrier();
+            begin_tile(column + (kStages - 1) * kTileN, stage == 0 ? kStages - 1 : stage - 1);
+            add_tile(rows, column, stage, [] {});
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+        copy_async_wait<0>();
+        cta_barrier();
+    }
+
+    template <class BeginNext>
+    FA_DEVICE void add_tile(GradientRows& rows, int column, int stage, BeginNext begin_next) const {
+        const TileKind kind = rows.kind_of(column);
+        const uint32_t tile = passing(stage);
+        if (kind == TileKind::kSkipped) return begin_next();
+        rows.add_tile(tile, PassingTiles::second_of(tile), PassingTiles::numbers_of(tile), column, kind, begin_next);
+    }
+
+    enum class Kind { kQueries, kGradients, kKeys, kValues };
+
+    // Of this sequence. head: of queries.
+    FA_DEVICE SourceRows<uint16_t, false> vectors(Kind kind, int head, int num_rows) const {
+        const auto rows = [&](const void* base, int64_t stride_batch, int64_t stride_row, int64_t stride_head, int head_of_it,
+                              const int32_t* cu_seqlens, int columns) {
+            const uint16_t* first = static_cast<const uint16_t*>(base) + work_.batch * stride_batch +
+                                    first_token(cu_seqlens, work_.batch) * stride_row + head_of_it * stride_head;
+            return SourceRows<uint16_t, false>{first, static_cast<int>(stride_row), num_rows, columns, nullptr, 0, {1, 0, 0},
+                                               0};
+        };
+        switch (kind) {
+            case Kind::kQueries:
+                return rows(p_.q, p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head, head, p_.cu_seqlens_q, p_.headdim);
+            case Kind::kGradients:
+                return rows(params_.grad_out, p_.out_stride_batch, p_.out_stride_row, p_.out_stride_head, head,
+                            p_.cu_seqlens_q, p_.headdim_v);
+            case Kind::kKeys:
+                return rows(p_.k, p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head, work_.kv_head, p_.cu_seqlens_k,
+                            p_.headdim);
+            default:
+                return rows(p_.v, p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head, work_.kv_head, p_.cu_seqlens_k,
+                            p_.headdim_v);
+        }
+    }
+
+    // Of the first query of a head, among the numbers of all.
+    FA_DEVICE int64_t stats_offset(int head) const {
+        return work_.batch * p_.lse_stride_batch + head * p_.lse_stride_head + first_token(p_.cu_seqlens_q, work_.batch);
+    }
+
+    FA_DEVICE uint32_t second_shared() const { return shared_ + kFirstBytes; }
+    FA_DEVICE uint32_t passing(int stage) const { return shared_ + kRowBytes + stage * PassingTiles::kBytes; }
+
+    const BackwardParams& params_;
+    const AttentionParams& p_;
+    const Work& work_;
+    const BasicTileRange<int>& mask_;
+    const uint32_t shared_;
+};
+
+// The mask of queries, or as keys see it: key j is seen by queries j - offset - right to j - offset + left.
+FA_DEVICE BasicTileRange<int> mask_of_rows(const AttentionParams& p, int batch) {
+    const BasicTileRange<int> mask = mask_of(p, batch);
+    if constexpr (!kRowsAreKeys) return mask;
+    return {mask.seqlen_k, mask.seqlen_q, mask.right, mask.left};
+}
+
+// The rows with the most columns under a causal mask come first.
+FA_DEVICE Work work_of_backward(const AttentionParams& p) {
+    Work work = find_work(p, kRowsAreKeys ? p.nheads / p.group_size : p.nheads);
+    if constexpr (kRowsAreKeys) {
+        work.m_tile = p.num_m_tiles - 1 - work.m_tile;
+        work.kv_head = work.head;
+    }
+    // Where CTAs share out the columns of a gradient.
+    work.first_column = static_cast<int>(cta_index() % kValueParts) * (kGradFirst ? kHeaddim : kHeaddimV) / kValueParts;
+    return work;
+}
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+    fastattention_backward(FA_PARAMETER fastattention::BackwardParams params) {
+    using namespace fastattention;
+    const Work work = work_of_backward(params.call);
+    const BasicTileRange<int> mask = mask_of_rows(params.call, work.batch);
+    if (work.m_tile * kTileM >= mask.seqlen_q) return;
+    BackwardTile(params, work, mask).run();
+}

@@ -1,0 +1,90 @@
+// Of every row of queries what a backward takes from the forward: lse in the unit of exponents, and the product of the result
+// with its gradient, less the gradient of lse, which is the mean gradient of the row's scores.
+#pragma once
+
+#include "element.cuh"
+#include "lanes.cuh"
+#include "numbers.cuh"
+#include "params.h"
+
+namespace fastattention {
+
+constexpr int kDeltaWarps = 4;
+constexpr int kLanesOfRow = FA_LANES_OF_ROW;
+constexpr int kRowsOfWarp = 32 / kLanesOfRow;
+
+// Beyond it lse cannot tell how many keys share a row: log of their number is less than its last bit.
+constexpr float kLargestPlainLse = 1e30f;
+
+struct RowOfCall {
+    int batch, head, token;  // of varlen, token counts from the first sequence's
+};
+
+// What a key gets of a row whose scores are all as low as a float goes, as masks added to scores are. They are those of the
+// bias alone: products vanish beside it.
+FA_DEVICE float share_of_key(const AttentionParams& p, const RowOfCall& row, float lse) {
+    int sequence = row.batch, token = row.token, seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
+    if (p.cu_seqlens_q != nullptr) {
+        while (sequence + 1 < p.batch_size && p.cu_seqlens_q[sequence + 1] <= row.token) ++sequence;
+        token -= p.cu_seqlens_q[sequence];
+        seqlen_q = p.cu_seqlens_q[sequence + 1] - p.cu_seqlens_q[sequence];
+        seqlen_k = p.cu_seqlens_k[sequence + 1] - p.cu_seqlens_k[sequence];
+    }
+    const int64_t offset = sequence * p.bias_stride_batch + row.head * p.bias_stride_head + row.token * p.bias_stride_row;
+    const int diagonal = token + seqlen_k - seqlen_q;
+    const int begin = p.window_left < 0 || diagonal < p.window_left ? 0 : diagonal - p.window_left;
+    const int end = p.window_right < 0 || diagonal + p.window_right >= seqlen_k ? seqlen_k : diagonal + p.window_right + 1;
+    float sum = 0.0f;
+    for (int key = begin + lane_index() % kLanesOfRow; key < end; key += kLanesOfRow) {
+        const int64_t at = offset + key * p.bias_stride_key;
+        const float bias = p.bias_is_float ? static_cast<const float*>(p.attn_bias)[at]
+                                           : Element::widen(static_cast<const uint16_t*>(p.attn_bias)[at]);
+        sum += exp2_approximate(bias - lse);  // 1 or 0: the base does not matter
+    }
+    return sum;
+}
+
+FA_DEVICE float delta_of_row(const BackwardParams& params, const RowOfCall& row) {
+    const AttentionParams& p = params.call;
+    const int64_t at = row.batch * p.out_stride_batch + row.head * p.out_stride_head +
+                       static_cast<int64_t>(row.token) * p.out_stride_row + lane_index() % kLanesOfRow * 8;
+    float sum = 0.0f;
+    if (lane_index() % kLanesOfRow * 8 < p.headdim_v) {
+        const Words4 out = load_global_128(p.out + at), grad = load_global_128(params.grad_out + at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                sum += Element::widen(static_cast<uint16_t>(out.word[i] >> half * 16)) *
+                       Element::widen(static_cast<uint16_t>(grad.word[i] >> half * 16));
+    }
+    return sum_of_lanes<kLanesOfRow>(sum);
+}
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kDeltaWarps * 32, 1)
+    fastattention_delta(FA_PARAMETER fastattention::BackwardParams params) {
+    using namespace fastattention;
+    const AttentionParams& p = params.call;
+    const int tokens = static_cast<int>(p.lse_stride_head);
+    const int64_t warp = cta_index() * kDeltaWarps + warp_index();
+    const int64_t index = warp * kRowsOfWarp + lane_index() / kLanesOfRow;
+    const bool exists = index < params.num_rows;
+    const int64_t known = exists ? index : 0, row_of_heads = known / tokens;
+    const int batch = static_cast<int>(row_of_heads / p.nheads);
+    const RowOfCall row{batch, static_cast<int>(row_of_heads - static_cast<int64_t>(batch) * p.nheads),
+                        static_cast<int>(known - row_of_heads * tokens)};
+    const float lse = p.lse[known], delta = delta_of_row(params, row);
+    const bool has_keys = lse != -infinity();
+    float share = 1.0f;
+    if (p.attn_bias != nullptr) {
+        const bool plain = lse < kLargestPlainLse && lse > -kLargestPlainLse;
+        const float sum = sum_of_lanes<kLanesOfRow>(plain || !has_keys ? 0.0f : share_of_key(p, row, lse));
+        if (sum > 0.0f) share = 1.0f / sum;
+    }
+    if (!exists || lane_index() % kLanesOfRow != 0) return;
+    params.stats[index] = has_keys ? lse * params.exponents_of_lse : infinity();
+    params.stats[params.num_rows + index] = delta - (params.grad_lse == nullptr || !has_keys ? 0.0f : params.grad_lse[index]);
+    params.stats[2 * params.num_rows + index] = share;
+}

@@ -1,0 +1,143 @@
+// Which weights dropout keeps: a pure function of the seed and of where a weight is, as backends/common/dropout.py says.
+#pragma once
+
+#include "params.h"
+#include "variant.cuh"
+
+namespace fastattention {
+
+// Sixteen counters decide over 64 neighbouring keys: word w of counter i is that of key 16 w + i.
+struct DropoutWords {
+    uint32_t word[4];
+
+    // That of a key of the 64.
+    FA_DEVICE uint32_t of(int key) const {
+        const uint32_t low = key & 16 ? word[1] : word[0], high = key & 16 ? word[3] : word[2];
+        return key & 32 ? high : low;
+    }
+};
+
+// Of one head of one sequence.
+class Dropout {
+public:
+    FA_DEVICE Dropout(const AttentionParams& p, int batch, int head) : batch_(batch), head_(head) {
+        const int64_t seed = *p.dropout_seed;
+        seed_[0] = static_cast<uint32_t>(seed);
+        seed_[1] = static_cast<uint32_t>(seed >> 32);
+        threshold_ = static_cast<uint32_t>(p.dropout_threshold);
+    }
+
+    // Philox4x32 of seven rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+    FA_DEVICE DropoutWords words(int query, int key) const {
+        constexpr int kRounds = 7;
+        uint32_t counter[4] = {static_cast<uint32_t>(key / 64 * 16 + key % 16), static_cast<uint32_t>(query),
+                               static_cast<uint32_t>(head_), static_cast<uint32_t>(batch_)};
+        uint32_t key0 = seed_[0], key1 = seed_[1];
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+            const uint32_t high0 = multiply_high(counter[0], 0xd2511f53u), low0 = counter[0] * 0xd2511f53u;
+            const uint32_t high1 = multiply_high(counter[2], 0xcd9e8d57u), low1 = counter[2] * 0xcd9e8d57u;
+            counter[0] = high1 ^ counter[1] ^ key0;
+            counter[1] = low1;
+            counter[2] = high0 ^ counter[3] ^ key1;
+            counter[3] = low0;
+            key0 += 0x9e3779b9u;
+            key1 += 0xbb67ae85u;
+        }
+        return {{counter[0], counter[1], counter[2], counter[3]}};
+    }
+
+    FA_DEVICE bool keeps(const DropoutWords& words, int key) const { return words.of(key) >= threshold_; }
+
+private:
+    int batch_, head_;
+    uint32_t seed_[2], threshold_;
+};
+
+// Which of the weights a lane holds are kept: a bit each. kKeysAreRows: otherwise they are columns.
+template <class Arch, bool kKeysAreRows, int kSteps, int kTiles>
+class KeptWeights {
+public:
+    // query_of_row, or key_of_row, of a step and which of a lane's rows of it; first_column: the key, or query, of column 0.
+    template <class OfRow>
+    FA_DEVICE KeptWeights(const Dropout& dropout, int first_column, OfRow of_row) {
+        if constexpr (kKeysAreRows) {
+            find_by_row(dropout, first_column, of_row);
+        } else {
+            find_by_column(dropout, first_column, of_row);
+        }
+    }
+
+    FA_DEVICE bool operator()(int step, int n, int i) const {
+        return bits_[step][n / kTilesOfWord] >> shift_of_bit(n, i) & 1;
+    }
+
+private:
+    static constexpr int kTilesOfWord = 32 / Arch::kElements;
+    static_assert(64 % (kKeysAreRows ? kSteps * Arch::kStepRows : kTiles * 8) == 0, "keys share counters of 64");
+
+    static FA_DEVICE constexpr int shift_of_bit(int n, int i) { return n % kTilesOfWord * Arch::kElements + i; }
+
+    FA_DEVICE void set(int step, int n, int i, bool kept) {
+        bits_[step][n / kTilesOfWord] |= static_cast<uint32_t>(kept) << shift_of_bit(n, i);
+    }
+
+    // Keys 16 columns apart have words of one counter, for no tile crosses a multiple of 64 keys.
+    template <class OfRow>
+    FA_DEVICE void find_by_column(const Dropout& dropout, int first_column, OfRow query_of_row) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const int query = query_of_row(step, which);
+#pragma unroll
+                for (int first = 0; first < 2 && first < kTiles; ++first)
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i) {
+                        if (Arch::row_of_element(i) != which) continue;
+                        const DropoutWords words = dropout.words(query, first_column + Arch::score_column(first, i));
+#pragma unroll
+                        for (int n = first; n < kTiles; n += 2)
+                            set(step, n, i, dropout.keeps(words, first_column + Arch::score_column(n, i)));
+                    }
+            }
+    }
+
+    // So have keys of rows that are as far apart, of one warp.
+    template <class OfRow>
+    FA_DEVICE void find_by_row(const Dropout& dropout, int first_column, OfRow key_of_row) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i) {
+                const int query = first_column + Arch::score_column(n, i), which = Arch::row_of_element(i);
+                const DropoutWords words = dropout.words(query, key_of_row(0, which));
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) set(step, n, i, dropout.keeps(words, key_of_row(step, which)));
+            }
+    }
+
+    uint32_t bits_[kSteps][(kTiles + kTilesOfWord - 1) / kTilesOfWord] = {};
+};
+
+// Likewise of the weights of a forward. Nothing of this remains in kernels without dropout.
+template <class Arch, int kSteps, int kTiles, bool kDropsSome = kDrops>
+struct DropoutOfLane {
+    template <class OfRow>
+    FA_DEVICE DropoutOfLane(const AttentionParams&, int, int, int, OfRow) {}
+    FA_DEVICE float weight(float p, int, int, int) const { return p; }
+};
+
+template <class Arch, int kSteps, int kTiles>
+struct DropoutOfLane<Arch, kSteps, kTiles, true> {
+    template <class OfRow>
+    FA_DEVICE DropoutOfLane(const AttentionParams& p, int batch, int head, int first_key, OfRow query_of_row)
+        : kept_(Dropout(p, batch, head), first_key, query_of_row), factor_(p.dropout_factor) {}
+    FA_DEVICE float weight(float p, int step, int n, int i) const { return kept_(step, n, i) ? p * factor_ : 0.0f; }
+
+private:
+    const KeptWeights<Arch, false, kSteps, kTiles> kept_;
+    const float factor_;
+};
+
+}  // namespace fastattention

@@ -1,0 +1,279 @@
+// What a warp does with its rows of a backward: of keys, whose gradients are summed up over all queries that see them, or of
+// queries, over the keys they see.
+//
+//     p  = exp(s - lse)          the weights again, from what the forward kept
+//     dv = p^T do                dp = do v^T
+//     ds = p (dp - delta)        delta: delta.cuh
+//     dq = ds k                  dk = ds^T q       both times softmax_scale
+//
+// (FlashAttention-2, arXiv 2307.08691, algorithm 2; the gradient of lse joins delta because dlse/ds = p.) Either way a row has
+// two vectors: the first is a key or a query, the second a value or a gradient of the result. Weights and gradients of scores
+// of the warp's rows are operands of the second products as they are, in registers.
+#pragma once
+
+#include FA_ARCH_HEADER
+
+#include "dropout.cuh"
+#include "epilogue.cuh"
+#include "mask.cuh"
+#include "scores.cuh"
+
+namespace fastattention {
+
+constexpr bool kRowsAreKeys = FA_ROWS_ARE_KEYS;
+constexpr bool kGradFirst = FA_GRAD_FIRST;  // of rows' first vectors
+constexpr bool kGradSecond = FA_GRAD_SECOND;  // of their second ones, which only values have
+static_assert(kRowsAreKeys || !kGradSecond, "gradients of the result have none");
+static_assert(kColumnWarps == 1 && !kGroupedRows && !kPaged, "a backward has no cache");
+
+constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
+constexpr int kWarpRows = kSteps * Arch::kStepRows;
+static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
+
+static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gradients would be shared out differently");
+
+constexpr int kFirstPitch = pitch_of<Arch::kSharedBytes>(kHeaddim);
+constexpr int kSecondPitch = pitch_of<Arch::kSharedBytes>(kHeaddimV);
+
+constexpr int kNumbers = 1 + kGradFirst + kModifiesScores;
+
+// Numbers of a row of queries.
+struct QueryStats {
+    float lse, delta, share;  // delta.cuh
+    ScoreRow row;
+};
+
+class GradientRows {
+public:
+    using Scores = float[kSteps][kTileN / 8][Arch::kElements];
+
+    // mask: of these rows, which may be keys; first_row, last_row: of the CTA's, that there is.
+    FA_DEVICE GradientRows(const BackwardParams& params, const Work& work, const BasicTileRange<int>& mask, int last_row)
+        : params_(params),
+          p_(params.call),
+          work_(work),
+          mask_(mask),
+          last_row_(last_row),
+          warp_row_(work.m_tile * kTileM + warp_index() * kWarpRows) {
+        clear(grad_first_);
+        clear(grad_second_);
+    }
+
+    // Of the CTA's rows in shared memory.
+    FA_DEVICE void load(uint32_t first, uint32_t second, uint32_t numbers) {
+        first_.load(first + warp_index() * kWarpRows * kFirstPitch);
+        if constexpr (kGradFirst) second_.load(second + warp_index() * kWarpRows * kSecondPitch);
+        numbers_ = numbers + warp_index() * kWarpRows * 4;
+    }
+
+    FA_DEVICE TileKind kind_of(int column) const {
+        if (warp_row_ > last_row_) return TileKind::kSkipped;
+        // Asked anew for each tile: four numbers less to keep.
+        const int first = opaque(warp_row_);
+        return mask_.rows(first, smaller(first + kWarpRows - 1, last_row_)).classify(column, column + kTileN - 1);
+    }
+
+    // head: of the queries, be they rows or columns.
+    FA_DEVICE void begin_head(int head) { head_ = head; }
+
+    // A tile of what the rows see, from `column` on: its vectors, and numbers of queries, in shared memory. Calls
+    // begin_next where registers have become free.
+    template <class BeginNext>
+    FA_DEVICE void add_tile(uint32_t first, uint32_t second, uint32_t stats, int column, TileKind kind,
+                            BeginNext begin_next) {
+        Scores weights = {}, slopes;
+        Arch::multiply_rows(weights, first_, first);
+        find_weights(weights, slopes, stats, column);
+        if (kind != TileKind::kFull)
+            apply_mask<Arch>(weights, mask_, column, 0.0f, [&](int step, int which) {
+                return opaque(warp_row_) + step * Arch::kStepRows + Arch::row(which);
+            });
+        Scores grads = {};
+        if constexpr (kGradFirst) Arch::multiply_rows(grads, second_, second);
+        if constexpr (kDrops) {
+            drop(weights, grads, slopes, stats, column);
+        } else if constexpr (kGradFirst) {
+            differentiate(grads, weights, slopes, stats, column);
+        }
+        if constexpr (kGradFirst && kGradSecond) accumulate<kHeaddimV>(grad_second_, weights, second);
+        begin_next();
+        if constexpr (kGradFirst) {
+            accumulate<kHeaddim>(grad_first_, grads, first);
+        } else {
+            accumulate<kHeaddimV>(grad_second_, weights, second);
+        }
+    }
+
+    // Writes the gradients, through shared memory: all met at a barrier since it was last read.
+    FA_DEVICE void finish(uint32_t first, uint32_t second) const {
+        if constexpr (kGradFirst)
+            write<kHeaddim>(grad_first_, kRowsAreKeys ? params_.grad_k : params_.grad_q, p_.headdim, first, p_.softmax_scale);
+        if constexpr (kGradSecond) write<kHeaddimV>(grad_second_, params_.grad_v, p_.headdim_v, second, 1.0f);
+    }
+
+private:
+    template <int kTiles>
+    static FA_DEVICE void clear(float (&acc)[kSteps][kTiles][Arch::kElements]) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) acc[step][n][i] = 0.0f;
+    }
+
+    FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
+
+    // Calls visit(numbers of a query, key, step, n, i) for each element of this lane.
+    template <class Visit>
+    FA_DEVICE void for_each_element(uint32_t stats, int column, Visit visit) const {
+        if constexpr (kRowsAreKeys) {
+#pragma unroll
+            for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                for (int first = 0; first < Arch::kElements; ++first) {
+                    if (Arch::row_of_element(first) != 0) continue;
+                    const QueryStats query = stats_of_column(stats, column, Arch::score_column(n, first));
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                        for (int i = 0; i < Arch::kElements; ++i)
+                            if (Arch::column_of_element(i) == Arch::column_of_element(first))
+                                visit(query, row_of(step, Arch::row_of_element(i)), step, n, i);
+                }
+        } else {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int which = 0; which < 2; ++which) {
+                    const QueryStats query = stats_of_row(step, which);
+#pragma unroll
+                    for (int n = 0; n < kTileN / 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < Arch::kElements; ++i)
+                            if (Arch::row_of_element(i) == which) visit(query, column + Arch::score_column(n, i), step, n, i);
+                }
+        }
+    }
+
+    FA_DEVICE QueryStats stats_of_column(uint32_t numbers, int column, int at) const {
+        QueryStats result = load_stats<kTileN>(numbers + at * 4);
+        if constexpr (kModifiesScores)
+            result.row =
+                score_row(p_, work_.batch, head_, smaller(column + at, mask_.seqlen_k - 1), mask_.seqlen_k, mask_.seqlen_q);
+        return result;
+    }
+
+    FA_DEVICE QueryStats stats_of_row(int step, int which) const {
+        QueryStats result = load_stats<kTileM>(numbers_ + (step * Arch::kStepRows + Arch::row(which)) * 4);
+        if constexpr (kModifiesScores)
+            result.row =
+                score_row(p_, work_.batch, head_, smaller(row_of(step, which), last_row_), mask_.seqlen_q, mask_.seqlen_k);
+        return result;
+    }
+
+    // From planes of kCount floats.
+    template <int kCount>
+    static FA_DEVICE QueryStats load_stats(uint32_t at) {
+        const auto load = [&](int plane) { return as_float(load_shared_32(at + plane * kCount * 4)); };
+        QueryStats result{load(0), 0.0f, 1.0f, {}};
+        if constexpr (kGradFirst) result.delta = load(1);
+        if constexpr (kModifiesScores) result.share = load(kNumbers - 1);
+        return result;
+    }
+
+    // Products become weights. slopes: of modified scores, by products times softmax_scale.
+    FA_DEVICE void find_weights(Scores& weights, Scores& slopes, uint32_t stats, int column) const {
+        const float scale = p_.softmax_scale * kLog2E;
+        const int seqlen_k = kRowsAreKeys ? mask_.seqlen_q : mask_.seqlen_k;
+        for_each_element(stats, column, [&](const QueryStats& query, int key, int step, int n, int i) {
+            float& x = weights[step][n][i];
+            if constexpr (kModifiesScores) {
+                const ModifiedScore score = modified_score(p_, query.row, x, key, key < seqlen_k);
+                x = exp2_approximate((score.value - query.lse) * kLog2E) * query.share;
+                slopes[step][n][i] = score.slope;
+            } else {
+                x = exp2_approximate(x * scale - query.lse);
+            }
+        });
+    }
+
+    // Gradients of weights become gradients of products.
+    FA_DEVICE void differentiate(Scores& grads, const Scores& weights, const Scores& slopes, uint32_t stats,
+                                 int column) const {
+        for_each_element(stats, column, [&](const QueryStats& query, int, int step, int n, int i) {
+            float& x = grads[step][n][i];
+            x = weights[step][n][i] * (x - query.delta);
+            if constexpr (kModifiesScores) x *= slopes[step][n][i];
+        });
+    }
+
+    // Likewise where dropout multiplies weights before they meet values, and so the gradients that come back from there. A
+    // template, as not all tiles allow dropout.
+    template <int kTiles>
+    FA_DEVICE void drop(float (&weights)[kSteps][kTiles][Arch::kElements], Scores& grads, const Scores& slopes,
+                        uint32_t stats, int column) const {
+        const KeptWeights<Arch, kRowsAreKeys, kSteps, kTiles> kept(Dropout(p_, work_.batch, head_), column,
+                                                                   [&](int step, int which) { return row_of(step, which); });
+        const auto factor = [&](int step, int n, int i) { return kept(step, n, i) ? p_.dropout_factor : 0.0f; };
+        const auto for_each = [&](auto visit) {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i) visit(step, n, i);
+        };
+        if constexpr (kGradFirst) {
+            for_each([&](int step, int n, int i) { grads[step][n][i] *= factor(step, n, i); });
+            differentiate(grads, weights, slopes, stats, column);
+        }
+        if constexpr (kGradSecond) for_each([&](int step, int n, int i) { weights[step][n][i] *= factor(step, n, i); });
+    }
+
+    template <int kColumns, int kTiles>
+    FA_DEVICE void accumulate(float (&acc)[kSteps][kTiles][Arch::kElements], const Scores& scores, uint32_t tile) const {
+        const typename Arch::template Values<kColumns> values(tile + work_.first_column * Arch::kSharedBytes);
+#pragma unroll
+        for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) values.accumulate(acc, scores, group);
+    }
+
+    template <int kColumns, int kTiles>
+    FA_DEVICE void write(const float (&acc)[kSteps][kTiles][Arch::kElements], uint16_t* to, int columns, uint32_t shared,
+                         float factor) const {
+        constexpr int kPitch = pitch_of<2>(kColumns), kColumnsOfPart = kColumns / kValueParts;
+        const uint32_t rows = shared + warp_index() * kWarpRows * kPitch;
+        leave_rows<Arch, kPitch>(acc, rows, 0, [&](int, int) { return factor; });
+        warp_barrier();
+        // Gradients are contiguous.
+        const int64_t heads = kRowsAreKeys ? p_.nheads / p_.group_size : p_.nheads;
+        const int64_t first = kRowsAreKeys ? first_key(p_, work_.batch) : first_query(p_, work_.batch);
+        const int64_t at = (first + warp_row_) * heads + (kRowsAreKeys ? work_.kv_head : work_.head);
+        const int first_column = work_.first_column;
+        copy_rows<kWarpRows, kColumnsOfPart, kPitch>(
+            {to + at * columns + first_column, heads * columns, last_row_ + 1 - warp_row_, columns - first_column}, rows, 0);
+    }
+
+    // The first token of a sequence among those of all.
+    static FA_DEVICE int64_t first_query(const AttentionParams& p, int batch) {
+        return p.cu_seqlens_q == nullptr ? static_cast<int64_t>(batch) * p.seqlen_q : p.cu_seqlens_q[batch];
+    }
+    static FA_DEVICE int64_t first_key(const AttentionParams& p, int batch) {
+        return p.cu_seqlens_k == nullptr ? static_cast<int64_t>(batch) * p.seqlen_k : p.cu_seqlens_k[batch];
+    }
+
+    const BackwardParams& params_;
+    const AttentionParams& p_;
+    const Work& work_;
+    const BasicTileRange<int>& mask_;
+    const int last_row_, warp_row_;
+    int head_;
+
+    typename Arch::template Rows<kSteps, kHeaddim> first_;
+    typename Arch::template Rows<kSteps, kHeaddimV> second_;
+    float grad_first_[kSteps][kGradFirst ? kHeaddim / kValueParts / 8 : 1][Arch::kElements];
+    float grad_second_[kSteps][kGradSecond ? kHeaddimV / kValueParts / 8 : 1][Arch::kElements];
+    uint32_t numbers_;  // of rows that are queries, in shared memory
+};
+
+}  // namespace fastattention

@@ -1,0 +1,110 @@
+"""The question "gpu_backward": the speed of the backward on each code path of the GPU, and of torch's three kernels.
+
+16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length. Useful TFLOPS: 2.5
+times the floating-point operations of the forward, whatever a kernel computes again. Medians of interleaved rounds,
+timed by the GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.cli.bench.gpu import (
+    HIDDEN,
+    PEERS,
+    TOKENS,
+    Call,
+    capability,
+    heads_first,
+    paths_to_time,
+    record,
+    sdpa,
+    show_reasons,
+    tensors,
+    write_report,
+)
+from fastattention.cli.console import OUTPUT, progress_bar
+from fastattention.cli.machine import describe_machine
+from fastattention.errors import ArgumentError
+from fastattention.problem import OutputGradients
+from fastattention.validation import Options, prepare_dense
+
+
+def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
+    """Measure the current GPU, print a table, write gpu_backward.json. Raises ArgumentError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ArgumentError("question 'gpu_backward' needs a CUDA device, and torch sees none")
+    backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
+    machine = {**describe_machine(), "capability": capability()}
+    report = {"machine": machine, "measurements": measure(backends, seqlens, rounds)}
+    show(report)
+    write_report(report, output / "gpu_backward.json")
+
+
+def measure(backends: Mapping[str, CudaBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """A record for every head dimension, mask and length."""
+    records = []
+    problems = list(itertools.product((64, 128), (False, True), seqlens))
+    with progress_bar() as bar:
+        for headdim, causal, seqlen in bar.track(problems, description="backward"):
+            calls = calls_of(backends, headdim, causal, seqlen)
+            flops = 2.5 * 4.0 * (TOKENS // seqlen) * seqlen**2 * HIDDEN * (0.5 if causal else 1.0)
+            records.append(record(f"{seqlen}", headdim, causal, flops, calls, rounds))
+    return records
+
+
+def calls_of(
+    backends: Mapping[str, CudaBackend], headdim: int, causal: bool, seqlen: int, device: str = "cuda"
+) -> dict[str, Call]:
+    """The backward of every path and peer: each after its own forward, which is not part of the call."""
+    q, k, v = tensors(TOKENS // seqlen, seqlen, headdim=headdim, device=device)
+    grad = torch.randn_like(q)
+    problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
+    problem = replace(problem, grads=("q", "k", "v"))
+    calls: dict[str, Call] = {}
+    for name, backend in backends.items():
+        result = backend.forward(problem, inputs)
+        calls[name] = partial(backend.backward, problem, inputs, result, OutputGradients(grad, None))
+    leaves = [heads_first(tensor).requires_grad_() for tensor in (q, k, v)]
+    for name, peer in PEERS.items():
+        calls[name] = Backward(peer, leaves, heads_first(grad), causal)
+    return calls
+
+
+class Backward:
+    """Torch's, by one of its kernels. The forward runs in the first call, where it may say why it cannot."""
+
+    def __init__(self, peer: SDPBackend, leaves: Sequence[Tensor], grad: Tensor, causal: bool) -> None:
+        self._peer, self._leaves, self._grad, self._causal = peer, leaves, grad, causal
+        self._out: Tensor | None = None
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Gradients of q, k and v."""
+        if self._out is None:
+            q, k, v = self._leaves
+            self._out = sdpa(self._peer, q, k, v, self._causal)
+        return torch.autograd.grad(self._out, self._leaves, self._grad, retain_graph=True)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the table."""
+    machine = report["machine"]
+    names = list(dict.fromkeys(name for one in report["measurements"] for name in one["tflops"]))
+    title = f"useful TFLOPS of a backward, {machine['gpus'][0]}, torch {machine['versions']['torch']}"
+    table = Table("headdim", "causal", "tokens", *names, title=title)
+    for one in report["measurements"]:
+        rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
+        table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
+    OUTPUT.print(table)
+    show_reasons(report)

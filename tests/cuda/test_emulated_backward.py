@@ -1,0 +1,137 @@
+"""Gradients by the CUDA kernels, which the emulator runs on the processor, and dropout in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+from unittest import mock
+
+import emulator
+import pytest
+import torch
+from conformance import test_dropout as dropout
+from conformance.calls import build_call
+from conformance.case import Case
+from conformance.test_gradients import FACTOR, GRADIENT_CASES, check, gradients, names
+from emulator import EmulatedCudaBackend
+from test_emulated import EmulatedEngine, problem_of
+from tiers import Tier, tier_of
+
+from fastattention import fast_attn_func, fast_attn_varlen_func
+from fastattention.backends.common.gradients import COMPUTED
+from fastattention.backends.cuda.backward import make_backward_plan
+from fastattention.backends.cuda.kernel_config import BackwardConfig, DeltaConfig
+from fastattention.backends.cuda.variants import training_variants_of
+from fastattention.gpu_runtime.variant import Variant
+from fastattention.validation import lengths
+
+
+class Run(NamedTuple):
+    """One test of the list."""
+
+    case: Case
+    dtype: torch.dtype
+    backend: type[EmulatedCudaBackend]
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name}-{str(self.dtype).removeprefix('torch.')}-{self.backend.name}"
+
+
+RUNS = [
+    Run(case, dtype, backend)
+    for case in GRADIENT_CASES
+    for dtype in (torch.float16, torch.bfloat16)
+    for backend in emulator.EMULATED
+]
+
+
+def runs_in(tier: Tier) -> list[Run]:
+    return RUNS if tier is Tier.DEEP else RUNS[:: {Tier.QUICK: 97}.get(tier, 11)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "run" in metafunc.fixturenames:
+        runs = runs_in(tier_of(metafunc.config))
+        metafunc.parametrize("run", runs, ids=[run.name for run in runs])
+
+
+def test_error_of_gradients_is_at_most_twice_that_of_torch(run: Run) -> None:
+    engine, wanted = EmulatedEngine(run.backend.name), names(run.case, COMPUTED)
+    reason = engine.refusal(replace(build_call(run.case, run.dtype).prepare()[0], grads=wanted))
+    if reason is not None:
+        pytest.skip(reason)
+    with engine.active():
+        actual = gradients(run.case, run.dtype, lambda call: call.run(engine.backend), wanted)
+    check(run.case, run.dtype, wanted, actual, FACTOR)
+
+
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
+def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
+    ran: set[Variant] = set()
+    for run in RUNS:
+        problem = problem_of(run.case, run.dtype)
+        problem = replace(problem, grads=names(run.case, COMPUTED))
+        if run.backend is backend and backend().why_not(problem) is None:
+            plan = make_backward_plan(problem, backend.limits.arch, backend.limits)
+            ran |= {plan.delta.variant, *(step.config for step in plan.passes)}
+    wanted = [one for one in training_variants_of(backend.limits) if isinstance(one, BackwardConfig | DeltaConfig)]
+    assert [one.name for one in wanted if one not in ran and not getattr(one, "drops", False)] == []
+
+
+every_backend = pytest.mark.parametrize("backend", emulator.EMULATED, ids=[b.name for b in emulator.EMULATED])
+
+
+@every_backend
+@dropout.every_case
+def test_dropout(backend: type[EmulatedCudaBackend], case: Case) -> None:
+    engine = EmulatedEngine(backend.name)
+    dropout.test_out_is_that_of_the_weights_kept(engine, torch.float16, case)
+    dropout.test_gradients_are_those_of_the_weights_kept(engine, torch.float16, case)
+
+
+@every_backend
+def test_rows_that_a_finite_mask_hides_have_the_gradients_of_equal_weights(
+    backend: type[EmulatedCudaBackend],
+) -> None:
+    """As masks of torch.finfo.min, whose lse cannot say how many keys there are."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 16, generator=generator).half().requires_grad_() for n in (3, 40, 40))
+    mask = torch.zeros(3, 40)
+    mask[1] = torch.finfo(torch.float32).min
+    engine = EmulatedEngine(backend.name)
+    with engine.active():
+        out = fast_attn_func(q, k, v, attn_bias=mask, backend=engine.backend)
+        grad_v = torch.autograd.grad(out[0, 1].sum(), v)[0]
+    torch.testing.assert_close(grad_v, torch.full_like(v, 1 / 40), atol=1e-4, rtol=0)
+
+
+@every_backend
+def test_gradients_of_bfloat16_do_not_vanish_in_float16(backend: type[EmulatedCudaBackend]) -> None:
+    """As small as bfloat16 has them, and beyond what float16 has."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 1, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3))
+    weights = torch.randn(q.shape, generator=generator).bfloat16()
+    engine, found = EmulatedEngine(backend.name), []
+    with engine.active():
+        out = fast_attn_func(q, k, v, backend=engine.backend)
+        for unit in (1.0, 2.0**-40, 2.0**40):
+            grads = torch.autograd.grad(out, (q, k, v), weights * unit, retain_graph=True)
+            found.append([grad.float() / unit for grad in grads])
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@every_backend
+def test_tokens_behind_the_last_sequence_have_no_gradient(backend: type[EmulatedCudaBackend]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(50, 2, 32, generator=generator).half().requires_grad_() for _ in range(3))
+    offsets = torch.tensor([0, 10, 10, 37], dtype=torch.int32)
+    engine = EmulatedEngine(backend.name)
+    unchecked = mock.patch.object(lengths, "are_checked", return_value=False)  # as on a GPU
+    with engine.active(), unchecked:
+        out = fast_attn_varlen_func(q, k, v, offsets, offsets, 27, 27, causal=True, backend=engine.backend)
+        found = torch.autograd.grad(out.float().sum(), (q, k, v))
+    for grad in found:
+        assert not grad[37:].any()
+        assert grad[:37].any()

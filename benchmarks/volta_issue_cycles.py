@@ -48,7 +48,7 @@ from volta_model.paths import find_tiles
 from volta_model.sass import Function
 
 from fastattention.backends.cuda.kernel_config import KernelConfig
-from fastattention.cli.console import OUTPUT, errors_as_messages, fail
+from fastattention.cli.console import OUTPUT, errors_as_messages
 from fastattention.cli.machine import describe_machine
 from fastattention.gpu_runtime import compiler
 
@@ -81,26 +81,13 @@ def main(
             OUTPUT.print(rich_table([of_function(cubin.name, tools.disassemble(cubin)[0])]))
             return
         if headdim is not None:
-            OUTPUT.print(rich_table([ours(varied(kernels.configuration(headdim), set_ or []))]))
+            OUTPUT.print(rich_table([ours(kernels.varied(kernels.configuration(headdim), set_ or []))]))
             return
         found = [kernel for d in HEADDIMS for kernel in (ours(kernels.configuration(d)), theirs(d))]
         OUTPUT.print(rich_table(found))
         output.mkdir(parents=True, exist_ok=True)
         (output / "volta_issue_cycles.json").write_text(json.dumps(record(found), indent=1) + "\n")
         (output / "volta_issue_cycles.md").write_text(page(found))
-
-
-def varied(config: KernelConfig, changes: list[str]) -> KernelConfig:
-    """A configuration with some fields changed: "tile_n=32", "queries_in_registers=1"."""
-    kinds = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
-    values = {}
-    for change in changes:
-        name, _, value = change.partition("=")
-        if kinds.get(name) not in (int, bool) or not value.isdigit():
-            numbers = ", ".join(name for name, kind in kinds.items() if kind in (int, bool))
-            raise fail(f"--set {change}: give NAME=NUMBER, where NAME is one of {numbers}")
-        values[name] = kinds[name](int(value))
-    return dataclasses.replace(config, **values)
 
 
 def of_function(title: str, function: Function) -> Kernel:

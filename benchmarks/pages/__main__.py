@@ -33,6 +33,7 @@ BUILDERS = {
     "benchmarks/index.md": index.build,
     "benchmarks/cpu.md": cpu.build,
     "benchmarks/gpu.md": gpu.build_prefill,
+    "benchmarks/gpu-backward.md": gpu.build_backward,
     "benchmarks/gpu-decode.md": gpu.build_decode,
     "benchmarks/wide-heads.md": wide_heads.build,
     "benchmarks/whole-models.md": whole_models.build,

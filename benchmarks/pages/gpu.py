@@ -15,6 +15,15 @@ in which all kernels take turns in one process, timed by the GPU. `sm80` is our 
 the three kernels behind torch's SDPA ("flash", "cudnn", "efficient"); CUTLASS is what Turing and Volta owners have.
 **Bold** ratios are losses: cuDNN uses Hopper's own matrix instructions, and our kernels do not.
 {NOT_MEASURED}"""
+BACKWARD_INTRODUCTION = f"""\
+Gradients of q, k and v: 16384 tokens in all, hidden size 2048, float16. Figures are useful TFLOPS: 2.5 times the
+operations of the forward, of which a causal mask counts half. Medians of rounds in which all kernels take turns in
+one process, timed by the GPU. `sm80` is our code path for Ampere and newer. `sm75` is our path for Turing, run on the
+same GPU, and does not predict a T4. FlashAttention-2, cuDNN and CUTLASS are the three kernels behind torch's SDPA.
+Our gradients are the same bits in every run; theirs are not. **Bold** ratios are losses: ours compute seven products,
+theirs five ([decision](../decisions/0062-compute-gradients-by-two-kernels-on-gpus.md)). From Hopper on, plain calls
+with gradients go to cuDNN by themselves.
+{NOT_MEASURED}"""
 DECODE_INTRODUCTION = f"""\
 One query a sequence against its cache, heads of 128, float16, calls replayed from a CUDA graph. GB/s count the keys and
 values that are read; the limit is memory, shown as the rate of a copy within the GPU. Small problems have too little
@@ -78,6 +87,14 @@ def _overhead(result: Result) -> list[str]:
     ]
     what = "Microseconds of the CPU for a call on a single token. They depend on the host, and on who else uses it."
     return [what, table(["call", "us"], rows)]
+
+
+def build_backward() -> str:
+    """gpu-backward.md."""
+    blocks = [BACKWARD_INTRODUCTION]
+    result = Result.load("gpu_backward")
+    blocks += [f"## {result.gpu}", _dense(result.data["measurements"]), result.provenance(result.gpu)]
+    return page("GPU: backward", *blocks)
 
 
 def build_decode() -> str:

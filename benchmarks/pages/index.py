@@ -8,6 +8,7 @@ from .results import SOURCE_URL, Result
 PAGES = (
     ("[CPU](cpu.md)", "prefill, decode, varlen, memory, overhead, whole models", ("prefill", "xeon_amx/decode")),
     ("[GPU: prefill](gpu.md)", "every code path against torch's three kernels", ("gpu", "h100/gpu")),
+    ("[GPU: backward](gpu-backward.md)", "gradients, against torch's three kernels", ("gpu_backward",)),
     ("[GPU: decode](gpu-decode.md)", "caches, pages, quantised caches", ("gpu_decode", "h100/gpu_decode")),
     ("[Wide heads](wide-heads.md)", "heads of 512, latent attention", ("h100/gpu_headdim", "headdim")),
     ("[Whole models](whole-models.md)", "by eager, sdpa and ours",
@@ -29,7 +30,7 @@ have such hardware, the output of `fastattention bench` on it is welcome."""
 MEASURE = """\
 ```sh
 fastattention bench                 # this machine's CPU and its GPU or NPU
-fastattention bench gpu gpu_decode  # its GPU only
+fastattention bench gpu gpu_decode gpu_backward  # its GPU only
 python benchmarks/pages             # these pages, from the result files
 python benchmarks/pages --check     # fails where they differ from the result files
 ```"""

@@ -13,6 +13,12 @@ multiprocessor. Measured ones are by others. The model is judged on PyTorch's CU
 predicts up to {largest:.0%} too fast. It has no power limit and no bank conflicts. It is unchecked where tensor cores
 are busy more than about 40% of the time, as ours are predicted to be. So the last ratio assumes that our kernel alone
 misses its prediction by 25%. [Volta](../internals/volta.md) explains the kernel and how to check it."""
+BACKWARD = """\
+Our backward beside the kernel of PyTorch's own CUTLASS, for a tile without a mask. A backward usefully has five
+products; ours compute seven at heads of 64 and eight at 128, as several kernels whose figures add up here. Counts are
+for 512 useful tensor cycles of a warp. Predictions are the model's for the steady loop; contention for CUTLASS's
+locks, its fences and bank conflicts are left out, in its favour. No backward of a V100 has been published to judge
+the model by. **Bold** ratios are losses."""
 PREDICTED = "none, predicted for a V100 of 80 SMs at 1530 MHz"
 COUNTED = "none, counted in sm_70 machine code"
 
@@ -20,6 +26,7 @@ COUNTED = "none, counted in sm_70 machine code"
 def build() -> str:
     """volta-model.md."""
     model, counts = Result.load("volta_model"), Result.load("volta_issue_cycles")
+    backward = Result.load("volta_backward")
     source = model.provenance(PREDICTED)
     largest = max(abs(one["predicted"]["error"]) for one in model.data["published"])
     return page(
@@ -43,6 +50,10 @@ def build() -> str:
         "the issue cycles on. They are counts, not times.",
         _counts(counts.data["kernels"]),
         counts.provenance(COUNTED),
+        "## Backward",
+        BACKWARD,
+        _backward(backward.data["headdims"]),
+        backward.provenance(COUNTED),
     )
 
 
@@ -79,6 +90,20 @@ def _assumptions(records: list[dict[str, Any]]) -> str:
 def _counts(kernels: list[dict[str, Any]]) -> str:
     rows = [[name, *(_count(kernel["table"][name]) for kernel in kernels)] for name in kernels[0]["table"]]
     return table(["", *(kernel["title"] for kernel in kernels)], rows)
+
+
+def _backward(records: list[dict[str, Any]]) -> str:
+    rows = []
+    for one in records:
+        ours, theirs = one["ours_together"], one["pytorch"]
+        for what in ("tensor cycles", "instructions", "issue cycles"):
+            pair = ours["useful"][what], theirs["useful"][what]
+            rows.append([f"heads of {one['headdim']}: {what}", *map(number, pair), ratio(pair[1] / pair[0])])
+        rates = ours["predicted_tflops"], one["pytorch_predicted_tflops"]
+        rows.append(
+            [f"heads of {one['headdim']}: useful TFLOPS, predicted", *map(number, rates), ratio(rates[0] / rates[1])]
+        )
+    return table(["", "ours", "CUTLASS", "times better"], rows)
 
 
 def _count(value: str | float) -> str:

@@ -76,8 +76,8 @@ def _successors(last: Instruction, end: int) -> tuple[int, ...]:
         return following
     leaves = last.name in ("EXIT", "RET")
     targets = (END,) if leaves else () if last.target is None else (last.target,)
-    # A branch may name a second condition: "@!P4 BRA !P3, 0xe940".
-    conditional = last.predicate is not None or ", " in last.text
+    # A branch may name a second condition, "@!P4 BRA !P3, 0xe940", or ask whether the threads of the warp have parted.
+    conditional = last.predicate is not None or ", " in last.text or last.opcode == "BRA.DIV"
     return tuple(dict.fromkeys(targets + following)) if conditional else targets
 
 
@@ -85,6 +85,13 @@ def loops(function: Function) -> list[Loop]:
     """The outermost loops, by address. Raises ValueError for a loop with two ways in."""
     graph = {block.address: block for block in blocks(function)}
     return _loops(graph, function.instructions[0].address, None)
+
+
+def loops_after(function: Function, loop: Loop) -> list[Loop]:
+    """The outermost loops that a warp can come to when it has left a loop, by address."""
+    edges: dict[int, tuple[int, ...]] = {block.address: block.successors for block in blocks(function)}
+    reached = _reachable(edges | {END: ()}, loop.header) - set(loop.blocks)
+    return [other for other in loops(function) if other.header in reached]
 
 
 def _loops(graph: Mapping[int, Block], entry: int, header: int | None) -> list[Loop]:
@@ -130,6 +137,17 @@ def main_loop(function: Function) -> Loop:
     if not found:
         raise ValueError(f"{function.name} has no loop with HMMA instructions")
     return max(found, key=lambda loop: (loop.hmma, -sum(len(block.instructions) for block in loop.blocks.values())))
+
+
+def tile_loop(function: Function) -> Loop:
+    """The loop over tiles inside the main loop, where that goes over heads or rows: the innermost one with all HMMA.
+
+    Raises ValueError when no loop has any.
+    """
+    loop = main_loop(function)
+    while within := [inner for inner in loop.inner if inner.hmma == loop.hmma]:
+        loop = within[0]
+    return loop
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from fastattention.backends.cuda import heuristics
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.kernel_config import BackwardConfig, KernelConfig
 from fastattention.backends.cuda.variants import choose_variant
+from fastattention.cli.console import fail
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.compiler import Cubin, compile_kernel
 from fastattention.validation import Options, prepare_dense
@@ -24,6 +27,7 @@ from .predict import Model
 from .sass import Function, Instruction
 
 _ARCH = 70
+Config = TypeVar("Config", KernelConfig, BackwardConfig)
 
 
 @functools.cache
@@ -37,8 +41,21 @@ def configuration(headdim: int) -> KernelConfig:
     return choose_variant(_ARCH, CHIPS["V100"], torch.float16, headdim, headdim)
 
 
-def compiled(config: KernelConfig) -> tuple[Function, Cubin]:
-    """Any variant of our sm_70 kernel: its machine code, disassembled and as it is. Raises CompileError."""
+def varied(config: Config, changes: list[str]) -> Config:
+    """A configuration with some fields changed: "tile_n=32", "queries_in_registers=1"."""
+    kinds = {field.name: type(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    values = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        if kinds.get(name) not in (int, bool) or not value.isdigit():
+            numbers = ", ".join(name for name, kind in kinds.items() if kind in (int, bool))
+            raise fail(f"--set {change}: give NAME=NUMBER, where NAME is one of {numbers}")
+        values[name] = kinds[name](int(value))
+    return dataclasses.replace(config, **values)
+
+
+def compiled(config: KernelConfig | BackwardConfig) -> tuple[Function, Cubin]:
+    """Any variant of our sm_70 kernels: its machine code, disassembled and as it is. Raises CompileError."""
     cubin = compile_kernel(config, _ARCH)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .flow import Block, Loop, count_hmma, epilogue, loops, main_loop, prologue, steady_path
+from .flow import Block, Loop, count_hmma, epilogue, loops_after, main_loop, prologue, steady_path
 from .launch import TileKind
 from .sass import Function, Instruction
 
@@ -42,8 +42,8 @@ def find_paths(function: Function, stored_bytes: int) -> Paths:
 def _storing_trips(function: Function, outer: Loop, stored_bytes: int) -> dict[int, int]:
     """Of the loop that stores the results, however many rows the compiler made one trip of it."""
     trips = {}
-    for loop in loops(function):
-        stored = _stored(loop) if loop.header != outer.header else 0
+    for loop in loops_after(function, outer):
+        stored = _stored(loop)
         if stored:
             if stored_bytes % stored:
                 raise ValueError(

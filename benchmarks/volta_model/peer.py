@@ -29,7 +29,28 @@ from .sass import Function, Instruction
 
 TORCH = "torch==2.7.1"
 _LIBRARY = "torch/lib/libtorch_cuda.so"
-_SHA256 = "91048dd98e990a1fbde438df9ba49257bcaed2bf97dab2a1c8e6a0518a0d2660"
+
+
+@dataclass(frozen=True)
+class _Cubin:
+    """One of the few hundred cubins of PyTorch's library."""
+
+    kernel: str  # one that no other of them holds
+    sha256: str  # when its machine code was read
+
+
+# By the names of the files that keep them.
+_CUBINS = {
+    "attention_sm70.cubin": _Cubin(
+        "fmha_cutlassF_f16_aligned_64x64_rf_sm70", "91048dd98e990a1fbde438df9ba49257bcaed2bf97dab2a1c8e6a0518a0d2660"
+    ),
+    "attention_backward_k64_sm70.cubin": _Cubin(
+        "fmha_cutlassB_f16_aligned_64x64_k64_sm70", "e530bf7df719fcd4bdeaeb83ae2ca5a7f8e39105fd30596001e39696fd6d47fd"
+    ),
+    "attention_backward_k128_sm70.cubin": _Cubin(
+        "fmha_cutlassB_f16_aligned_128x64_k128_sm70", "eec4027b0389e646f962709a45e2b6963e1691b46bfbbe0e341016f28ea672fb"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -140,36 +161,45 @@ def serving(headdim: int) -> PeerKernel:
     return next(kernel for kernel in KERNELS if headdim <= kernel.max_headdim)
 
 
-@functools.cache
 def cutlass_kernels() -> dict[str, Function]:
-    """The three kernels disassembled, by name. The first call on a machine downloads a wheel of 820 MB.
+    """The three kernels disassembled, by name. Raises CompileError like `find_kernel`."""
+    return {kernel.name: find_kernel("attention_sm70.cubin", kernel.name) for kernel in KERNELS}
 
+
+def find_kernel(file: str, name: str) -> Function:
+    """A kernel of PyTorch's, disassembled. The first call on a machine downloads a wheel of 820 MB.
+
+    file: one of those that keep cubins of the wheel.
     Raises CompileError when it cannot be had or is not the one that was read.
     """
-    functions = tools.disassemble(_cubin())
-    return {kernel.name: next(f for f in functions if kernel.name in f.name) for kernel in KERNELS}
+    return next(function for function in _disassembled(file) if name in function.name)
 
 
-def _cubin() -> Path:
-    path = tools.cache_folder() / TORCH.replace("==", "-") / "attention_sm70.cubin"
+@functools.cache
+def _disassembled(file: str) -> list[Function]:
+    path = _folder() / file
     if not path.exists():
-        with tools.downloaded(TORCH) as wheel, tempfile.TemporaryDirectory(dir=tools.cache_folder()) as place:
-            if _LIBRARY not in wheel.namelist():
-                raise CompileError(f"the wheel of {TORCH} that pip finds is not built for CUDA: it has no {_LIBRARY}")
-            library = wheel.extract(_LIBRARY, place)
-            tools.install(_attention(Path(library)), path)
+        _fetch()
     found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != _SHA256:
-        raise CompileError(f"{path} has SHA-256 {found}; the addresses in peer.py were read in {_SHA256}")
-    return path
+    if found != _CUBINS[file].sha256:
+        raise CompileError(f"{path} has SHA-256 {found}; its kernels were read in {_CUBINS[file].sha256}")
+    return tools.disassemble(path)
 
 
-def _attention(library: Path) -> bytes:
-    """The one of the library's few hundred cubins that holds the kernels."""
-    tools.run([str(tools.cuobjdump()), "--extract-elf", "sm_70.cubin", str(library)], library.parent)
-    wanted = KERNELS[0].name.encode()
-    for cubin in library.parent.glob("*.cubin"):
-        code = cubin.read_bytes()
-        if wanted in code:
-            return code
-    raise CompileError(f"{TORCH} has no {KERNELS[0].name}")
+def _folder() -> Path:
+    return tools.cache_folder() / TORCH.replace("==", "-")
+
+
+def _fetch() -> None:
+    """Take all cubins out of the wheel that pip downloads."""
+    with tools.downloaded(TORCH) as wheel, tempfile.TemporaryDirectory(dir=tools.cache_folder()) as place:
+        if _LIBRARY not in wheel.namelist():
+            raise CompileError(f"the wheel of {TORCH} that pip finds is not built for CUDA: it has no {_LIBRARY}")
+        library = Path(wheel.extract(_LIBRARY, place))
+        tools.run([str(tools.cuobjdump()), "--extract-elf", "sm_70.cubin", str(library)], library.parent)
+        codes = [cubin.read_bytes() for cubin in library.parent.glob("*.cubin")]
+    for file, wanted in _CUBINS.items():
+        code = next((code for code in codes if wanted.kernel.encode() in code), None)
+        if code is None:
+            raise CompileError(f"{TORCH} has no {wanted.kernel}")
+        tools.install(code, _folder() / file)

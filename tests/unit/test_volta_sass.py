@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from volta_model import counts, flow, paths, peer, sass, tools
+import typer
+from volta_model import backward, counts, flow, kernels, paths, peer, peer_backward, sass, tools
 from volta_model.launch import TileKind
 
 from fastattention.errors import CompileError
@@ -150,6 +151,40 @@ def test_a_loop_with_two_ways_in_is_refused() -> None:
     code = f"@P0 BRA second | 5\nfirst: {QK} | 2\nsecond: {QK} | 2\n@P1 BRA first | 5\nEXIT | 5"
     with pytest.raises(ValueError, match="the loop at 0x10 has ways in at 0x10, 0x20"):
         flow.loops(assembled(code))
+
+
+def test_branches_of_warps_that_may_have_parted_go_both_ways() -> None:
+    found = flow.blocks(assembled("first: BRA.DIV last | 5\nMOV R1, RZ | 2\nlast: EXIT | 5"))
+    assert found[0].successors == (32, 16)
+
+
+HEADS = f"""
+zeros:  STG.E.128.SYS [R2], RZ | 2
+        STG.E.SYS [R3], RZ | 2
+        @P3 BRA zeros | 5
+head:   MOV R1, RZ | 2
+tile:   LDS.U.128 R4, [R2] | 4
+        {QK} | 2
+        {PV} | 2
+        @P0 BRA tile | 5
+        @P1 BRA head | 5
+row:    STG.E.128.SYS [R2], R4 | 2
+        @P4 BRA row | 5
+        EXIT | 5
+"""
+
+
+def test_loop_over_tiles_is_found_inside_one_over_heads() -> None:
+    function = assembled(HEADS)
+    assert names(flow.steady_path(flow.tile_loop(function), {})) == ["LDS", "HMMA", "HMMA", "BRA"]
+    assert flow.tile_loop(assembled(KERNEL)) == flow.main_loop(assembled(KERNEL))
+
+
+def test_only_loops_after_the_main_one_store_results() -> None:
+    function = assembled(HEADS)
+    assert [loop.header for loop in flow.loops_after(function, flow.main_loop(function))] == [9 * 16]
+    code = HEADS.replace("zeros:  ", "        @P5 BRA head | 5\nzeros:  ").replace("@P1 BRA head", "MOV R1, RZ")
+    assert names(paths.find_paths(assembled(code), 48).epilogue) == ["MOV", *["STG", "BRA"] * 3, "EXIT"]
 
 
 def test_steady_path_is_that_of_most_tiles(kernel: Any) -> None:
@@ -308,6 +343,203 @@ def test_last_trip_of_pytorchs_loops_prefetches_nothing(headdim: int, expected: 
 def test_prefetch_that_is_not_where_it_was_read_is_reported() -> None:
     with pytest.raises(ValueError, match="64x64_rf_sm70: no prefetch at 0x2200, "):
         peer.serving(64).without_last_prefetches([], 64)
+
+
+@pytest.mark.parametrize(
+    ("headdim", "name", "products"),
+    [
+        (64, "64x64_k64", [2, 2, 2, 2, 2]),
+        (72, "128x64_k128", [3, 3, 4, 4, 2, 2]),
+        (128, "128x64_k128", [4, 4, 4, 4, 2, 2]),
+    ],
+)
+def test_pytorchs_backward_for_a_headdim(headdim: int, name: str, products: list[int]) -> None:
+    kernel = peer_backward.serving(headdim)
+    assert kernel.name == f"fmha_cutlassB_f16_aligned_{name}_seqaligned_sm70"
+    assert list(kernel.trips(headdim).values()) == products
+
+
+# A loop over tiles of queries with five products in loops of their own; dq's is in one over columns, behind a lock.
+PEER = f"""
+delta:  LD.E.128.SYS R4, [R2] | 4
+        @P0 BRA delta | 5
+query:  MOV R1, RZ | 2
+qk:     {QK} | 2
+        @P1 LDG.E.128.SYS R16, [R2] | 1
+        @P0 BRA qk | 5
+        @P2 BRA mask | 5
+bias:   LDG.E.SYS R1, [R2] | 4
+mask:   @P3 BRA pdo | 5
+causal: FSEL R8, R8, -INF , !P3 | 2
+pdo:    {PV} | 2
+        @P0 BRA pdo | 5
+dov:    {QK} | 2
+        @P0 BRA dov | 5
+column: @P4 BRA taken | 5
+lock:   ATOM.E.CAS.STRONG.GPU PT, R2, [R8], R2, R3 | 2
+taken:  MOV R2, RZ | 2
+dsk:    {PV} | 2
+        @P0 BRA dsk | 5
+        STG.E.128.SYS [R2], R4 | 4
+        @P0 BRA column | 5
+dsq:    {PV} | 2
+        @P0 BRA dsq | 5
+        @P0 BRA query | 5
+        EXIT | 5
+"""
+
+
+def peer_kernel(**changes: Any) -> Any:
+    """The description of PEER."""
+    lines = [line.partition(":")[0] if ":" in line else "" for line in PEER.strip().splitlines()]
+    at = {label: 16 * number for number, label in enumerate(lines) if label}
+    fields: dict[str, Any] = {
+        "name": "kernel",
+        "file": "peer.cubin",
+        "tile_m": 64,
+        "tile_n": 32,
+        "max_headdim": 64,
+        "num_warps": 2,
+        "registers": 128,
+        "shared_bytes": 1024,
+        "over_columns": (at["qk"], at["dov"]),
+        "over_queries": (at["pdo"], at["dsq"]),
+        "over_keys": at["dsk"],
+        "dq_loop": at["column"],
+        "delta_loop": at["delta"],
+        "through": frozenset({at["lock"]}),
+        "around": frozenset({at["bias"]}),
+        "causal_mask": at["causal"],
+    }
+    return peer_backward.BackwardPeer(**(fields | changes))
+
+
+def test_path_of_pytorchs_backward() -> None:
+    path = peer_kernel().path(assembled(PEER), 64)
+    columns = ["BRA", "ATOM", "MOV", "HMMA", "BRA", "STG", "BRA"]
+    twice = ["HMMA", "BRA"] * 2
+    assert names(path) == [
+        "MOV",
+        *["HMMA", "LDG", "BRA"] * 2,
+        "BRA",
+        "BRA",
+        *twice,
+        *twice,
+        *columns * 2,
+        *twice,
+        "BRA",
+    ]
+    assert [instruction.is_off for instruction in path if instruction.name == "LDG"] == [False, True]
+    assert names(peer_kernel().delta_path(assembled(PEER))) == ["LD", "BRA"]
+
+
+def test_products_of_pytorchs_backward_that_are_elsewhere_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "find_kernel", lambda file, name: assembled(PEER))
+    assert peer_backward.function(peer_kernel()).name == "kernel"
+    with pytest.raises(ValueError, match="kernel has its products in loops at 0x30, 0xa0, 0xc0, 0x110, 0x150"):
+        peer_backward.function(peer_kernel(over_keys=0))
+
+
+def test_cubins_are_taken_out_of_one_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "torch.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("torch/lib/libtorch_cuda.so", "")
+
+    def extract(command: list[str], folder: Path) -> str:
+        for number, cubin in enumerate(peer._CUBINS.values()):
+            (folder / f"{number}.sm_70.cubin").write_text(f"code of {cubin.kernel}")
+        return ""
+
+    monkeypatch.setenv("FASTATTENTION_CACHE", str(tmp_path / "cache" / "kernels"))
+    tools.cache_folder().mkdir(parents=True)
+    monkeypatch.setattr(tools, "cuobjdump", lambda: Path("cuobjdump"))
+    monkeypatch.setattr(tools, "downloaded", lambda requirement: zipfile.ZipFile(wheel))
+    monkeypatch.setattr(tools, "run", extract)
+    peer._fetch()
+    for file, cubin in peer._CUBINS.items():
+        assert (peer._folder() / file).read_text() == f"code of {cubin.kernel}"
+    with pytest.raises(CompileError, match="its kernels were read in"):
+        peer.find_kernel("attention_sm70.cubin", peer.KERNELS[0].name)
+
+
+def backward_kernel(code: str, **changes: Any) -> Any:
+    """A kernel whose warps each take 32 x 8 pairs of heads of 8: 8 HMMA a product."""
+    fields: dict[str, Any] = {
+        "title": "kv",
+        "name": "kernel",
+        "headdim": 8,
+        "tile_m": 64,
+        "tile_n": 8,
+        "num_warps": 2,
+        "value_parts": 1,
+        "registers": 100,
+        "shared_bytes": 40 * 1024,
+        "stack_bytes": 0,
+        "path": backward.unmasked_path(assembled(code)),
+    }
+    return backward.BackwardKernel(**(fields | changes))
+
+
+PRODUCT = "\n".join([f"{QK} | 2"] * 8)
+BACKWARD = f"""
+tile:   LDS.U.64 R4, [R2] | 4
+        {PRODUCT}
+        @P0 BRA whole | 5
+        FSEL R8, R8, -INF , !P3 | 2
+whole:  MUFU.EX2 R9, R8 | 6
+        {PRODUCT}
+        LDG.E.128.SYS R16, [R2] | 1
+        RED.E.ADD.F32.FTZ.RN.STRONG.GPU [R2], R4 | 1
+        BAR.SYNC 0x0 | 5
+        @P1 BRA tile | 5
+        EXIT | 5
+"""
+
+
+def test_counts_of_a_backward_are_related_to_five_products() -> None:
+    kernel = backward_kernel(BACKWARD)
+    assert (kernel.pairs, kernel.products) == (256, 2)
+    assert kernel.counts.issue_cycles == 4 + 16 + 5 + 6 + 16 + 1 + 1 + 5 + 5
+    assert kernel.per_product(32) == 512  # tensor cycles of both
+    assert kernel.per_useful(32) == 512 * 2 / 5
+    assert backward_kernel(BACKWARD, value_parts=2).products == 4
+    assert (kernel.shared_wavefronts, kernel.global_bytes, kernel.global_atomics) == (2, 16 + 4, 1)
+    assert kernel.residents == 2  # of 40 KB each in 96
+
+
+def test_issue_cycles_of_a_backward_by_what_they_are_for() -> None:
+    cycles = backward_kernel(BACKWARD).cycles_by_kind
+    assert cycles == {
+        "shared memory": 4,
+        "matrix products": 32,
+        "weights and their gradients": 6,
+        "global memory": 2,
+        "barriers": 5,
+        backward.OTHERS: 10,
+    }
+
+
+def test_predicted_pace_of_a_backward_is_that_of_its_tensor_cores_at_best() -> None:
+    code = f"tile: {PRODUCT}\n" + f"{PRODUCT}\n" * 39 + "@P1 BRA tile | 5\nEXIT | 5"
+    pace = backward.pace(backward_kernel(code, tile_m=128, num_warps=4))
+    assert pace.tensor_share == pytest.approx(8 / 8.38, abs=0.02)
+    assert pace.cycles == pytest.approx(512 * 40 / 5 / pace.tensor_share, rel=0.001)
+    assert backward.tflops(512) == pytest.approx(80 * 4 * 128 * 2 * 1.53e-3)  # the peak
+
+
+def test_backward_configurations_are_those_of_plain_calls() -> None:
+    configs = backward.configurations(64)
+    assert {config.gradients for config in configs} == {"kv", "q"}
+    assert not any(config.modifies_scores or config.drops for config in configs)
+
+
+def test_configurations_are_varied_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    config = backward.configurations(64)[0]
+    changed = kernels.varied(config, ["tile_n=48", "drops=1"])
+    assert (changed.tile_n, changed.drops, changed.tile_m) == (48, True, config.tile_m)
+    with pytest.raises(typer.Exit):
+        kernels.varied(config, ["gradients=1"])
+    assert "--set gradients=1: give NAME=NUMBER, where NAME is one of arch, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("release", ["12.8", "13.0"])

@@ -1,0 +1,302 @@
+"""How much do warps have to issue on a V100 for gradients, in our backward kernels and in PyTorch's?
+
+    python benchmarks/volta_backward.py                                   # the tables below, for headdim 64 and 128
+    python benchmarks/volta_backward.py --headdim 64 --set q.tile_n=64    # a variation of ours; writes nothing
+
+Needs no GPU: the machine code is disassembled and the instructions are counted that a warp executes for one unmasked
+tile. The first run fetches a disassembler and PyTorch's wheel (820 MB) with pip. Ours needs NVRTC 12.
+
+A backward has five useful products: q k^T, do v^T, p^T do, ds k and ds^T q. PyTorch's kernel computes these five. Ours
+are two kernels with seven products at headdim 64, and three with eight at 128. They need no atomics, and results do not
+depend on the order of CTAs. So kernels are compared by useful work: "512 useful tensor cycles" are what a sub-core
+needs at the peak rate for all five products of a tile, whatever a kernel computes besides. Our kernels add up.
+
+They are counts, not times. benchmarks/volta_issue_cycles.py says what issue cycles and instructions bound:
+
+- "issue cycles" add up the stalls in the control codes: what a warp needs that is alone and never waits for memory.
+- "instructions" bound a scheduler, however many warps it has.
+
+PyTorch is flattered by both. Its warps wait at some 30 barriers a tile, and for global memory before each of the five
+products; a lock lets one CTA at a time add to a tile of dq; its memory fences cost 5 issue cycles each. All this is
+waiting, not issuing. It also computes delta of all queries again in every CTA, which is counted apart.
+
+"Predicted" is the model of benchmarks/volta_model on these loops in the steady state, an SM being full. It has no
+constant fitted to a kernel's speed, but no backward has been measured on a V100 that it could be judged on. On the
+published forward figures of PyTorch's kernel its errors are +1 to +19%. Not modelled: CTAs that wait for each other's
+lock, memory fences, bank conflicts, prologues and epilogues, partly filled waves, the diagonal, and power limits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+from volta_model import kernels, peer, tools
+from volta_model.backward import (
+    KINDS,
+    OTHERS,
+    USEFUL_PRODUCTS,
+    BackwardKernel,
+    Pace,
+    configurations,
+    ours,
+    pace,
+    tflops,
+    theirs,
+)
+from volta_model.chip import V100
+from volta_model.counts import UNIT
+
+from fastattention.backends.cuda.kernel_config import BackwardConfig
+from fastattention.cli.console import OUTPUT, errors_as_messages, fail
+from fastattention.cli.machine import describe_machine
+from fastattention.gpu_runtime import compiler
+
+RESULTS = Path(__file__).parent / "results"
+HEADDIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All kernels of a head dimension."""
+
+    headdim: int
+    ours: tuple[BackwardKernel, ...]
+    theirs: BackwardKernel
+    paces: tuple[Pace, ...]  # of ours, then of theirs
+
+    @property
+    def kernels(self) -> tuple[BackwardKernel, ...]:
+        """Ours, then theirs."""
+        return (*self.ours, self.theirs)
+
+
+def main(
+    headdim: Annotated[int | None, typer.Option(help="Only this one; write nothing.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="kv.tile_n=32: change a kernel of ours.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for volta_backward.json and .md.")] = RESULTS,
+) -> None:
+    """Print the tables, and write them into `output`."""
+    with errors_as_messages():
+        if set_ and headdim is None:
+            raise fail("--set changes the kernels of one head dimension: give --headdim")
+        found = [compare(d, set_ or []) for d in ((headdim,) if headdim else HEADDIMS)]
+        for comparison in found:
+            for title, columns, rows in tables(comparison):
+                OUTPUT.print(rich_table(title, columns, rows))
+        if headdim is None:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "volta_backward.json").write_text(json.dumps(record(found), indent=1) + "\n")
+            (output / "volta_backward.md").write_text(page(found))
+
+
+def compare(headdim: int, changes: Sequence[str]) -> Comparison:
+    """Compiles, counts and predicts. Raises CompileError."""
+    configs = varied(configurations(headdim), changes)
+    own, peers = tuple(ours(config) for config in configs), theirs(headdim)
+    return Comparison(headdim, own, peers, tuple(pace(kernel) for kernel in (*own, peers)))
+
+
+def varied(configs: list[BackwardConfig], changes: Sequence[str]) -> list[BackwardConfig]:
+    """Our kernels with some fields changed: "kv.tile_n=32"."""
+    named = {config.gradients: config for config in configs}
+    for change in changes:
+        gradients, _, rest = change.partition(".")
+        if gradients not in named:
+            raise fail(f"--set {change}: give KERNEL.NAME=NUMBER, where KERNEL is one of {', '.join(named)}")
+        named[gradients] = kernels.varied(named[gradients], [rest])
+    return list(named.values())
+
+
+# Of one kernel.
+OF_A_TILE: list[tuple[str, Callable[[BackwardKernel], float | str]]] = [
+    ("tile: rows of a CTA x rows that pass by", lambda k: f"{k.tile_m}x{k.tile_n}, {k.num_warps} warps"),
+    ("products", lambda k: k.products),
+    ("registers", lambda k: k.registers),
+    ("stack: bytes of a thread", lambda k: k.stack_bytes),
+    ("shared memory: bytes of a CTA", lambda k: k.shared_bytes),
+    ("warps a scheduler", lambda k: k.residents * k.num_warps / V100.num_schedulers),
+    ("HMMA", lambda k: k.counts.hmma),
+    ("instructions", lambda k: k.counts.instructions),
+    ("issue cycles", lambda k: k.counts.issue_cycles),
+    *(
+        (f"{name} of {width} bytes a thread", lambda k, key=f"{name} {width}": k.counts.accesses.get(key, 0))
+        for name, widths in (("LDS", (16, 8, 4, 2)), ("STS", (16, 8, 4, 2)), ("LDG", (16, 4)), ("STG", (16,)))
+        for width in widths
+    ),
+    ("local memory: loads and stores", lambda k: sum(i.name in ("LDL", "STL") for i in k.path)),
+    ("global atomics", lambda k: k.global_atomics),
+    ("MUFU: exponentials", lambda k: k.counts.exponentials),
+    ("shuffles", lambda k: k.counts.shuffles),
+    ("barriers", lambda k: k.counts.barriers),
+    (f"instructions for {UNIT} tensor cycles of its products", lambda k: k.per_product(k.counts.instructions)),
+    (f"issue cycles for {UNIT} tensor cycles of its products", lambda k: k.per_product(k.counts.issue_cycles)),
+]
+
+# Counts that add up over kernels, for UNIT useful tensor cycles.
+OF_USEFUL_WORK: list[tuple[str, Callable[[BackwardKernel], float]]] = [
+    ("tensor cycles", lambda k: 2 * k.counts.hmma),
+    ("instructions", lambda k: k.counts.instructions),
+    ("issue cycles", lambda k: k.counts.issue_cycles),
+    *((f"issue cycles: {kind}", lambda k, kind=kind: k.cycles_by_kind[kind]) for kind in (*KINDS, OTHERS)),
+    ("issue cycles of delta, outside the loop", lambda k: k.delta_issue_cycles),
+    ("shared memory: wavefronts of four sub-cores", lambda k: V100.num_schedulers * k.shared_wavefronts),
+    ("global memory: bytes of a thread", lambda k: k.global_bytes),
+]
+
+Row = tuple[str, list[float | str]]
+
+
+def tables(comparison: Comparison) -> list[tuple[str, list[str], list[Row]]]:
+    """(title, headings, rows) of the three tables of a head dimension."""
+    names = [kernel.title for kernel in comparison.kernels]
+    with_sum = [*names[:-1], "ours", names[-1], "PyTorch / ours"]
+    return [
+        (
+            f"Heads of {comparison.headdim}: one warp, once around the loop",
+            names,
+            [(title, [value(kernel) for kernel in comparison.kernels]) for title, value in OF_A_TILE],
+        ),
+        (
+            f"Heads of {comparison.headdim}: counts for {UNIT} useful tensor cycles",
+            with_sum,
+            [
+                (title, _summed([kernel.per_useful(value(kernel)) for kernel in comparison.kernels]))
+                for title, value in OF_USEFUL_WORK
+            ],
+        ),
+        (f"Heads of {comparison.headdim}: predicted", with_sum, _predicted(comparison.paces)),
+    ]
+
+
+def _summed(values: Sequence[float]) -> list[float | str]:
+    """Of our kernels, their sum, that of PyTorch's, and its ratio to the sum."""
+    total = sum(values[:-1])
+    return [*values[:-1], total, values[-1], f"{values[-1] / total:.2f}" if total else ""]
+
+
+def _predicted(paces: Sequence[Pace]) -> list[Row]:
+    """Of the model. Useful TFLOPS of a kernel of ours alone would count products that others compute."""
+    cycles = _summed([one.cycles for one in paces])
+    total, theirs_ = sum(one.cycles for one in paces[:-1]), paces[-1].cycles
+    blank = [""] * (len(paces) - 1)
+    return [
+        (f"cycles of an SM for {UNIT} useful tensor cycles", cycles),
+        (
+            "useful TFLOPS of the loop",
+            [*blank, tflops(total), tflops(theirs_), f"{tflops(total) / tflops(theirs_):.2f}"],
+        ),
+        ("tensor cores busy, with all products", _each(f"{one.tensor_share:.0%}" for one in paces)),
+        ("shared memory busy", _each(f"{one.shared_share:.0%}" for one in paces)),
+        ("issue slots used", _each(f"{one.issue_share:.0%}" for one in paces)),
+        ("tensor cores idle for", _each(map(_reasons, paces))),
+    ]
+
+
+def _each(values: Iterable[str]) -> list[float | str]:
+    """Of each kernel, where neither a sum nor a ratio makes sense."""
+    *own, theirs_ = values
+    return [*own, "", theirs_, ""]
+
+
+def _reasons(one: Pace) -> str:
+    largest = sorted(one.lost_shares.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{name} {share:.0%}" for name, share in largest)
+
+
+def cell(value: float | str) -> str:
+    """A value as the tables have it."""
+    if isinstance(value, str):
+        return value
+    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def rich_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Table:
+    """For the terminal."""
+    table = Table(title, box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name, values in rows:
+        table.add_row(name, *map(cell, values))
+    return table
+
+
+def versions() -> dict[str, str]:
+    """Of the compilers and tools that the figures depend on."""
+    return {
+        "NVRTC": ".".join(map(str, compiler.version())),
+        "cuobjdump": tools.version(tools.cuobjdump()),
+        "PyTorch": peer.TORCH.partition("==")[2],
+    }
+
+
+def page(found: Sequence[Comparison]) -> str:
+    """The tables in Markdown."""
+    used = versions()
+    lines = [
+        "# Backward: issue cycles on a V100",
+        "",
+        f"Counted in machine code for sm_70: ours by NVRTC {used['NVRTC']}, PyTorch's out of its wheel "
+        f"{used['PyTorch']}, both as cuobjdump {used['cuobjdump']} shows it.",
+        "All figures are counts or predictions: no V100 has run our kernels. benchmarks/volta_backward.py says what "
+        "they mean.",
+        f"Useful tensor cycles are those of the {USEFUL_PRODUCTS} products that a backward needs.",
+        "The model that predicts has errors of +1 to +19% on published forward figures of PyTorch's kernel. No figures "
+        "of a backward on a V100 are known to judge it on.",
+    ]
+    for comparison in found:
+        for title, columns, rows in tables(comparison):
+            lines += ["", f"## {title}", "", f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+            lines += [f"| {name} | {' | '.join(map(cell, values))} |" for name, values in rows]
+        lines += ["", *(f"- {kernel.title}: `{kernel.name}`" for kernel in comparison.kernels)]
+    return "\n".join(lines) + "\n"
+
+
+def record(found: Sequence[Comparison]) -> dict[str, Any]:
+    """All figures as they are."""
+    machine = describe_machine()
+    machine["versions"] |= versions()
+    return {
+        "machine": machine,
+        "tensor_cycles": UNIT,
+        "useful_products": USEFUL_PRODUCTS,
+        "headdims": [_record(comparison) for comparison in found],
+    }
+
+
+def _record(comparison: Comparison) -> dict[str, Any]:
+    def described(kernel: BackwardKernel, predicted: Pace) -> dict[str, Any]:
+        return {
+            "title": kernel.title,
+            "name": kernel.name,
+            "tile": {title: value(kernel) for title, value in OF_A_TILE},
+            "useful": {title: kernel.per_useful(value(kernel)) for title, value in OF_USEFUL_WORK},
+            "counts": asdict(kernel.counts),
+            "predicted": asdict(predicted),
+        }
+
+    every = [described(*both) for both in zip(comparison.kernels, comparison.paces, strict=True)]
+    sums = {title: sum(one["useful"][title] for one in every[:-1]) for title, _ in OF_USEFUL_WORK}
+    cycles = sum(one.cycles for one in comparison.paces[:-1])
+    return {
+        "headdim": comparison.headdim,
+        "ours": every[:-1],
+        "pytorch": every[-1],
+        "ours_together": {"useful": sums, "predicted_cycles": cycles, "predicted_tflops": tflops(cycles)},
+        "pytorch_predicted_tflops": tflops(comparison.paces[-1].cycles),
+        "ratio": {
+            "issue_cycles": every[-1]["useful"]["issue cycles"] / sums["issue cycles"],
+            "instructions": every[-1]["useful"]["instructions"] / sums["instructions"],
+            "predicted": comparison.paces[-1].cycles / cycles,
+        },
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

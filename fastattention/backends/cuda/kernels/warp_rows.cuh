@@ -1,13 +1,9 @@
-// What a warp does with its rows of queries: scores, an online softmax that keeps a running maximum and sum of each row, and
-// results, all of them in registers.
+// What a warp does with its rows of queries: scores, their softmax, and results, all of them in registers.
 #pragma once
 
-#include FA_ARCH_HEADER
-
-#include "dropout.cuh"
 #include "epilogue.cuh"
 #include "mask.cuh"
-#include "scales.cuh"
+#include "online_softmax.cuh"
 
 namespace fastattention {
 
@@ -19,15 +15,14 @@ static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
 
-using LaneScales = ScalesOfLane<Arch>;
-
 // The first row of this warp among those of the CTA.
 FA_DEVICE int first_warp_row() { return kRowWarps == 1 ? 0 : warp_index() / kColumnWarps * kWarpRows; }
 
 // kSteps x Arch::kStepRows rows, which share nothing with those of other warps but the tiles in shared memory.
 class WarpRows {
 public:
-    using Scores = float[kSteps][kWarpKeys / 8][Arch::kElements];
+    using Softmax = OnlineSoftmax<kSteps>;
+    using Scores = Softmax::Scores;
 
     // last_row: of the CTA's, that there is.
     FA_DEVICE WarpRows(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask, int last_row)
@@ -37,7 +32,7 @@ public:
           last_row_(last_row),
           warp_row_(work.m_tile * kTileM + first_warp_row()),
           seen_(mask_.rows(token_of(p, warp_row_), token_of(p, smaller(warp_row_ + kWarpRows - 1, last_row_)))),
-          max_of_score_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
+          softmax_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
         clear();
     }
 
@@ -76,7 +71,7 @@ public:
         const typename Arch::template Values<kValueRow> values(v_shared);
 #pragma unroll
         for (int group = 0; group < kTileN / Arch::kKeyStep; ++group) {
-            exponentiate<kTilesOfStep>(scores, scores, row_sum_, scales, group * kTilesOfStep, kept);
+            softmax_.template exponentiate<kTilesOfStep>(scores, scores, softmax_.sums(), scales, group * kTilesOfStep, kept);
             values.accumulate(acc_o_, scores, group);
         }
     }
@@ -88,7 +83,7 @@ public:
     FA_DEVICE void exchange_probabilities(const Scores& scores, const LaneScales& scales, int tile_key, uint32_t exchange) {
         const Kept kept = kept_of(tile_key);
         float highest[kSteps][2], sums[kSteps][2];
-        const bool raised = find_highest(highest, scores, scales);
+        const bool raised = softmax_.find_highest(highest, scores, scales);
         leave_probabilities<Path>(sums, scores, scales, kept, exchange);
         if (any_thread(raised)) {
             exchange_maxima(highest, exchange);
@@ -98,7 +93,7 @@ public:
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int which = 0; which < 2; ++which) row_sum_[step][which] += sums[step][which];
+            for (int which = 0; which < 2; ++which) softmax_.sums()[step][which] += sums[step][which];
     }
 
     // acc_o_ += p v, with the probabilities that all have left.
@@ -112,13 +107,11 @@ public:
 
     // Adds up the sums of warps that had different keys.
     FA_DEVICE void exchange_sums(uint32_t exchange) {
-        const auto add = [](float a, float b) { return a + b; };
         const RowExchange of_rows(exchange);
-        for_each_row(
-            [&](int step, int which, int row) { leave(of_rows, row, Arch::reduce_row(row_sum_[step][which], add)); });
+        for_each_row([&](int step, int which, int row) { leave(of_rows, row, softmax_.total(step, which)); });
         cta_barrier();
         for_each_row([&](int step, int which, int row) {
-            row_sum_[step][which] = is_first_of_row() ? of_rows.combined(row, add) : 0.0f;
+            softmax_.sums()[step][which] = is_first_of_row() ? of_rows.combined(row, Softmax::add) : 0.0f;
         });
     }
 
@@ -127,7 +120,7 @@ public:
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int which = 0; which < 2; ++which) row_sum_[step][which] = quiet_nan();
+            for (int which = 0; which < 2; ++which) softmax_.sums()[step][which] = quiet_nan();
     }
 
     // Leaves maximum and sum of each row in shared memory, as 8 bytes a row.
@@ -136,10 +129,10 @@ public:
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const float sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
+                const float sum = softmax_.total(step, which);
                 const uint32_t at = to + (first_warp_row() + step * Arch::kStepRows + Arch::row(which)) * 8;
                 if (column_warp() == 0 && is_first_of_row()) {
-                    store_shared_32(at, as_bits(row_max_[step][which]));
+                    store_shared_32(at, as_bits(softmax_.max(step, which)));
                     store_shared_32(at + 4, as_bits(sum));
                 }
             }
@@ -179,7 +172,7 @@ public:
 
 private:
     static constexpr int kTilesOfStep = Arch::kKeyStep / 8;
-    using Kept = DropoutOfLane<Arch, kSteps, kWarpKeys / 8>;
+    using Kept = Softmax::Kept;
 
     // Of the warp's keys of a tile.
     FA_DEVICE Kept kept_of(int tile_key) const {
@@ -202,17 +195,11 @@ private:
 
     FA_DEVICE void clear() {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                row_max_[step][which] = -infinity();
-                row_sum_[step][which] = 0.0f;
-            }
+        for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int n = 0; n < kWarpColumns / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < Arch::kElements; ++i) acc_o_[step][n][i] = 0.0f;
-        }
     }
 
     FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
@@ -246,35 +233,22 @@ private:
             }
     }
 
-    // Probabilities are relative to row_max_, which may stay below the highest score by kSlack: what was accumulated needs
-    // to be rescaled only when a score is higher by more, which after the first tiles is rare.
     FA_DEVICE void online_max(const Scores& scores, const LaneScales& scales) {
         float highest[kSteps][2];
-        if (!any_lane(find_highest(highest, scores, scales))) return;
+        if (!any_lane(softmax_.find_highest(highest, scores, scales))) return;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) raise_max(step, which, highest[step][which]);
     }
 
-    // Of each row, and whether one is too high for the running maximum.
-    FA_DEVICE bool find_highest(float (&highest)[kSteps][2], const Scores& scores, const LaneScales& scales) const {
-        constexpr float kSlack = 8.0f / kLog2OfMax;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
-        bool raised = false;
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                highest[step][which] = highest_weight(scores, scales, step, which);
-                raised |= highest[step][which] > row_max_[step][which] + kSlack;
-            }
-        return raised;
-    }
-
     FA_DEVICE void raise_max(int step, int which, float highest) {
-        const float new_max = maximum(row_max_[step][which], highest);
-        rescale(step, which, rescaling(row_max_[step][which], new_max));
-        row_max_[step][which] = new_max;
+        const float factor = softmax_.raise_max(step, which, highest);
+#pragma unroll
+        for (int n = 0; n < kWarpColumns / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
     }
 
     // What all lanes of a row have, but for the sign of a zero.
@@ -300,77 +274,13 @@ private:
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) sums[step][which] = 0.0f;
-        exponentiate<kWarpKeys / 8>(probabilities, scores, sums, scales, 0, kept);
+        softmax_.template exponentiate<kWarpKeys / 8>(probabilities, scores, sums, scales, 0, kept);
         Path::leave_probabilities(exchange + first_warp_row() * kProbabilityPitch, probabilities);
-    }
-
-    // Of a row and a tile of keys, in units of maxima: the highest score, or, with a quantised cache, the highest score and
-    // scale of a value together, since that is what becomes 16 bits wide.
-    FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
-        if constexpr (!kQuantised) return highest_score(scores, step, which) * max_of_score_;
-        float highest = -infinity();
-#pragma unroll
-        for (int n = 0; n < kWarpKeys / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < Arch::kElements; ++i)
-                if (Arch::row_of_element(i) == which)
-                    highest = maximum(highest, scores[step][n][i] * max_of_score_ + scales.log2_of_weight(n, i) / kLog2OfMax);
-        return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
-    }
-
-    static FA_DEVICE float highest_score(const Scores& scores, int step, int which) {
-        float highest = scores[step][0][first_element(which)];
-#pragma unroll
-        for (int n = 0; n < kWarpKeys / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < Arch::kElements; ++i)
-                if (Arch::row_of_element(i) == which) highest = maximum(highest, scores[step][n][i]);
-        return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
-    }
-
-    FA_DEVICE void rescale(int step, int which, float factor) {
-        row_sum_[step][which] *= factor;
-#pragma unroll
-        for (int n = 0; n < kWarpColumns / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < Arch::kElements; ++i)
-                if (Arch::row_of_element(i) == which) acc_o_[step][n][i] *= factor;
-    }
-
-    // Of the keys of some tiles of eight; probabilities may take the place of scores.
-    template <int kTiles>
-    FA_DEVICE void exponentiate(Scores& probabilities, const Scores& scores, float (&sums)[kSteps][2],
-                                const LaneScales& scales, int first, const Kept& kept) const {
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int which = 0; which < 2; ++which) {
-                const float shift = shift_of(row_max_[step][which]);
-#pragma unroll
-                for (int n = first; n < first + kTiles; ++n) {
-                    float sum = 0.0f;
-#pragma unroll
-                    for (int i = 0; i < Arch::kElements; ++i)
-                        if (Arch::row_of_element(i) == which) {
-                            const float s = exp2_approximate((scores[step][n][i] * max_of_score_ - shift) * kLog2OfMax);
-                            sum = i == first_element(which) ? s : sum + s;
-                            probabilities[step][n][i] = kept.weight(scales.weight(s, n, i), step, n, i);
-                        }
-                    sums[step][which] += sum;
-                }
-            }
-    }
-
-    static FA_DEVICE constexpr int first_element(int which) {
-        for (int i = 0; i < Arch::kElements; ++i)
-            if (Arch::row_of_element(i) == which) return i;
-        return 0;
     }
 
     // Writes lse; returns what the row's sum, with the sink in it, divides by.
     FA_DEVICE float finish_row(int step, int which) {
-        const float sum = Arch::reduce_row(row_sum_[step][which], [](float a, float b) { return a + b; });
-        const Finished result = finished(p_, work_.head, row_max_[step][which], sum);
+        const Finished result = finished(p_, work_.head, softmax_.max(step, which), softmax_.total(step, which));
         const int row = step * Arch::kStepRows + Arch::row(which);
         const bool has_lse = work_.first_column == 0 && column_warp() == 0 && is_first_of_row();
         const bool writes_lse = p_.lse != nullptr && has_lse;
@@ -386,12 +296,10 @@ private:
     const BasicTileRange<int>& mask_;
     const int last_row_, warp_row_;
     const RowsRange<int> seen_;
-    const float max_of_score_;
 
     typename Arch::template Rows<kSteps, kHeaddim> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
-    float row_max_[kSteps][2];
-    float row_sum_[kSteps][2];  // of this lane's columns
+    Softmax softmax_;
 };
 
 }  // namespace fastattention

@@ -1,0 +1,125 @@
+// The softmax of a warp's rows, whose scores come tile by tile: a running maximum and sum of each.
+#pragma once
+
+#include FA_ARCH_HEADER
+
+#include "dropout.cuh"
+#include "scales.cuh"
+
+namespace fastattention {
+
+using LaneScales = ScalesOfLane<Arch>;
+
+// Probabilities are relative to the running maximum, which may stay below the highest score by kSlack: what was accumulated
+// needs to be rescaled only when a score is higher by more, which after the first tiles is rare.
+template <int kSteps>
+class OnlineSoftmax {
+public:
+    using Scores = float[kSteps][kWarpKeys / 8][Arch::kElements];
+    using OfRows = float[kSteps][2];
+    using Kept = DropoutOfLane<Arch, kSteps, kWarpKeys / 8>;
+
+    // max_of_score: what turns scores into the unit of maxima.
+    FA_DEVICE explicit OnlineSoftmax(float max_of_score) : max_of_score_(max_of_score) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                max_[step][which] = -infinity();
+                sum_[step][which] = 0.0f;
+            }
+    }
+
+    FA_DEVICE float max(int step, int which) const { return max_[step][which]; }
+
+    // Of all keys so far.
+    FA_DEVICE float total(int step, int which) const { return Arch::reduce_row(sum_[step][which], add); }
+
+    // Of the columns of this lane.
+    FA_DEVICE OfRows& sums() { return sum_; }
+
+    static FA_DEVICE float add(float a, float b) { return a + b; }
+
+    // Of each row and a tile of keys, in units of maxima; and whether one is too high for the running maximum.
+    FA_DEVICE bool find_highest(OfRows& highest, const Scores& scores, const LaneScales& scales) const {
+        constexpr float kSlack = 8.0f / kLog2OfMax;  // probabilities up to 2^8: far from overflow, as exact as those up to 1
+        bool raised = false;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                highest[step][which] = highest_weight(scores, scales, step, which);
+                raised |= highest[step][which] > max_[step][which] + kSlack;
+            }
+        return raised;
+    }
+
+    // Returns what multiplies all that was accumulated relative to the old maximum.
+    FA_DEVICE float raise_max(int step, int which, float highest) {
+        const float new_max = maximum(max_[step][which], highest);
+        const float factor = rescaling(max_[step][which], new_max);
+        sum_[step][which] *= factor;
+        max_[step][which] = new_max;
+        return factor;
+    }
+
+    // Of the keys of some tiles of eight; probabilities may take the place of scores.
+    template <int kTiles>
+    FA_DEVICE void exponentiate(Scores& probabilities, const Scores& scores, OfRows& sums, const LaneScales& scales,
+                                int first, const Kept& kept) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which) {
+                const float shift = shift_of(max_[step][which]);
+#pragma unroll
+                for (int n = first; n < first + kTiles; ++n) {
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i)
+                        if (Arch::row_of_element(i) == which) {
+                            const float s = exp2_approximate((scores[step][n][i] * max_of_score_ - shift) * kLog2OfMax);
+                            sum = i == first_element(which) ? s : sum + s;
+                            probabilities[step][n][i] = kept.weight(scales.weight(s, n, i), step, n, i);
+                        }
+                    sums[step][which] += sum;
+                }
+            }
+    }
+
+private:
+    // The highest score of a row, or, with a quantised cache, the highest score and scale of a value together, since that is
+    // what becomes 16 bits wide.
+    FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
+        if constexpr (!kQuantised) return highest_score(scores, step, which) * max_of_score_;
+        float highest = -infinity();
+#pragma unroll
+        for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which)
+                    highest = maximum(highest, scores[step][n][i] * max_of_score_ + scales.log2_of_weight(n, i) / kLog2OfMax);
+        return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
+    }
+
+    static FA_DEVICE float highest_score(const Scores& scores, int step, int which) {
+        float highest = scores[step][0][first_element(which)];
+#pragma unroll
+        for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < Arch::kElements; ++i)
+                if (Arch::row_of_element(i) == which) highest = maximum(highest, scores[step][n][i]);
+        return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
+    }
+
+    static FA_DEVICE constexpr int first_element(int which) {
+        for (int i = 0; i < Arch::kElements; ++i)
+            if (Arch::row_of_element(i) == which) return i;
+        return 0;
+    }
+
+    const float max_of_score_;
+    OfRows max_, sum_;
+};
+
+}  // namespace fastattention

@@ -5,8 +5,8 @@ All of them compute
     out = softmax(softcap(q @ k^T * softmax_scale) + alibi + attn_bias, masked) @ v
 
 in one pass, without storing the seqlen_q x seqlen_k matrix. Where torch has no kernel for a call, the `sdpa` backend
-computes it in chunks of rows. With gradients it computes each chunk once more. A backward of ours, as the cpu backend
-has, keeps q, k, v, out and lse.
+computes it in chunks of rows. With gradients it computes each chunk once more. A backward of ours, as the cpu and
+cuda backends have, keeps q, k, v, out and lse.
 
 q, k and v are float16, bfloat16 or float32, all of one dtype and on one device (caches may be quantised, see
 `fast_attn_with_kvcache`). headdim is 1 to 576, headdim_v 1 to 512, and they may differ; nheads_k divides nheads. Any
@@ -23,7 +23,7 @@ Shared arguments, in flash-attn's order:
 - `dropout_p`: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. A seed is drawn
     from torch's generator, so torch.manual_seed repeats it; for a seed all backends drop the same weights. Use 0.0 in
     inference.
-- `deterministic`: asks for a deterministic backward. The forward always is, and so is a backward on the CPU.
+- `deterministic`: asks for a deterministic backward. The forward always is, and so is a backward of ours.
 - `return_attn_probs`: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout.
     Otherwise it holds the softmax weights, negative where dropped: (batch_size, nheads, seqlen_q, seqlen_k) in the
     dtype of q. For varlen calls the lengths are the longest ones, and 0 fills the rest.

@@ -91,14 +91,15 @@ def test_dropout(backend: type[EmulatedCudaBackend], case: Case) -> None:
 
 
 @every_backend
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e9])
 def test_rows_that_a_finite_mask_hides_have_the_gradients_of_equal_weights(
-    backend: type[EmulatedCudaBackend],
+    backend: type[EmulatedCudaBackend], lowest: float
 ) -> None:
-    """As masks of torch.finfo.min, whose lse cannot say how many keys there are."""
+    """Whose lse cannot say how many keys there are."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 16, generator=generator).half().requires_grad_() for n in (3, 40, 40))
     mask = torch.zeros(3, 40)
-    mask[1] = torch.finfo(torch.float32).min
+    mask[1] = lowest
     engine = EmulatedEngine(backend.name)
     with engine.active():
         out = fast_attn_func(q, k, v, attn_bias=mask, backend=engine.backend)
@@ -107,19 +108,40 @@ def test_rows_that_a_finite_mask_hides_have_the_gradients_of_equal_weights(
 
 
 @every_backend
-def test_gradients_of_bfloat16_do_not_vanish_in_float16(backend: type[EmulatedCudaBackend]) -> None:
-    """As small as bfloat16 has them, and beyond what float16 has."""
+@pytest.mark.parametrize("of_out", [1.0, 1e-8, 0.0])
+def test_gradients_of_bfloat16_neither_vanish_nor_overflow_in_float16(
+    backend: type[EmulatedCudaBackend], of_out: float
+) -> None:
+    """As small and as large as bfloat16 has them, from out and from lse, which need not be alike."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 20, 1, 32, generator=generator).bfloat16().requires_grad_() for _ in range(3))
-    weights = torch.randn(q.shape, generator=generator).bfloat16()
+    weights = torch.randn(q.shape, generator=generator).bfloat16() * of_out
     engine, found = EmulatedEngine(backend.name), []
     with engine.active():
-        out = fast_attn_func(q, k, v, backend=engine.backend)
-        for unit in (1.0, 2.0**-40, 2.0**40):
-            grads = torch.autograd.grad(out, (q, k, v), weights * unit, retain_graph=True)
-            found.append([grad.float() / unit for grad in grads])
+        results = fast_attn_func(q, k, v, backend=engine.backend, return_lse=True)
+        for unit in (1.0, 2.0**-40, 2.0**90):
+            weighted = weights * unit, torch.full_like(results[1], unit)
+            grads = torch.autograd.grad(results, (q, k, v), weighted, retain_graph=True)
+            found.append([grad.double() / unit for grad in grads])
+    assert all(grad.isfinite().all() for grad in found[0])
+    assert found[0][0].any()
     for others in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@every_backend
+def test_a_sink_of_minus_infinity_has_no_gradient(backend: type[EmulatedCudaBackend]) -> None:
+    """Beside rows that see no key either."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 32, generator=generator).half() for n in (5, 2, 2))
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    engine = EmulatedEngine(backend.name)
+    with engine.active():
+        out = fast_attn_func(q, k, v, sinks=sinks, causal=True, backend=engine.backend)
+        (grad,) = torch.autograd.grad(out.float().square().sum(), sinks)
+    assert grad[0] == 0
+    assert grad[1].isfinite()
+    assert grad[1] != 0
 
 
 @every_backend

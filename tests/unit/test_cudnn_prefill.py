@@ -100,6 +100,7 @@ def test_other_gradients_stay_ours(
         ({"window_right": -1}, True),
         ({"headdim": 64, "headdim_v": 64}, False),
         ({"seqlen_q": 2047, "seqlen_k": 2047}, False),
+        ({"seqlen_k": 77, "window_right": -1}, False),
         ({"seqlen_q": 2048, "seqlen_k": 4096}, False),  # causal from the bottom right, with more keys than queries
         ({"headdim": 256, "headdim_v": 256}, False),  # beyond what torch gives FlashAttention
     ],

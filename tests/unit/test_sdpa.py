@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.backends.registry import get_backend
 from fastattention.backends.sdpa import backend as sdpa_backend
-from fastattention.backends.sdpa import fused, masks, parts
+from fastattention.backends.sdpa import fused, gpu_kernels, masks, parts
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.reference import reference_attention
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
@@ -99,7 +99,7 @@ def test_values_may_have_another_headdim(headdim_v: int, causal: bool) -> None:
 
 @pytest.mark.parametrize("seqlens", [(37, 53), (37, 37)], ids=str)
 def test_old_torch_without_enable_gqa_gives_the_same(seqlens: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_HAS_ENABLE_GQA", False)
+    monkeypatch.setattr(gpu_kernels, "HAS_ENABLE_GQA", False)
     assert_matches_reference(*prepare_dense(*qkv(*seqlens), Options(causal=True)))
 
 

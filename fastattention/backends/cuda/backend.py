@@ -104,7 +104,7 @@ class CudaBackend(Backend):
     def backward(
         self, problem: Problem, inputs: Inputs, result: AttentionOutput, grads: OutputGradients
     ) -> dict[str, Tensor]:
-        """A launch for the numbers of rows, and one or two each for keys and values and for queries."""
+        """A launch of delta.cuh, then of backward.cuh for keys and values, or for each, and for queries."""
         plan = self._backward_plans.get(problem)
         if plan is None:
             limits = self._limits(problem)

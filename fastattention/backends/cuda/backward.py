@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common.layout import pointers
-from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.backward_heuristics import choose_backward
+from fastattention.backends.cuda.call import Launcher
 from fastattention.backends.cuda.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig
-from fastattention.backends.cuda.memory import as_kernels_read, prepared
+from fastattention.backends.cuda.memory import aligned_as, prepared
 from fastattention.backends.cuda.params import AttentionParams, BackwardParams
-from fastattention.backends.cuda.plan import DTYPES, Plan, attention_template
+from fastattention.backends.cuda.plan import DTYPES, attention_template
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
-
-Launcher = Callable[[KernelLaunch], Callable[[Params], None]]
 
 
 def why_not_widths(problem: Problem) -> str | None:
@@ -54,7 +52,7 @@ class BackwardPlan:
 def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardPlan:
     """The plan on a GPU. Raises CompileError when no kernel fits it."""
     dtype = computed_dtype(problem, arch)
-    delta = DeltaConfig(dtype, -(-problem.headdim_v // 8) * 8)
+    delta = DeltaConfig(dtype, DeltaConfig.lanes_for(problem.headdim_v))
     passes = []
     for config in choose_backward(problem, arch, limits):
         rows, heads = (
@@ -76,17 +74,17 @@ def differentiate(
     inputs: Inputs,
     result: AttentionOutput,
     grads: OutputGradients,
-    launcher: Launcher,
+    launcher: Callable[[KernelLaunch], Launcher],
 ) -> dict[str, Tensor]:
     """The gradient of every tensor in `problem.grads`."""
     assert result.lse is not None
     grad_out = torch.zeros_like(result.out) if grads.out is None else grads.out
     grad_lse, unit = grads.lse, None
     if plan.dtype is not problem.dtype:
-        unit = _unit_of(grad_out)
+        unit = _unit_of(grad_out, grad_lse, result.lse)
         grad_out, grad_lse = grad_out / unit, None if grad_lse is None else grad_lse / unit
     given = prepared(inputs, plan.dtype)
-    out, grad_out = (as_kernels_read(x, plan.dtype) for x in (result.out, grad_out))
+    out, grad_out = (aligned_as(x, plan.dtype) for x in (result.out, grad_out))
     is_empty = result.out.numel() == 0 or problem.batch_size == 0
     # Of tokens behind the last sequence, of which kernels know nothing, gradients are zero.
     new = torch.zeros_like if is_empty or problem.layout is Layout.VARLEN else torch.empty_like
@@ -102,7 +100,8 @@ def differentiate(
     if "sinks" in problem.grads:
         assert inputs.sinks is not None
         # A sink is a key whose value is zero: of its score the gradient is -p delta.
-        by_row = (inputs.sinks[:, None] - result.lse).exp() * stats[1]
+        weights = (inputs.sinks[:, None] - result.lse).exp().masked_fill(result.lse.isneginf(), 0.0)
+        by_row = weights * stats[1]
         total = -by_row.sum(-1).reshape(-1, problem.nheads).sum(0)
         final["sinks"] = total if unit is None else total * unit
     return final
@@ -119,7 +118,7 @@ def _params(
     """Of all kernels. Those of a pass are still missing."""
     params = BackwardParams()
     params.call = AttentionParams.make(
-        attention_template(problem, inputs, Plan(inputs.q.dtype, None, (), 0, 0, None)),
+        attention_template(problem, inputs),
         *pointers(
             inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
             None, None, None, None, inputs.alibi_slopes, inputs.sinks, inputs.attn_bias, inputs.dropout_seed,
@@ -133,7 +132,7 @@ def _params(
     return params
 
 
-def _launch(plan: BackwardPlan, params: BackwardParams, launcher: Launcher) -> None:
+def _launch(plan: BackwardPlan, params: BackwardParams, launcher: Callable[[KernelLaunch], Launcher]) -> None:
     launcher(plan.delta)(params)
     for step in plan.passes:
         if step.launch.num_ctas:
@@ -141,15 +140,21 @@ def _launch(plan: BackwardPlan, params: BackwardParams, launcher: Launcher) -> N
             launcher(step.launch)(params)
 
 
-def _unit_of(grad_out: Tensor) -> Tensor:
+def _unit_of(grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
     """A power of two, in whose unit gradients in float16 neither vanish nor overflow; 0-d, on the device.
 
-    The largest number of grad_out becomes less than 1/16: gradients of values are sums of it over many queries.
+    The largest number given becomes less than 1/16: gradients of values are sums of it over many queries.
     """
-    largest = grad_out.abs().amax().float() if grad_out.numel() else grad_out.new_zeros((), dtype=torch.float32)
-    exponent = torch.frexp(largest).exponent + 4
+    largest = _largest(grad_out)
+    if grad_lse is not None:
+        largest = largest.maximum(_largest(grad_lse.masked_fill(lse.isneginf(), 0.0)))  # rows without keys have none
+    exponent = (torch.frexp(largest).exponent + 4).clamp(-126, 127)
     usable = largest.isfinite() & (largest > 0.0)
     return torch.where(usable, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    return tensor.abs().amax().float() if tensor.numel() else tensor.new_zeros((), dtype=torch.float32)
 
 
 def _final(grad: Tensor, tensor: Tensor, unit: Tensor | None) -> Tensor:

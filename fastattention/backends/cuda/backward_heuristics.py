@@ -28,7 +28,7 @@ class _Tiles(NamedTuple):
 
 # For head dimensions up to the key, candidates for each kernel, best first: the first that suits the call and fits the
 # GPU is taken. Where registers do not hold the gradients of keys and values of a warp's rows, each has a kernel of its
-# own. Those of 80 and 75 up to 128 were chosen on an H200, what a T4 runs with as few CTAs as a T4 has;
+# own. Those of 80 and 75 up to 128 were timed on an H200, those that fit a T4 with the number of CTAs that it has;
 # those of 70 by counting issue cycles (docs/decisions/0062-compute-gradients-by-two-kernels-on-gpus.md); the others by
 # counting registers and shared memory.
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {

@@ -69,7 +69,7 @@ class PlannedCall:
         if not self._has_keys:
             # No CTA is there to write rows behind the last sequence.
             return keyless(replace(problem, return_lse=problem.keeps_lse), inputs)
-        template = attention_template(problem, inputs, plan)
+        template = attention_template(problem, inputs, plan.num_m_tiles, plan.heads_per_l2_wave, plan.split)
         if all(map(operator.is_, inputs, given)):  # a copy may have the same strides, and be wider
             self._template = template
         out = inputs.q.new_empty((*problem.out_shape[:-1], inputs.v.shape[-1]))

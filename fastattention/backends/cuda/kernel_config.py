@@ -37,9 +37,10 @@ ARCH_FACTS = {
 CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8"}
 _CACHE_FORMAT_NUMBERS = {"": "0", "int8": "1", "float8": "2"}  # in kernels/element.cuh
 
-# Head dimension beyond which warps or CTAs share out the columns of v, and Pascal holds no floats in shared memory;
-# kernels/arch/sm60.cuh says the same.
+# Head dimension beyond which warps or CTAs share out the columns of v.
 WIDEST_OF_A_WARP = 256
+# Beyond which Pascal's tiles are no floats, but of 16 bits: more would not fit the 48 KB that a CTA may have there.
+_WIDEST_AS_FLOATS, _WIDEST_AS_FLOATS_IN_BACKWARDS = 256, 128
 COMBINE_WARPS = 8  # of a CTA that merges the partial results of rows; kernels/combine.cuh says the same
 COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
 APPEND_WARPS = 4  # likewise kernels/append.cuh
@@ -111,7 +112,7 @@ class KernelConfig:
     @property
     def element_bytes(self) -> int:
         """Of an element in shared memory: Pascal's floats, unless they are too many."""
-        return 2 if self.headdim > WIDEST_OF_A_WARP else ARCH_FACTS[self.arch].shared_bytes
+        return 2 if self.headdim > _WIDEST_AS_FLOATS else ARCH_FACTS[self.arch].shared_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -205,7 +206,7 @@ class BackwardConfig:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_backward", 32 * self.num_warps, self.shared_bytes),)
+        return (Entry("fastattention_backward", self.num_threads, self.shared_bytes),)
 
     @property
     def rows_are_keys(self) -> bool:
@@ -220,7 +221,8 @@ class BackwardConfig:
     @property
     def element_bytes(self) -> int:
         """Of an element in shared memory: Pascal's floats, unless they are too many."""
-        return 2 if max(self.headdim, self.headdim_v) > 128 else ARCH_FACTS[self.arch].shared_bytes
+        is_wide = max(self.headdim, self.headdim_v) > _WIDEST_AS_FLOATS_IN_BACKWARDS
+        return 2 if is_wide else ARCH_FACTS[self.arch].shared_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -305,14 +307,14 @@ class DeltaConfig:
 
     include_folders: ClassVar = KERNEL_FOLDERS
     dtype: str
-    headdim_v: int
+    lanes_of_row: int  # neighbours that read a row, eight elements each
 
     source: ClassVar[str] = "delta.cuh"
 
-    @property
-    def lanes_of_row(self) -> int:
-        """Neighbours that read a row, eight elements each."""
-        return int(2 ** max(0, (self.headdim_v // 8 - 1).bit_length()))
+    @staticmethod
+    def lanes_for(headdim_v: int) -> int:
+        """A power of two, so that a warp has whole rows."""
+        return 1 << (-(-headdim_v // 8) - 1).bit_length()
 
     @property
     def rows_of_cta(self) -> int:

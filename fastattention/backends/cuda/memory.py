@@ -21,7 +21,7 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
             _check_float16_range(name, tensor)
     if inputs.k_scale is None:
-        q, k, v = (as_kernels_read(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
+        q, k, v = (aligned_as(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
     else:
         q, k, v = (_aligned(tensor, 2 * CHUNK) for tensor in (inputs.q.to(dtype), inputs.k, inputs.v))
     return inputs._replace(q=q, k=k, v=v, attn_bias=bias)
@@ -44,7 +44,7 @@ def is_aligned(tensor: Tensor, columns: int = CHUNK) -> bool:
     return in_chunks and tensor.shape[-1] % columns == 0 and tensor.data_ptr() % 16 == 0 and column == 1 and row < 2**31
 
 
-def as_kernels_read(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def aligned_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor, or a copy of it in `dtype` whose rows are aligned to 16 bytes and end in zeros."""
     return _aligned(tensor.to(dtype), CHUNK)
 

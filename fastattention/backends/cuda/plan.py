@@ -80,15 +80,17 @@ def _append_launch(problem: Problem) -> KernelLaunch | None:
     return KernelLaunch(config, 0, -(-rows // APPEND_WARPS))
 
 
-def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
-    """The parameters of a call without its pointers."""
+def attention_template(
+    problem: Problem, inputs: Inputs, num_m_tiles: int = 0, heads_per_l2_wave: int = 0, split: Split | None = None
+) -> bytes:
+    """The parameters of a call without its pointers. What is not given is for the caller to fill in."""
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
     (q_batch, q_row, q_head), (k_batch, k_row, k_head) = token_strides(inputs.q), token_strides(inputs.k)
     v_batch, v_row, v_head = token_strides(inputs.v)
     varlen = problem.layout is Layout.VARLEN
     out_row = problem.nheads * inputs.v.shape[-1]
     lse_head = problem.total_q if varlen else problem.seqlen_q
-    split, page_block_size = plan.split or Split(0, 0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
+    split, page_block_size = split or Split(0, 0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
@@ -104,7 +106,7 @@ def attention_template(problem: Problem, inputs: Inputs, plan: Plan) -> bytes:
         inputs.q.shape[-1], inputs.v.shape[-1], page_block_size, *divisor(page_block_size),
         problem.window_left, problem.window_right,
         bias is not None and bias.dtype == torch.float32,
-        plan.num_m_tiles, plan.heads_per_l2_wave, split.num_units, *divisor(split.num_units),
+        num_m_tiles, heads_per_l2_wave, split.num_units, *divisor(split.num_units),
         split.num_cta_groups, *divisor(split.num_cta_groups), split.num_splits, split.partial_rows, split.teams_of_row,
         dropout_threshold(problem.dropout_p), problem.softmax_scale, problem.softcap, 1.0 / (1.0 - problem.dropout_p),
     )

@@ -193,7 +193,10 @@ def training_variants_of(
     variants: list[Variant] = []
     for dtype, headdim in itertools.product(dtypes, headdims):
         problems = [replace(problem, dtype=dtype, headdim=headdim, headdim_v=headdim) for problem in kinds]
-        variants.append(heuristics.choose_config(problems[-1], arch, limits))
+        variants += [
+            heuristics.choose_config(replace(problems[-1], seqlen_q=seqlen), arch, limits)
+            for seqlen in heuristics.representative_seqlens()
+        ]
         if headdim <= WIDEST_OF_A_WARP:
             for problem in problems:
                 plan = make_backward_plan(problem, arch, limits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch.backends import cuda as switches
 
 from fastattention.backends.sdpa import gpu_kernels
@@ -39,12 +40,15 @@ def why_faster(problem: Problem) -> str | None:
 def plan(problem: Problem, otherwise: Callable[[Inputs], AttentionOutput]) -> Callable[[Inputs], AttentionOutput]:
     """Calls of a problem that is faster.
 
-    otherwise: serves tensors that are not aligned, and calls while torch has cuDNN's attention switched off
+    otherwise: serves tensors that are not aligned, and calls while torch has cuDNN's attention switched off, or with
+    gradients while it allows none that are not deterministic
     """
 
     def attend(inputs: Inputs) -> AttentionOutput:
         q, k, v = inputs.q, inputs.k, inputs.v
-        if not (are_aligned(q, k, v) and switches.cudnn_sdp_enabled()):  # type: ignore[no-untyped-call]
+        # Its backward adds in any order.
+        forbidden = problem.needs_grad and torch.are_deterministic_algorithms_enabled()
+        if forbidden or not (are_aligned(q, k, v) and switches.cudnn_sdp_enabled()):  # type: ignore[no-untyped-call]
             return otherwise(inputs)
         result = gpu_kernels.attend_by_cudnn(problem, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return result._replace(out=result.out.transpose(1, 2).contiguous())

@@ -15,7 +15,6 @@ from fastattention.backends.sdpa.masks import Chunk, Mask, chunk_mask, chunks, h
 from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_groups, unfold_groups
 from fastattention.problem import Inputs, Layout, Problem
 
-_HAS_ENABLE_GQA = torch.__version__ >= "2.5"
 # Elements a head dimension is padded to off the CPU: other sizes send torch to its kernel that stores all scores.
 _HEADDIM_MULTIPLE = 8
 
@@ -59,7 +58,7 @@ def _whole(problem: Problem) -> _Whole | None:
     if not _is_one_call(problem):
         return None
     causal, shared = not _sees_everything(problem), problem.group_size > 1
-    if shared and not (_shares_keys(problem) if causal else _HAS_ENABLE_GQA):
+    if shared and not (_shares_keys(problem) if causal else gpu_kernels.HAS_ENABLE_GQA):
         return None
     arguments = {"is_causal": causal, "scale": problem.softmax_scale, **_gqa(problem)}
     return _Whole(arguments, shared and not causal, problem.device.type != "cpu")
@@ -113,12 +112,12 @@ def _shares_keys(problem: Problem) -> bool:
     """True when torch can give several query heads one key/value head without storing scores or copies of keys."""
     if problem.group_size == 1:
         return True
-    return _HAS_ENABLE_GQA and (problem.device.type == "cpu" or problem.dtype is not torch.float32)
+    return gpu_kernels.HAS_ENABLE_GQA and (problem.device.type == "cpu" or problem.dtype is not torch.float32)
 
 
 def _shares_keys_unmasked(problem: Problem) -> bool:
     """By kernels of a GPU that know of groups: of few queries they divide the keys, but not of folded heads."""
-    return problem.group_size == 1 or (_HAS_ENABLE_GQA and gpu_kernels.share_keys(problem))
+    return problem.group_size == 1 or (gpu_kernels.HAS_ENABLE_GQA and gpu_kernels.share_keys(problem))
 
 
 def _gqa(problem: Problem) -> dict[str, Any]:

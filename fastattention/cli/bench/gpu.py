@@ -211,21 +211,26 @@ def processor_microseconds(call: Call, count: int = 3000) -> float:
 
 def show(report: dict[str, Any]) -> None:
     """Print the table."""
-    machine = report["machine"]
-    names = list(dict.fromkeys(name for one in report["measurements"] for name in one["tflops"]))
-    title = f"useful TFLOPS, {machine['gpus'][0]}, torch {machine['versions']['torch']}"
-    table = Table("headdim", "causal", "tokens", *names, title=title)
-    for one in report["measurements"]:
-        rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
-        table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
-    OUTPUT.print(table)
-    show_reasons(report)
+    show_rates(report, "useful TFLOPS")
     for one in report["measurements"]:
         for name, dense in one.get("dense_tflops", {}).items():
             what = f"packed, headdim {one['headdim']}, {'causal' if one['causal'] else 'full'}, {name}"
             OUTPUT.print(f"{what}: {one['tflops'][name] / dense:.2f} of dense batches of the same lengths")
     calls = ", ".join(f"{name} {value:.1f} us" for name, value in report["call_us"].items())
     OUTPUT.print(f"processor time of a call: {calls}")
+
+
+def show_rates(report: dict[str, Any], title: str) -> None:
+    """Print the table of all rates, and why peers were left out."""
+    machine = report["machine"]
+    names = list(dict.fromkeys(name for one in report["measurements"] for name in one["tflops"]))
+    title = f"{title}, {machine['gpus'][0]}, torch {machine['versions']['torch']}"
+    table = Table("headdim", "causal", "tokens", *names, title=title)
+    for one in report["measurements"]:
+        rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
+        table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
+    OUTPUT.print(table)
+    show_reasons(report)
 
 
 def show_reasons(report: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -30,11 +29,11 @@ from fastattention.cli.bench.gpu import (
     paths_to_time,
     record,
     sdpa,
-    show_reasons,
+    show_rates,
     tensors,
     write_report,
 )
-from fastattention.cli.console import OUTPUT, progress_bar
+from fastattention.cli.console import progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
 from fastattention.problem import OutputGradients
@@ -48,7 +47,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
     machine = {**describe_machine(), "capability": capability()}
     report = {"machine": machine, "measurements": measure(backends, seqlens, rounds)}
-    show(report)
+    show_rates(report, "useful TFLOPS of a backward")
     write_report(report, output / "gpu_backward.json")
 
 
@@ -95,16 +94,3 @@ class Backward:
             q, k, v = self._leaves
             self._out = sdpa(self._peer, q, k, v, self._causal)
         return torch.autograd.grad(self._out, self._leaves, self._grad, retain_graph=True)
-
-
-def show(report: dict[str, Any]) -> None:
-    """Print the table."""
-    machine = report["machine"]
-    names = list(dict.fromkeys(name for one in report["measurements"] for name in one["tflops"]))
-    title = f"useful TFLOPS of a backward, {machine['gpus'][0]}, torch {machine['versions']['torch']}"
-    table = Table("headdim", "causal", "tokens", *names, title=title)
-    for one in report["measurements"]:
-        rates = (f"{one['tflops'][name]:.0f}" if name in one["tflops"] else "" for name in names)
-        table.add_row(str(one["headdim"]), "yes" if one["causal"] else "no", one["tokens"], *rates)
-    OUTPUT.print(table)
-    show_reasons(report)

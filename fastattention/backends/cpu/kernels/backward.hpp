@@ -165,8 +165,8 @@ private:
         stats[2 * layout_.rows] = absolute_value(lse) < kLargestPlainLse || !sequence_.bias ? 1.0f : share(where, lse);
     }
 
-    // Beyond it lse cannot tell how many keys share a row: log of their number is less than its last bit.
-    static constexpr float kLargestPlainLse = 1e30f;
+    // Beyond it lse cannot tell how many keys share a row: its last bit is 8, more than log of their number.
+    static constexpr float kLargestPlainLse = 1e8f;
 
     static float absolute_value(float x) { return x < 0.0f ? -x : x; }
 
@@ -179,7 +179,7 @@ private:
         for (int64_t key = begin; key < end; ++key) {
             float bias[Vec::kWidth];
             store(bias, bias_of(row, key, 1));
-            sum += exp2((bias[0] - lse) * 0.5f);  // as ScoreUnits::exponent: the base does not matter
+            sum += exp2((bias[0] - lse) * kLog2E);
         }
         return sum > 0.0f ? 1.0f / sum : 1.0f;
     }

@@ -6,22 +6,22 @@
 
 namespace fastattention {
 
-// Copies numbers of kCount queries, lse and so on, each in a plane of floats.
+// Copies the stats of kCount queries, lse and so on, each in a plane of floats.
 template <int kCount>
-class QueryNumbers {
+class StatsCopy {
 public:
-    static constexpr int kBytes = kNumbers * kCount * 4;
+    static constexpr int kBytes = kStatsPlanes * kCount * 4;
     static_assert(kCount <= kThreads, "a thread copies one of a plane");
 
     // stats: of the first query.
-    FA_DEVICE QueryNumbers(const BackwardParams& params, const float* stats, int num_queries)
+    FA_DEVICE StatsCopy(const BackwardParams& params, const float* stats, int num_queries)
         : params_(params), stats_(stats), num_queries_(num_queries) {}
 
     FA_DEVICE void begin(int first, uint32_t to) {
         const int at = thread_index();
         const bool valid = at < kCount && first + at < num_queries_;
 #pragma unroll
-        for (int plane = 0; plane < kNumbers; ++plane) {
+        for (int plane = 0; plane < kStatsPlanes; ++plane) {
             // Without gradients of scores nobody reads delta.
             const int of_stats = plane == 0 ? 0 : kGradFirst ? plane : 2;
             const float* from = stats_ + of_stats * params_.num_rows + first + at;
@@ -37,7 +37,7 @@ public:
         const int at = thread_index();
         if (Arch::kAsyncCopy || at >= kCount) return;
 #pragma unroll
-        for (int plane = 0; plane < kNumbers; ++plane)
+        for (int plane = 0; plane < kStatsPlanes; ++plane)
             store_shared_32(to + (plane * kCount + at) * 4, as_bits(staged_[plane]));
     }
 
@@ -45,21 +45,21 @@ private:
     const BackwardParams& params_;
     const float* const stats_;
     const int num_queries_;
-    float staged_[kNumbers];
+    float staged_[kStatsPlanes];
 };
 
-// Copies what passes by, tile by tile: first and second vectors, and the numbers of queries if they are some.
+// Copies what passes by, tile by tile: first and second vectors, and the stats of queries if they are some.
 class PassingTiles {
     using FirstCopy = TileCopy<Arch, WholeCta, uint16_t, false, kTileN, kHeaddim>;
     using SecondCopy = TileCopy<Arch, WholeCta, uint16_t, false, kTileN, kHeaddimV>;
 
 public:
-    using Numbers = QueryNumbers<kTileN>;
-    static constexpr int kBytes = FirstCopy::kBytes + SecondCopy::kBytes + (kRowsAreKeys ? Numbers::kBytes : 0);
+    using Stats = StatsCopy<kTileN>;
+    static constexpr int kBytes = FirstCopy::kBytes + SecondCopy::kBytes + (kRowsAreKeys ? Stats::kBytes : 0);
 
     FA_DEVICE PassingTiles(const SourceRows<uint16_t, false>& first, const SourceRows<uint16_t, false>& second,
-                           const Numbers& numbers)
-        : first_(first), second_(second), numbers_(numbers) {}
+                           const Stats& stats)
+        : first_(first), second_(second), stats_(stats) {}
 
     FA_DEVICE void begin(int column, uint32_t to) {
         begin_first(column, to);
@@ -68,7 +68,7 @@ public:
 
     FA_DEVICE void begin_first(int column, uint32_t to) {
         first_.begin(column, to);
-        if constexpr (kRowsAreKeys) numbers_.begin(column, numbers_of(to));
+        if constexpr (kRowsAreKeys) stats_.begin(column, stats_of(to));
     }
 
     FA_DEVICE void begin_second(int column, uint32_t to) { second_.begin(column, second_of(to)); }
@@ -76,28 +76,28 @@ public:
     FA_DEVICE void finish(uint32_t to) const {
         first_.finish(to);
         second_.finish(second_of(to));
-        if constexpr (kRowsAreKeys) numbers_.finish(numbers_of(to));
+        if constexpr (kRowsAreKeys) stats_.finish(stats_of(to));
     }
 
     static FA_DEVICE uint32_t second_of(uint32_t tile) { return tile + FirstCopy::kBytes; }
-    static FA_DEVICE uint32_t numbers_of(uint32_t tile) { return second_of(tile) + SecondCopy::kBytes; }
+    static FA_DEVICE uint32_t stats_of(uint32_t tile) { return second_of(tile) + SecondCopy::kBytes; }
 
 private:
     FirstCopy first_;
     SecondCopy second_;
-    Numbers numbers_;
+    Stats stats_;
 };
 
 using FirstRows = TileCopy<Arch, WholeCta, uint16_t, false, kTileM, kHeaddim>;
 using SecondRows = TileCopy<Arch, WholeCta, uint16_t, false, kTileM, kHeaddimV>;
-using NumbersOfRows = QueryNumbers<kTileM>;
+using RowStatsCopy = StatsCopy<kTileM>;
 
 // Gradients pass through the memory of their rows; those of values alone through that of the keys.
 constexpr int kGradientOfValueBytes = kTileM * pitch_of<2>(kHeaddimV);
 constexpr int kFirstBytes =
     kGradFirst || FirstRows::kBytes > kGradientOfValueBytes ? FirstRows::kBytes : kGradientOfValueBytes;
 constexpr int kSecondBytes = kGradFirst ? SecondRows::kBytes : 0;
-constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : NumbersOfRows::kBytes);
+constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : RowStatsCopy::kBytes);
 constexpr int kSharedMemory = kRowBytes + kStages * PassingTiles::kBytes;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "kernel_config.py computes the same");
 
@@ -107,7 +107,7 @@ public:
         : params_(params), p_(params.call), work_(work), mask_(mask), shared_(shared_memory()) {}
 
     FA_DEVICE void run() {
-        const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, mask_.seqlen_q) - 1;
+        const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, num_rows()) - 1;
         GradientRows rows(params_, work_, mask_, last_row);
         const int begin = mask_.row_begin(first_row) / kTileN * kTileN, end = mask_.row_end(last_row);
         if (begin < end) {
@@ -134,13 +134,13 @@ private:
         FirstRows first(vectors(kRowsAreKeys ? Kind::kKeys : Kind::kQueries, work_.head, mask_.seqlen_q));
         copy(first, first_row, shared_);
         if constexpr (kGradFirst) {
-            SecondRows second(vectors(kRowsAreKeys ? Kind::kValues : Kind::kGradients, work_.head, mask_.seqlen_q));
+            SecondRows second(vectors(kRowsAreKeys ? Kind::kValues : Kind::kGradients, work_.head, num_rows()));
             copy(second, first_row, second_shared());
         }
         if constexpr (!kRowsAreKeys) {
-            NumbersOfRows numbers(params_, params_.stats + stats_offset(work_.head), mask_.seqlen_q);
-            numbers.begin(first_row, second_shared() + kSecondBytes);
-            numbers.finish(second_shared() + kSecondBytes);
+            RowStatsCopy stats(params_, params_.stats + stats_offset(work_.head), num_rows());
+            stats.begin(first_row, second_shared() + kSecondBytes);
+            stats.finish(second_shared() + kSecondBytes);
         }
     }
 
@@ -155,7 +155,7 @@ private:
 
     // All tiles of one head of queries. In the end nobody reads them any more.
     FA_DEVICE void pass(GradientRows& rows, int head, int begin, int end) const {
-        const int num_columns = mask_.seqlen_k;
+        const int num_columns = mask_.seqlen_k;  // of what passes by
         PassingTiles tiles(vectors(kRowsAreKeys ? Kind::kQueries : Kind::kKeys, head, num_columns),
                            vectors(kRowsAreKeys ? Kind::kGradients : Kind::kValues, head, num_columns),
                            {params_, params_.stats + stats_offset(head), num_columns});
@@ -215,7 +215,7 @@ private:
         const TileKind kind = rows.kind_of(column);
         const uint32_t tile = passing(stage);
         if (kind == TileKind::kSkipped) return begin_next();
-        rows.add_tile(tile, PassingTiles::second_of(tile), PassingTiles::numbers_of(tile), column, kind, begin_next);
+        rows.add_tile(tile, PassingTiles::second_of(tile), PassingTiles::stats_of(tile), column, kind, begin_next);
     }
 
     enum class Kind { kQueries, kGradients, kKeys, kValues };
@@ -244,10 +244,12 @@ private:
         }
     }
 
-    // Of the first query of a head, among the numbers of all.
+    // Of the first query of a head, among the stats of all.
     FA_DEVICE int64_t stats_offset(int head) const {
         return work_.batch * p_.lse_stride_batch + head * p_.lse_stride_head + first_token(p_.cu_seqlens_q, work_.batch);
     }
+
+    FA_DEVICE int num_rows() const { return mask_.seqlen_q; }  // see mask_of_rows
 
     FA_DEVICE uint32_t second_shared() const { return shared_ + kFirstBytes; }
     FA_DEVICE uint32_t passing(int stage) const { return shared_ + kRowBytes + stage * PassingTiles::kBytes; }
@@ -259,7 +261,8 @@ private:
     const uint32_t shared_;
 };
 
-// The mask of queries, or as keys see it: key j is seen by queries j - offset - right to j - offset + left.
+// Rows take the part of queries in the mask, whichever they are. Key j is seen by queries j - offset - right to
+// j - offset + left.
 FA_DEVICE BasicTileRange<int> mask_of_rows(const AttentionParams& p, int batch) {
     const BasicTileRange<int> mask = mask_of(p, batch);
     if constexpr (!kRowsAreKeys) return mask;

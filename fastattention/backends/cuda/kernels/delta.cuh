@@ -1,5 +1,6 @@
-// Of every row of queries what a backward takes from the forward: lse in the unit of exponents, and the product of the result
-// with its gradient, less the gradient of lse, which is the mean gradient of the row's scores.
+// Of every row of queries what a backward takes from the forward: lse in the unit of exponents; the product of the result
+// with its gradient, less the gradient of lse, which is the mean gradient of the row's scores; and what weights are
+// multiplied with where lse is too coarse.
 #pragma once
 
 #include "element.cuh"
@@ -13,16 +14,16 @@ constexpr int kDeltaWarps = 4;
 constexpr int kLanesOfRow = FA_LANES_OF_ROW;
 constexpr int kRowsOfWarp = 32 / kLanesOfRow;
 
-// Beyond it lse cannot tell how many keys share a row: log of their number is less than its last bit.
-constexpr float kLargestPlainLse = 1e30f;
+// Beyond it lse cannot tell how many keys share a row: its last bit is 8, more than log of their number.
+constexpr float kLargestPlainLse = 1e8f;
 
 struct RowOfCall {
     int batch, head, token;  // of varlen, token counts from the first sequence's
 };
 
-// What a key gets of a row whose scores are all as low as a float goes, as masks added to scores are. They are those of the
-// bias alone: products vanish beside it.
-FA_DEVICE float share_of_key(const AttentionParams& p, const RowOfCall& row, float lse) {
+// The sum of weights, relative to lse, of a row whose scores are all very low, as masks added to scores make them. They are
+// those of the bias alone: products vanish beside it.
+FA_DEVICE float sum_of_weights(const AttentionParams& p, const RowOfCall& row, float lse) {
     int sequence = row.batch, token = row.token, seqlen_q = p.seqlen_q, seqlen_k = p.seqlen_k;
     if (p.cu_seqlens_q != nullptr) {
         while (sequence + 1 < p.batch_size && p.cu_seqlens_q[sequence + 1] <= row.token) ++sequence;
@@ -39,7 +40,7 @@ FA_DEVICE float share_of_key(const AttentionParams& p, const RowOfCall& row, flo
         const int64_t at = offset + key * p.bias_stride_key;
         const float bias = p.bias_is_float ? static_cast<const float*>(p.attn_bias)[at]
                                            : Element::widen(static_cast<const uint16_t*>(p.attn_bias)[at]);
-        sum += exp2_approximate(bias - lse);  // 1 or 0: the base does not matter
+        sum += exp2_approximate((bias - lse) * kLog2E);
     }
     return sum;
 }
@@ -80,7 +81,7 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kDeltaWarps * 32, 1)
     float share = 1.0f;
     if (p.attn_bias != nullptr) {
         const bool plain = lse < kLargestPlainLse && lse > -kLargestPlainLse;
-        const float sum = sum_of_lanes<kLanesOfRow>(plain || !has_keys ? 0.0f : share_of_key(p, row, lse));
+        const float sum = sum_of_lanes<kLanesOfRow>(plain || !has_keys ? 0.0f : sum_of_weights(p, row, lse));
         if (sum > 0.0f) share = 1.0f / sum;
     }
     if (!exists || lane_index() % kLanesOfRow != 0) return;

@@ -35,9 +35,9 @@ static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gra
 constexpr int kFirstPitch = pitch_of<Arch::kSharedBytes>(kHeaddim);
 constexpr int kSecondPitch = pitch_of<Arch::kSharedBytes>(kHeaddimV);
 
-constexpr int kNumbers = 1 + kGradFirst + kModifiesScores;
+constexpr int kStatsPlanes = 1 + kGradFirst + kModifiesScores;
 
-// Numbers of a row of queries.
+// Of a row of queries.
 struct QueryStats {
     float lse, delta, share;  // delta.cuh
     ScoreRow row;
@@ -60,15 +60,15 @@ public:
     }
 
     // Of the CTA's rows in shared memory.
-    FA_DEVICE void load(uint32_t first, uint32_t second, uint32_t numbers) {
+    FA_DEVICE void load(uint32_t first, uint32_t second, uint32_t stats) {
         first_.load(first + warp_index() * kWarpRows * kFirstPitch);
         if constexpr (kGradFirst) second_.load(second + warp_index() * kWarpRows * kSecondPitch);
-        numbers_ = numbers + warp_index() * kWarpRows * 4;
+        stats_shared_ = stats + warp_index() * kWarpRows * 4;
     }
 
     FA_DEVICE TileKind kind_of(int column) const {
         if (warp_row_ > last_row_) return TileKind::kSkipped;
-        // Asked anew for each tile: four numbers less to keep.
+        // Asked anew for each tile: four registers less to keep.
         const int first = opaque(warp_row_);
         return mask_.rows(first, smaller(first + kWarpRows - 1, last_row_)).classify(column, column + kTileN - 1);
     }
@@ -76,7 +76,7 @@ public:
     // head: of the queries, be they rows or columns.
     FA_DEVICE void begin_head(int head) { head_ = head; }
 
-    // A tile of what the rows see, from `column` on: its vectors, and numbers of queries, in shared memory. Calls
+    // A tile of what the rows see, from `column` on: its vectors, and stats of queries, in shared memory. Calls
     // begin_next where registers have become free.
     template <class BeginNext>
     FA_DEVICE void add_tile(uint32_t first, uint32_t second, uint32_t stats, int column, TileKind kind,
@@ -122,9 +122,13 @@ private:
                 for (int i = 0; i < Arch::kElements; ++i) acc[step][n][i] = 0.0f;
     }
 
+    // Rows take the part of queries in the mask (mask_of_rows).
+    FA_DEVICE int num_rows() const { return mask_.seqlen_q; }
+    FA_DEVICE int num_columns() const { return mask_.seqlen_k; }
+
     FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
 
-    // Calls visit(numbers of a query, key, step, n, i) for each element of this lane.
+    // Calls visit(stats of a query, key, step, n, i) for each element of this lane.
     template <class Visit>
     FA_DEVICE void for_each_element(uint32_t stats, int column, Visit visit) const {
         if constexpr (kRowsAreKeys) {
@@ -156,19 +160,19 @@ private:
         }
     }
 
-    FA_DEVICE QueryStats stats_of_column(uint32_t numbers, int column, int at) const {
-        QueryStats result = load_stats<kTileN>(numbers + at * 4);
+    FA_DEVICE QueryStats stats_of_column(uint32_t stats, int column, int at) const {
+        QueryStats result = load_stats<kTileN>(stats + at * 4);
         if constexpr (kModifiesScores)
             result.row =
-                score_row(p_, work_.batch, head_, smaller(column + at, mask_.seqlen_k - 1), mask_.seqlen_k, mask_.seqlen_q);
+                score_row(p_, work_.batch, head_, smaller(column + at, num_columns() - 1), num_columns(), mask_.seqlen_q);
         return result;
     }
 
     FA_DEVICE QueryStats stats_of_row(int step, int which) const {
-        QueryStats result = load_stats<kTileM>(numbers_ + (step * Arch::kStepRows + Arch::row(which)) * 4);
+        QueryStats result = load_stats<kTileM>(stats_shared_ + (step * Arch::kStepRows + Arch::row(which)) * 4);
         if constexpr (kModifiesScores)
             result.row =
-                score_row(p_, work_.batch, head_, smaller(row_of(step, which), last_row_), mask_.seqlen_q, mask_.seqlen_k);
+                score_row(p_, work_.batch, head_, smaller(row_of(step, which), last_row_), num_rows(), mask_.seqlen_k);
         return result;
     }
 
@@ -178,18 +182,18 @@ private:
         const auto load = [&](int plane) { return as_float(load_shared_32(at + plane * kCount * 4)); };
         QueryStats result{load(0), 0.0f, 1.0f, {}};
         if constexpr (kGradFirst) result.delta = load(1);
-        if constexpr (kModifiesScores) result.share = load(kNumbers - 1);
+        if constexpr (kModifiesScores) result.share = load(kStatsPlanes - 1);
         return result;
     }
 
     // Products become weights. slopes: of modified scores, by products times softmax_scale.
     FA_DEVICE void find_weights(Scores& weights, Scores& slopes, uint32_t stats, int column) const {
         const float scale = p_.softmax_scale * kLog2E;
-        const int seqlen_k = kRowsAreKeys ? mask_.seqlen_q : mask_.seqlen_k;
+        const int num_keys = kRowsAreKeys ? num_rows() : num_columns();
         for_each_element(stats, column, [&](const QueryStats& query, int key, int step, int n, int i) {
             float& x = weights[step][n][i];
             if constexpr (kModifiesScores) {
-                const ModifiedScore score = modified_score(p_, query.row, x, key, key < seqlen_k);
+                const ModifiedScore score = modified_score(p_, query.row, x, key, key < num_keys);
                 x = exp2_approximate((score.value - query.lse) * kLog2E) * query.share;
                 slopes[step][n][i] = score.slope;
             } else {
@@ -273,7 +277,7 @@ private:
     typename Arch::template Rows<kSteps, kHeaddimV> second_;
     float grad_first_[kSteps][kGradFirst ? kHeaddim / kValueParts / 8 : 1][Arch::kElements];
     float grad_second_[kSteps][kGradSecond ? kHeaddimV / kValueParts / 8 : 1][Arch::kElements];
-    uint32_t numbers_;  // of rows that are queries, in shared memory
+    uint32_t stats_shared_;  // of rows that are queries, in shared memory
 };
 
 }  // namespace fastattention

@@ -7,9 +7,10 @@ namespace fastattention {
 
 constexpr int kHeaddim = FA_HEADDIM;     // the call's headdim, rounded up
 constexpr int kHeaddimV = FA_HEADDIM_V;  // likewise, or a part of it:
-constexpr int kValueParts = FA_VALUE_PARTS;  // CTAs that share the columns of v, where one has too few registers for all
-constexpr int kTileM = FA_TILE_M;        // query rows of a CTA
-constexpr int kTileN = FA_TILE_N;        // keys of a tile
+constexpr int kValueParts =
+    FA_VALUE_PARTS;  // CTAs that share the columns of v, or of a gradient, where one has too few registers
+constexpr int kTileM = FA_TILE_M;        // query rows of a CTA; of a backward, queries or keys
+constexpr int kTileN = FA_TILE_N;        // keys of a tile; of a backward, the others of both
 constexpr int kWarps = FA_WARPS;
 constexpr int kStages = FA_STAGES;              // tiles of keys, and of values, that fit shared memory
 constexpr bool kModifiesScores = FA_MODIFIES;   // softcap, ALiBi or bias may be on

@@ -14,7 +14,7 @@ FA_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 // A tile of query rows: of one head, or of all the heads that share a key head (kGroupedRows), `head` being the first.
 struct Work {
     int m_tile, head, kv_head, batch;
-    int first_column;  // of v and out
+    int first_column;  // of v and out, or of a gradient
 };
 
 FA_DEVICE Divisor group_divisor(const AttentionParams& p) { return {p.group_size, p.group_multiplier, p.group_shift}; }

@@ -37,7 +37,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.table import Table
-from volta_model import kernels, peer, tools
+from volta_model import kernels
 from volta_model.backward import (
     KINDS,
     OTHERS,
@@ -56,7 +56,6 @@ from volta_model.counts import UNIT
 from fastattention.backends.cuda.kernel_config import BackwardConfig
 from fastattention.cli.console import OUTPUT, errors_as_messages, fail
 from fastattention.cli.machine import describe_machine
-from fastattention.gpu_runtime import compiler
 
 RESULTS = Path(__file__).parent / "results"
 HEADDIMS = (64, 128)
@@ -227,18 +226,9 @@ def rich_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Table
     return table
 
 
-def versions() -> dict[str, str]:
-    """Of the compilers and tools that the figures depend on."""
-    return {
-        "NVRTC": ".".join(map(str, compiler.version())),
-        "cuobjdump": tools.version(tools.cuobjdump()),
-        "PyTorch": peer.TORCH.partition("==")[2],
-    }
-
-
 def page(found: Sequence[Comparison]) -> str:
     """The tables in Markdown."""
-    used = versions()
+    used = kernels.versions()
     lines = [
         "# Backward: issue cycles on a V100",
         "",
@@ -261,7 +251,7 @@ def page(found: Sequence[Comparison]) -> str:
 def record(found: Sequence[Comparison]) -> dict[str, Any]:
     """All figures as they are."""
     machine = describe_machine()
-    machine["versions"] |= versions()
+    machine["versions"] |= kernels.versions()
     return {
         "machine": machine,
         "tensor_cycles": UNIT,

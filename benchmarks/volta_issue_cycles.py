@@ -40,7 +40,7 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.table import Table
-from volta_model import kernels, peer, tools
+from volta_model import kernels, tools
 from volta_model.counts import UNIT, Tile, count, split
 from volta_model.flow import main_loop
 from volta_model.launch import TileKind
@@ -50,7 +50,6 @@ from volta_model.sass import Function
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.cli.console import OUTPUT, errors_as_messages
 from fastattention.cli.machine import describe_machine
-from fastattention.gpu_runtime import compiler
 
 RESULTS = Path(__file__).parent / "results"
 HEADDIMS = (64, 128, 256)
@@ -183,18 +182,9 @@ def rich_table(columns: list[Kernel]) -> Table:
     return table
 
 
-def versions() -> dict[str, str]:
-    """Of the compilers and tools that the figures depend on."""
-    return {
-        "NVRTC": ".".join(map(str, compiler.version())),
-        "cuobjdump": tools.version(tools.cuobjdump()),
-        "PyTorch": peer.TORCH.partition("==")[2],
-    }
-
-
 def page(columns: list[Kernel]) -> str:
     """The table in Markdown."""
-    used = versions()
+    used = kernels.versions()
     lines = [
         "# Issue cycles on a V100",
         "",
@@ -222,7 +212,7 @@ def record(columns: list[Kernel]) -> dict[str, object]:
         return {"title": kernel.title, "name": kernel.name, "table": table, **tiles}
 
     machine = describe_machine()
-    machine["versions"] |= versions()
+    machine["versions"] |= kernels.versions()
     return {"machine": machine, "tensor_cycles": UNIT, "kernels": [described(kernel) for kernel in columns]}
 
 

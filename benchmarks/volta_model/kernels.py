@@ -15,6 +15,7 @@ from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.kernel_config import BackwardConfig, KernelConfig
 from fastattention.backends.cuda.variants import choose_variant
 from fastattention.cli.console import fail
+from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.compiler import Cubin, compile_kernel
 from fastattention.validation import Options, prepare_dense
@@ -28,6 +29,15 @@ from .sass import Function, Instruction
 
 _ARCH = 70
 Config = TypeVar("Config", KernelConfig, BackwardConfig)
+
+
+def versions() -> dict[str, str]:
+    """Of the compilers and tools that the figures depend on."""
+    return {
+        "NVRTC": ".".join(map(str, compiler.version())),
+        "cuobjdump": tools.version(tools.cuobjdump()),
+        "PyTorch": peer.TORCH.partition("==")[2],
+    }
 
 
 @functools.cache

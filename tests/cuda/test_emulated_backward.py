@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 from unittest import mock
 
 import emulator
@@ -14,7 +13,7 @@ from conformance.calls import build_call
 from conformance.case import Case
 from conformance.test_gradients import FACTOR, GRADIENT_CASES, check, gradients, names
 from emulator import EmulatedCudaBackend
-from test_emulated import EmulatedEngine, problem_of
+from test_emulated import EmulatedEngine, Run, problem_of
 from tiers import Tier, tier_of
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
@@ -24,19 +23,6 @@ from fastattention.backends.cuda.kernel_config import BackwardConfig, DeltaConfi
 from fastattention.backends.cuda.variants import training_variants_of
 from fastattention.gpu_runtime.variant import Variant
 from fastattention.validation import lengths
-
-
-class Run(NamedTuple):
-    """One test of the list."""
-
-    case: Case
-    dtype: torch.dtype
-    backend: type[EmulatedCudaBackend]
-
-    @property
-    def name(self) -> str:
-        return f"{self.case.name}-{str(self.dtype).removeprefix('torch.')}-{self.backend.name}"
-
 
 RUNS = [
     Run(case, dtype, backend)

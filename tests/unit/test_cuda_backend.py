@@ -126,8 +126,9 @@ def test_a_refusal_says_why(backend: CudaBackend, call: dict[str, Any], reason: 
             {"layout": Layout.KVCACHE, "batch_size": 40, "total_q": 40 * 128, "cache_dtype": torch.int8},
             "the decode kernel",
         ),
+        ({"grads": ("q",)}, "kernels of its own, forward and backward"),
     ],
-    ids=["dense", "varlen", "decode", "append", "prefill", "int8"],
+    ids=["dense", "varlen", "decode", "append", "prefill", "int8", "gradients"],
 )
 def test_it_says_which_kernel_serves_a_cache(backend: CudaBackend, call: dict[str, Any], how: str) -> None:
     assert backend.how(dataclasses.replace(PROBLEM, **call)) == how

@@ -80,7 +80,9 @@ class CudaBackend(Backend):
         return why_not_backward(problem, self.name) or (why_not_widths(problem) if problem.grads else None)
 
     def how(self, problem: Problem) -> str:
-        """The kernel: one that splits the keys of few queries, or one for many."""
+        """Whether it computes the gradients too; else the kernel: one for few queries, or one for many."""
+        if problem.grads:
+            return "kernels of its own, forward and backward"
         if self._plan(problem).split is not None:
             return "the decode kernel"
         return "the forward kernel" if problem.layout is Layout.KVCACHE else ""

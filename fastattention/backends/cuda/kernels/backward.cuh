@@ -131,7 +131,7 @@ private:
 
     // The CTA's own. They have arrived for all after the next barrier.
     FA_DEVICE void copy_rows(int first_row) const {
-        FirstRows first(vectors(kRowsAreKeys ? Kind::kKeys : Kind::kQueries, work_.head, mask_.seqlen_q));
+        FirstRows first(vectors(kRowsAreKeys ? Kind::kKeys : Kind::kQueries, work_.head, num_rows()));
         copy(first, first_row, shared_);
         if constexpr (kGradFirst) {
             SecondRows second(vectors(kRowsAreKeys ? Kind::kValues : Kind::kGradients, work_.head, num_rows()));

@@ -47,7 +47,7 @@ class GradientRows {
 public:
     using Scores = float[kSteps][kTileN / 8][Arch::kElements];
 
-    // mask: of these rows, which may be keys; first_row, last_row: of the CTA's, that there is.
+    // mask: of these rows, which may be keys (mask_of_rows); last_row: of the CTA's, that there is.
     FA_DEVICE GradientRows(const BackwardParams& params, const Work& work, const BasicTileRange<int>& mask, int last_row)
         : params_(params),
           p_(params.call),

@@ -209,20 +209,13 @@ def _reasons(one: Pace) -> str:
     return ", ".join(f"{name} {share:.0%}" for name, share in largest)
 
 
-def cell(value: float | str) -> str:
-    """A value as the tables have it."""
-    if isinstance(value, str):
-        return value
-    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
-
-
 def rich_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Table:
     """For the terminal."""
     table = Table(title, box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, justify="right")
     for name, values in rows:
-        table.add_row(name, *map(cell, values))
+        table.add_row(name, *map(kernels.cell, values))
     return table
 
 
@@ -243,7 +236,7 @@ def page(found: Sequence[Comparison]) -> str:
     for comparison in found:
         for title, columns, rows in tables(comparison):
             lines += ["", f"## {title}", "", f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
-            lines += [f"| {name} | {' | '.join(map(cell, values))} |" for name, values in rows]
+            lines += [f"| {name} | {' | '.join(map(kernels.cell, values))} |" for name, values in rows]
         lines += ["", *(f"- {kernel.title}: `{kernel.name}`" for kernel in comparison.kernels)]
     return "\n".join(lines) + "\n"
 

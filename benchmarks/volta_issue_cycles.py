@@ -167,9 +167,7 @@ ROWS: list[tuple[str, Callable[[Kernel], float | str | None]]] = [
 
 def cells(value: float | str | None) -> str:
     """A value as the table has it."""
-    if value is None:
-        return "unknown"
-    return value if isinstance(value, str) else f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+    return "unknown" if value is None else kernels.cell(value)
 
 
 def rich_table(columns: list[Kernel]) -> Table:

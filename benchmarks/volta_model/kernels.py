@@ -40,6 +40,13 @@ def versions() -> dict[str, str]:
     }
 
 
+def cell(value: float | str) -> str:
+    """A value as tables of counts have it."""
+    if isinstance(value, str):
+        return value
+    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
 @functools.cache
 def ours(headdim: int) -> Model:
     """The kernel that a V100 gets for a head dimension. Raises CompileError."""

@@ -229,8 +229,8 @@ class BackwardConfig:
         """Shared memory of a CTA; the kernel asserts the same."""
         first, second = (columns * self.element_bytes + 16 for columns in (self.headdim, self.headdim_v))
         rows = first + second if self.differentiates_scores else max(first, 2 * self.headdim_v + 16)
-        numbers = 4 * (1 + self.differentiates_scores + self.modifies_scores)
-        of_row, of_column = (0, numbers) if self.rows_are_keys else (numbers, 0)
+        stats = 4 * (1 + self.differentiates_scores + self.modifies_scores)
+        of_row, of_column = (0, stats) if self.rows_are_keys else (stats, 0)
         tiles = self.num_stages * self.tile_n * (first + second + of_column)
         return self.tile_m * (rows + of_row) + tiles
 

@@ -164,7 +164,7 @@ private:
         QueryStats result = load_stats<kTileN>(stats + at * 4);
         if constexpr (kModifiesScores)
             result.row =
-                score_row(p_, work_.batch, head_, smaller(column + at, num_columns() - 1), num_columns(), mask_.seqlen_q);
+                score_row(p_, work_.batch, head_, smaller(column + at, num_columns() - 1), num_columns(), num_rows());
         return result;
     }
 
@@ -172,7 +172,7 @@ private:
         QueryStats result = load_stats<kTileM>(stats_shared_ + (step * Arch::kStepRows + Arch::row(which)) * 4);
         if constexpr (kModifiesScores)
             result.row =
-                score_row(p_, work_.batch, head_, smaller(row_of(step, which), last_row_), num_rows(), mask_.seqlen_k);
+                score_row(p_, work_.batch, head_, smaller(row_of(step, which), last_row_), num_rows(), num_columns());
         return result;
     }
 

@@ -94,7 +94,22 @@ def build_backward() -> str:
     blocks = [BACKWARD_INTRODUCTION]
     result = Result.load("gpu_backward")
     blocks += [f"## {result.gpu}", _dense(result.data["measurements"]), result.provenance(result.gpu)]
+    blocks += [f"### Memory, {result.gpu}", *_peaks(result.data["peaks"]), result.provenance(result.gpu)]
     return page("GPU: backward", *blocks)
+
+
+def _peaks(peaks: list[dict[str, Any]]) -> list[str]:
+    names = ("fastattention", "SDPA flash", "SDPA cudnn", "SDPA efficient")
+    rows = []
+    for one in peaks:
+        results = 4 * 2 * 2048 * one["tokens"]  # out and three gradients in float16
+        rows.append(
+            [tokens(one["tokens"]), *(f"{value / 1e6:.0f}" for value in (results, *map(one["bytes"].get, names)))]
+        )
+    what = """\
+Peak memory of a forward and its backward beyond q, k, v and the gradient of out, in MB: one causal sequence, heads of
+128, hidden size 2048, float16. `results` is out and the three gradients, which every row includes."""
+    return [what, table(["tokens", "results", "fastattention", "FlashAttention-2", "cuDNN", "CUTLASS"], rows)]
 
 
 def build_decode() -> str:

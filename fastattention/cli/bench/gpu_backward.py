@@ -2,7 +2,7 @@
 
 16384 tokens in all, hidden size 2048, float16: heads of 64 and 128, causal and not, of one length. Useful TFLOPS: 2.5
 times the floating-point operations of the forward, whatever a kernel computes again. Medians of interleaved rounds,
-timed by the GPU.
+timed by the GPU. Also the peak memory of a forward and its backward, up to 64K tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from fastattention import fast_attn_func
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.bench.gpu import (
     HIDDEN,
@@ -33,11 +35,13 @@ from fastattention.cli.bench.gpu import (
     tensors,
     write_report,
 )
-from fastattention.cli.console import progress_bar
+from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
 from fastattention.problem import OutputGradients
 from fastattention.validation import Options, prepare_dense
+
+PEAK_SEQLENS = (16384, 32768, 65536)
 
 
 def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
@@ -46,8 +50,9 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
         raise ArgumentError("question 'gpu_backward' needs a CUDA device, and torch sees none")
     backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
     machine = {**describe_machine(), "capability": capability()}
-    report = {"machine": machine, "measurements": measure(backends, seqlens, rounds)}
+    report = {"machine": machine, "measurements": measure(backends, seqlens, rounds), "peaks": peaks(PEAK_SEQLENS)}
     show_rates(report, "useful TFLOPS of a backward")
+    show_peaks(report["peaks"])
     write_report(report, output / "gpu_backward.json")
 
 
@@ -94,3 +99,39 @@ class Backward:
             q, k, v = self._leaves
             self._out = sdpa(self._peer, q, k, v, self._causal)
         return torch.autograd.grad(self._out, self._leaves, self._grad, retain_graph=True)
+
+
+def peaks(seqlens: Sequence[int]) -> list[dict[str, Any]]:
+    """Peak bytes of a causal forward and backward beyond q, k, v and out's gradient: one sequence, heads of 128."""
+    return [{"tokens": seqlen, "bytes": _peaks_of(seqlen)} for seqlen in seqlens]
+
+
+def _peaks_of(seqlen: int) -> dict[str, int]:
+    q, k, v = (tensor.requires_grad_() for tensor in tensors(1, seqlen, headdim=128))
+    first = [heads_first(tensor.detach()).requires_grad_() for tensor in (q, k, v)]
+    runs: dict[str, tuple[Call, Sequence[Tensor]]] = {
+        "fastattention": (partial(fast_attn_func, q, k, v, causal=True, backend="cuda"), (q, k, v))
+    }
+    for name, peer in PEERS.items():
+        runs[name] = partial(sdpa, peer, *first, True), first
+    found = {}
+    for name, (forward, leaves) in runs.items():
+        grad = torch.randn_like(leaves[0])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        try:
+            torch.autograd.grad(forward(), leaves, grad)
+        except RuntimeError:  # a peer that does not serve this device: `measure` says why
+            continue
+        found[name] = torch.cuda.max_memory_allocated() - before
+    return found
+
+
+def show_peaks(peaks: list[dict[str, Any]]) -> None:
+    """Print the table of peak memory."""
+    names = list(dict.fromkeys(name for one in peaks for name in one["bytes"]))
+    table = Table("tokens", *names, title="peak memory of a forward and backward beyond its inputs, MB")
+    for one in peaks:
+        found = one["bytes"]
+        table.add_row(str(one["tokens"]), *(f"{found[name] / 1e6:.0f}" if name in found else "" for name in names))
+    OUTPUT.print(table)

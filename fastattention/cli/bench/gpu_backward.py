@@ -8,7 +8,7 @@ timed by the GPU. Also the peak memory of a forward and its backward, up to 64K 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,10 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
         raise ArgumentError("question 'gpu_backward' needs a CUDA device, and torch sees none")
     backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
     machine = {**describe_machine(), "capability": capability()}
-    report = {"machine": machine, "measurements": measure(backends, seqlens, rounds), "peaks": peaks(PEAK_SEQLENS)}
+    found = peaks(PEAK_SEQLENS)
+    report = {"machine": machine, "measurements": measure(backends, seqlens, rounds), "peaks": found}
     show_rates(report, "useful TFLOPS of a backward")
-    show_peaks(report["peaks"])
+    show_peaks(found)
     write_report(report, output / "gpu_backward.json")
 
 
@@ -109,18 +110,18 @@ def peaks(seqlens: Sequence[int]) -> list[dict[str, Any]]:
 def _peaks_of(seqlen: int) -> dict[str, int]:
     q, k, v = (tensor.requires_grad_() for tensor in tensors(1, seqlen, headdim=128))
     first = [heads_first(tensor.detach()).requires_grad_() for tensor in (q, k, v)]
-    runs: dict[str, tuple[Call, Sequence[Tensor]]] = {
-        "fastattention": (partial(fast_attn_func, q, k, v, causal=True, backend="cuda"), (q, k, v))
+    forwards: dict[str, tuple[Callable[..., Tensor], Sequence[Tensor]]] = {
+        "fastattention": (partial(fast_attn_func, causal=True, backend="cuda"), (q, k, v))
     }
     for name, peer in PEERS.items():
-        runs[name] = partial(sdpa, peer, *first, True), first
+        forwards[name] = partial(sdpa, peer, causal=True), first
     found = {}
-    for name, (forward, leaves) in runs.items():
+    for name, (forward, leaves) in forwards.items():
         grad = torch.randn_like(leaves[0])
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         try:
-            torch.autograd.grad(forward(), leaves, grad)
+            torch.autograd.grad(forward(*leaves), leaves, grad)
         except RuntimeError:  # a peer that does not serve this device: `measure` says why
             continue
         found[name] = torch.cuda.max_memory_allocated() - before

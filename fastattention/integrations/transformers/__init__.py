@@ -27,7 +27,7 @@ from fastattention.integrations.transformers.cache import FastAttentionCache
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
 from fastattention.integrations.transformers.model_source import refuse_tables
-from fastattention.integrations.transformers.versions import warn_of_old_version
+from fastattention.integrations.transformers.versions import NAME, warn_of_old_version
 
 __all__ = [
     "NAME",
@@ -38,8 +38,6 @@ __all__ = [
     "overlapped",
     "register",
 ]
-
-NAME = "fast_attention"  # without "flash" in it: Transformers takes any name that has it for one of flash-attn's
 
 
 def register() -> None:

@@ -10,6 +10,7 @@ from packaging.version import Version
 from transformers import masking_utils
 
 OLDEST = "5.23"  # with which the tests pass
+NAME = "fast_attention"  # without "flash" in it: Transformers takes any name that has it for one of flash-attn's
 
 _NAMES = inspect.signature(masking_utils.create_causal_mask).parameters
 

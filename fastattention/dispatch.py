@@ -7,6 +7,7 @@ index tensors. A call whose signature is known is one look-up, checks of those n
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -19,12 +20,13 @@ from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.traffic import Extent, Traffic
 from fastattention.backends.registry import Verdict, check_name, chosen, get_backend, select_backend, verdicts
 from fastattention.eager import PLAIN_TYPES, is_traced, transform_level
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.gpu_runtime.module import is_capturing
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.validation import KvCacheArguments, PanelCache, prepare_kvcache, prepare_prefill
 from fastattention.validation.common import Options, as_kernels_read
 from fastattention.validation.kinds import check_readable
-from fastattention.validation.lengths import check_cache, check_varlen
+from fastattention.validation.lengths import check_cache, check_cache_numbers, check_varlen, check_varlen_numbers
 from fastattention.validation.prefill import MaxSeqlens
 
 
@@ -102,6 +104,8 @@ class Plan:
         self.backend = selected
         # Without autograd, and with it.
         self.serve = selected.plan(problem, inputs)
+        if selected.reads_numbers and problem.layout is not Layout.DENSE and problem.device.type != "cpu":
+            self.serve = functools.partial(_serve_checked, problem, self.serve)
         self.forward = differentiable(selected, problem, self.serve) if self.has_backward else self.serve
         pairs = zip(Inputs._fields, given, inputs, strict=True)
         self._converted = [name for name, before, after in pairs if before is not after]
@@ -122,6 +126,20 @@ class Plan:
     def as_read(self, inputs: Inputs) -> Inputs:
         """The tensors of a call as its kernels read them."""
         return as_kernels_read(self.problem, inputs, self._converted) if self._converted else inputs
+
+
+def _serve_checked(problem: Problem, serve: Callable[[Inputs], AttentionOutput], inputs: Inputs) -> AttentionOutput:
+    """A call off the CPU whose backend reads lengths, offsets and page indices: they are checked as on the CPU."""
+    if inputs.q.is_cuda and is_capturing():
+        raise UnsupportedError(
+            "the backend of this call reads the lengths of sequences in host memory, which no CUDA graph can capture; "
+            f"q has dtype {problem.dtype}, and backend 'cuda', which does not read them, takes float16 and bfloat16"
+        )
+    if problem.layout is Layout.VARLEN:
+        check_varlen_numbers(inputs, (problem.seqlen_q, problem.seqlen_k))
+    else:
+        check_cache_numbers(problem, inputs)
+    return serve(inputs)
 
 
 _plans: BoundedDict[object, Plan] = BoundedDict()

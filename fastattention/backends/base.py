@@ -24,6 +24,9 @@ class Backend(abc.ABC):
     # Whether `backward` gives the gradients of a problem with `grads`. Otherwise `why_not` refuses such a problem, or
     # `forward` is made of operations of torch, which autograd follows.
     has_backward: ClassVar[bool] = False
+    # Whether it reads lengths, offsets and block tables in host memory, wherever the tensors are. Their numbers are
+    # checked then, and no CUDA graph can capture such a call.
+    reads_numbers: ClassVar[bool] = False
 
     @abc.abstractmethod
     def why_unavailable(self) -> str | None:

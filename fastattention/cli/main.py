@@ -192,6 +192,17 @@ def warmup(
         command.warmup(device, headdim or [64, 96, 128, 256], [one.value for one in dtype or KernelDtype], training)
 
 
+@app.command("export-kernel")
+def export_kernel(
+    folder: Annotated[Path, typer.Argument(help="Folder to write: a new or an empty one, or an earlier export.")],
+) -> None:
+    """Write a folder from which Transformers loads fastattention as a hub kernel, through LOCAL_KERNELS."""
+    from fastattention.cli import export_kernel as command
+
+    with errors_as_messages():
+        command.export_kernel(folder)
+
+
 @plan.command("ascend")
 def plan_ascend(
     seqlen: Annotated[int, typer.Option(min=1, max=LONGEST, help="Length of every sequence: keys, and queries too.")],

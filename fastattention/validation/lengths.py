@@ -101,28 +101,32 @@ def check_range(name: str, values: list[int], low: int, high: int, what: str) ->
 
 def check_varlen(inputs: Inputs, max_seqlens: tuple[int | None, int | None]) -> tuple[int, int]:
     """Maxima of the batch. Off the CPU the numbers are read only when a maximum is missing."""
-    q, k, block_table = inputs.q, inputs.k, inputs.block_table
-    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    assert cu_seqlens_q is not None
-    assert cu_seqlens_k is not None
     max_seqlen_q, max_seqlen_k = max_seqlens
     if max_seqlen_q is not None:
         max_seqlen_q = read_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None:
         max_seqlen_k = read_int("max_seqlen_k", max_seqlen_k)
-    if max_seqlen_q is not None and max_seqlen_k is not None and not are_checked(q):
+    if max_seqlen_q is not None and max_seqlen_k is not None and not are_checked(inputs.q):
         check_max_seqlen("max_seqlen_q", max_seqlen_q, 0)
         check_max_seqlen("max_seqlen_k", max_seqlen_k, 0)
         return max_seqlen_q, max_seqlen_k
-    longest_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    longest_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0] if block_table is None else None)
+    return check_varlen_numbers(inputs, (max_seqlen_q, max_seqlen_k))
+
+
+def check_varlen_numbers(inputs: Inputs, max_seqlens: tuple[int | None, int | None]) -> tuple[int, int]:
+    """Maxima of the batch, after reading and checking all offsets and page indices, on any device."""
+    q, k, block_table = inputs.q, inputs.k, inputs.block_table
+    assert inputs.cu_seqlens_q is not None
+    assert inputs.cu_seqlens_k is not None
+    longest_q = check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, q.shape[0])
+    longest_k = check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, k.shape[0] if block_table is None else None)
     if block_table is not None:
-        seqlens = cu_seqlens_k.diff().tolist()
+        seqlens = inputs.cu_seqlens_k.diff().tolist()
         check_paged_lengths("cu_seqlens_k", seqlens, block_table.shape[1] * k.shape[1])
         check_block_table(block_table, seqlens, k.shape[1], k.shape[0])
     return (
-        check_max_seqlen("max_seqlen_q", max_seqlen_q, longest_q),
-        check_max_seqlen("max_seqlen_k", max_seqlen_k, longest_k),
+        check_max_seqlen("max_seqlen_q", max_seqlens[0], longest_q),
+        check_max_seqlen("max_seqlen_k", max_seqlens[1], longest_k),
     )
 
 
@@ -144,7 +148,7 @@ def check_cache(problem: Problem, inputs: Inputs, cache_seqlens: object) -> Inpu
         inputs = inputs._replace(cache_seqlens=seqlens)
     assert inputs.cache_seqlens is not None
     if are_checked(inputs.q):
-        _check_cache_numbers(problem, inputs, inputs.cache_seqlens.tolist() if before is None else before)
+        check_cache_numbers(problem, inputs, before)
     return inputs
 
 
@@ -196,8 +200,11 @@ def _check_room(problem: Problem, before: list[int]) -> None:
         check_range("cache_seqlens", before, 0, room, what)
 
 
-def _check_cache_numbers(problem: Problem, inputs: Inputs, before: list[int]) -> None:
-    """Everything that depends on the numbers in index tensors; `before` are those of cache_seqlens."""
+def check_cache_numbers(problem: Problem, inputs: Inputs, before: list[int] | None = None) -> None:
+    """Everything that depends on the numbers in index tensors, on any device; `before` are those of cache_seqlens."""
+    if before is None:
+        assert inputs.cache_seqlens is not None
+        before = inputs.cache_seqlens.tolist()
     _check_room(problem, before)
     k_cache, table = inputs.k, inputs.block_table
     if inputs.cache_leftpad is not None:

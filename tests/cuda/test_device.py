@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattention import (
     ArgumentError,
+    UnsupportedError,
     fast_attn_func,
     fast_attn_varlen_func,
     fast_attn_with_kvcache,
@@ -395,3 +396,19 @@ def test_a_thread_without_a_context_gets_one() -> None:
     thread.join()
     assert len(found) == 2
     assert all(torch.equal(one, expected) for one in found)
+
+
+@pytest.mark.unchecked
+def test_float32_calls_read_lengths_and_check_them() -> None:
+    """Which sdpa serves: torch's kernels would end the process."""
+    caches = [torch.zeros(8, 16, 2, 16, device="cuda") for _ in range(2)]
+    q, k = torch.randn(2, 1, 4, 16, device="cuda"), torch.randn(2, 1, 2, 16, device="cuda")
+    table = torch.tensor([[0, 1], [3, 3]], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([5, -1], dtype=torch.int32, device="cuda")
+    with pytest.raises(ArgumentError, match=r"cache_seqlens\[1\]=-1"):
+        fast_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lengths, block_table=table, causal=True)
+    assert not any(cache.any() for cache in caches)
+    lengths.clamp_(min=0)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(UnsupportedError, match="CUDA graph"), torch.cuda.graph(graph):
+        fast_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lengths, block_table=table, causal=True)

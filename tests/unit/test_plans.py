@@ -31,7 +31,8 @@ from fastattention import (
 from fastattention.backends.cpu import plan as cpu_plan
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.registry import get_backend
-from fastattention.problem import Layout
+from fastattention.problem import Inputs, Layout, Problem
+from fastattention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
 from unit.plan_calls import (
     FUNCTIONS,
     Arguments,
@@ -367,3 +368,32 @@ def test_a_repeated_call_enters_few_files(function: Call, arguments: Callable[..
     assert "backends/cpu/plan.py" in entered
     assert len(entered) <= 8, sorted(entered)
     assert math.isfinite(float(function(**given).sum()))
+
+
+VARLEN, KVCACHE = varlen(), kvcache()
+OFF_THE_CPU = {
+    "varlen": (
+        prepare_varlen(*VARLEN.values(), Options()),
+        {"cu_seqlens_k": int32(0, 8, 7)},
+        "cu_seqlens_k must not decrease",
+    ),
+    "kvcache": (
+        prepare_kvcache(KvCacheArguments(**KVCACHE), Options()),
+        {"cache_seqlens": int32(3, -1)},
+        r"cache_seqlens\[1\]=-1 is out of range",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "wrong", "error"), OFF_THE_CPU.values(), ids=OFF_THE_CPU)
+def test_a_backend_that_reads_numbers_off_the_cpu_reads_none_that_are_wrong(
+    call: tuple[Problem, Inputs], wrong: dict[str, Tensor], error: str
+) -> None:
+    """On a GPU a negative length once made torch's own kernels fail in ways that end the process."""
+    problem, inputs = call
+    served: list[Inputs] = []
+    with pytest.raises(ArgumentError, match=error):
+        dispatch._serve_checked(problem, served.append, inputs._replace(**wrong))  # type: ignore[arg-type]
+    assert not served
+    dispatch._serve_checked(problem, served.append, inputs)  # type: ignore[arg-type]
+    assert served == [inputs]

@@ -22,6 +22,7 @@ class SdpaBackend(Backend):
     """scaled_dot_product_attention where it can express the call, plain torch in float32 where it cannot."""
 
     name = "sdpa"
+    reads_numbers = True
 
     def why_unavailable(self) -> str | None:
         """Never: torch is always there."""

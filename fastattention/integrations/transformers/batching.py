@@ -12,6 +12,7 @@ with other implementations are batched as before.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +33,7 @@ from fastattention.interface import fast_attn_varlen_func, fast_attn_with_kvcach
 BATCHED_NAME = "fast_flash_attention"
 
 
-class _Replaced:
-    """What `enable` has put something else in place of."""
-
-    switch: Callable[..., None] | None = None
-    check_decode_path: Callable[..., None]
-    update: Callable[..., tuple[Tensor, Tensor]]
-    allocators: dict[str, Any]
+_undo: list[Callable[[], None]] = []  # what puts Transformers back as it was
 
 
 def enable(switch: bool = False) -> None:
@@ -48,51 +43,63 @@ def enable(switch: bool = False) -> None:
         that is installed, unless their configuration says auto_switch_to_flash=False
     """
     disable()
-    manager = continuous_api.ContinuousBatchingManager
-    _Replaced.switch = switch_before = manager.switch_to_cb_friendly_attn
-    _Replaced.check_decode_path = check_before = initialization.ensure_decode_fast_path_is_available
-    _Replaced.update = update_before = paged_cache.PagedAttentionCache.update
-    _Replaced.allocators = dict(paged_cache.ATTN_TYPE_TO_ALLOCATOR)
-
-    def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
-        name = model.config._attn_implementation
-        if name == NAME or (switch and auto_switch_to_flash and name in ("sdpa", "eager")):
-            model.config._attn_implementation = BATCHED_NAME
-            self._original_attn_impl = name  # stop() sets it again
-        elif name != BATCHED_NAME:
-            switch_before(self, model, auto_switch_to_flash)
-
-    def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, user_requested: bool) -> None:
-        if config._attn_implementation != BATCHED_NAME:
-            check_before(config, cb_config, user_requested)
-
-    @torch.compiler.disable  # as what it replaces
-    def update(self: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        allocator = self.layer_to_allocator[layer_idx]
-        if not isinstance(allocator, FullPages):
-            return update_before(self, key, value, layer_idx, kwargs)
-        allocator.prepare(layer_idx, key, value, kwargs)
-        return key, value
-
-    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
-    initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
-    paged_cache.PagedAttentionCache.update = update
+    _replace(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _switching(switch))
+    _replace(initialization, "ensure_decode_fast_path_is_available", _allowing_decode_path)
+    _replace(paged_cache.PagedAttentionCache, "update", _preparing)
+    table: dict[str, Any] = paged_cache.ATTN_TYPE_TO_ALLOCATOR
+    _undo.append(functools.partial(table.update, dict(table)))
     for ours in (FullPages, SlidingPages):
-        theirs = _Replaced.allocators[ours.layer_type]
-        paged_cache.ATTN_TYPE_TO_ALLOCATOR[ours.layer_type] = _Allocator(ours, theirs)
+        table[ours.layer_type] = _Allocator(ours, table[ours.layer_type])
     AttentionInterface.register(BATCHED_NAME, batched_attention_forward)
     AttentionMaskInterface.register(BATCHED_NAME, fast_attention_mask)
 
 
 def disable() -> None:
     """Undoes `enable`. Models that are being batched are to be stopped first."""
-    if _Replaced.switch is None:
-        return
-    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn = _Replaced.switch
-    initialization.ensure_decode_fast_path_is_available = _Replaced.check_decode_path
-    paged_cache.PagedAttentionCache.update = _Replaced.update
-    paged_cache.ATTN_TYPE_TO_ALLOCATOR.update(_Replaced.allocators)
-    _Replaced.switch = None
+    while _undo:
+        _undo.pop()()
+
+
+def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, wrapped(original))
+    _undo.append(functools.partial(setattr, owner, name, original))
+
+
+def _switching(switch: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def wrapped(original: Callable[..., None]) -> Callable[..., None]:
+        def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
+            name = model.config._attn_implementation
+            if name == NAME or (switch and auto_switch_to_flash and name in ("sdpa", "eager")):
+                model.config._attn_implementation = BATCHED_NAME
+                self._original_attn_impl = name  # stop() sets it again
+            elif name != BATCHED_NAME:
+                original(self, model, auto_switch_to_flash)
+
+        return switch_to_cb_friendly_attn
+
+    return wrapped
+
+
+def _allowing_decode_path(original: Callable[..., None]) -> Callable[..., None]:
+    def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, user_requested: bool) -> None:
+        if config._attn_implementation != BATCHED_NAME:
+            original(config, cb_config, user_requested)
+
+    return ensure_decode_fast_path_is_available
+
+
+def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> Any:
+        allocator = self.layer_to_allocator[layer_idx]
+        if not isinstance(allocator, FullPages):
+            return original(self, key_states, value_states, layer_idx, kwargs)
+        allocator.prepare(layer_idx, key_states, value_states, kwargs)
+        return key_states, value_states
+
+    # As what it replaces.
+    disabled: Callable[..., Any] = torch.compiler.disable(update)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 class _Allocator:
@@ -128,7 +135,7 @@ def batched_attention_forward(
     """
     cache = kwargs.pop("cache", None)
     if isinstance(cache, paged_cache.PagedAttentionCache):  # Transformers 5.23 leaves it to this function
-        cache.update(key, value, module.layer_idx, kwargs)  # type: ignore[arg-type]
+        cache.update(key, value, module.layer_idx, kwargs)
     if "k_cache" not in kwargs:
         return fast_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, softcap=softcap,

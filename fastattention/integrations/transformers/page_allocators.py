@@ -22,12 +22,15 @@ class FullPages(FullAttentionCacheAllocator):
         """Numbers of the pages that hold what the queries see, in `get_cache_for_block_table`'s views."""
         pages = self._pages(request_id, past_length)
         stride = self.block_physical_stride // self.tokens_per_page
-        return [stride * page for page in pages[: -(-self.get_seqlen_k(past_length, query_length) // self.tokens_per_page)]]
+        return [
+            stride * page for page in pages[: -(-self.get_seqlen_k(past_length, query_length) // self.tokens_per_page)]
+        ]
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         """Writes the same numbers to block_table, int32 (max_blocks,)."""
         pages = self.get_read_indices(request_id, past_length, query_length)
-        block_table[: len(pages)] = torch.tensor(pages, dtype=block_table.dtype)
+        entries = torch.tensor(pages, dtype=block_table.dtype, device="cpu")
+        block_table[: len(pages)].copy_(entries, non_blocking=True)
 
     def prepare(self, layer_idx: int, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         """Puts into kwargs what attention needs to read this layer's pages, and stores the tokens if it does not.
@@ -59,7 +62,7 @@ class FullPages(FullAttentionCacheAllocator):
             kwargs["block_table"] = self._table
 
     def _one_token_each(self, table: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The block table, and the tokens before each new one. Sequences that pad the batch write into nobody's page."""
+        """The block table, and the tokens before each new one. Sequences of padding write where nobody reads."""
         seqlens = kwargs["cu_seq_lens_k"].diff()
         unused = self.write_trash_index // self.tokens_per_page
         return torch.where(seqlens[:, None] > 0, table, unused), (seqlens - 1).clamp_(min=0)
@@ -119,8 +122,8 @@ class SlidingPages(FullPages):
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Gives back all pages. Of a request that is moved to host memory (no_cache) the place of its first is kept."""
-        if not no_cache:
-            self._begins.pop(request_id, None)
+        if request_id in self.block_table and not no_cache:
+            del self._begins[request_id]
         super().free_blocks(request_id, no_cache)
 
     def fork_blocks(

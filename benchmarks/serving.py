@@ -1,0 +1,173 @@
+"""How many tokens a second does continuous batching of Transformers generate, with fast_attention and with sdpa?
+
+    python benchmarks/serving.py                     # this CPU: 100M parameters, 32 requests of 100 to 1500 tokens
+    python benchmarks/serving.py --device cuda       # 8B parameters, 64 requests of 200 to 4000 tokens
+
+Random weights, greedy tokens; every request generates the same number. Each implementation runs at the best of its
+settings, in turns with the other. Beside it stands the time that reading all weights once a step, and the keys and
+values of all requests, would take from memory at its measured bandwidth, with prefill at no cost.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from fastattention.cli.machine import describe_machine
+from fastattention.integrations.transformers import batching
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Load(NamedTuple):
+    """A model and what is asked of it."""
+
+    shape: dict[str, Any]
+    dtype: torch.dtype
+    requests: int
+    prompts: tuple[int, int]  # tokens of the shortest and the longest
+    new_tokens: int
+    settings: dict[str, list[dict[str, Any]]]  # of each implementation, to choose from
+
+
+def on_cpu() -> Load:
+    """About 100M parameters in float32."""
+    shape = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+             "num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": True}  # fmt: skip
+    settings = [{"page_size": 256, "num_blocks": 256, "max_batch_tokens": tokens} for tokens in (512, 2048)]
+    return Load(shape, torch.float32, 32, (100, 1500), 64, {"fast_attention": settings, "sdpa": settings})
+
+
+def on_gpu() -> Load:
+    """The shape of LLaMA-3-8B in bfloat16."""
+    shape = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+             "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
+    cache = {"page_size": 256, "num_blocks": 1300}
+    settings = [{**cache, "max_batch_tokens": 8192, "use_cuda_graph": graphs} for graphs in (False, True)]
+    masked = [{**cache, "max_batch_tokens": tokens, "use_cuda_graph": False} for tokens in (1024, 4096)]
+    return Load(shape, torch.bfloat16, 64, (200, 4000), 128, {"fast_attention": settings, "sdpa": masked})
+
+
+def main(
+    device: str = "cpu",
+    rounds: int = 3,
+    output: Annotated[Path, typer.Option(help="Folder for serving_cpu.json or serving_gpu.json.")] = RESULTS,
+) -> None:
+    """Measure, print, write the JSON."""
+    load = on_gpu() if device == "cuda" else on_cpu()
+    batching.enable()
+    model = random_llama(load, device)
+    prompts = draw_prompts(load)
+    runs = [(name, setting) for name, settings in load.settings.items() for setting in settings]
+    records: list[dict[str, Any]] = [
+        {"implementation": name, "settings": setting, "seconds": []} for name, setting in runs
+    ]
+    for turn in range(rounds):
+        for record in records:
+            taken, peak = serve(model, record["implementation"], prompts, load.new_tokens, record["settings"])
+            record["seconds"].append(taken)
+            record["peak_bytes"] = peak
+            rate = load.requests * load.new_tokens / taken
+            print(f"round {turn}: {record['implementation']} {record['settings']}: {rate:.1f} new tokens/s", flush=True)
+    report = {
+        "machine": describe_machine(), "device": device, "shape": load.shape, "dtype": str(load.dtype),
+        "requests": load.requests, "prompts": load.prompts, "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": load.new_tokens, "bound_seconds": bound(model, load, prompts), "records": records,
+    }  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"serving_{device.replace('cuda', 'gpu')}.json").write_text(json.dumps(report, indent=1) + "\n")
+    for record in records:
+        taken = statistics.median(record["seconds"])
+        print(f"{record['implementation']} {record['settings']}: {load.requests * load.new_tokens / taken:.1f}")
+
+
+def random_llama(load: Load, device: str) -> Any:
+    """A model of that shape."""
+    config = LlamaConfig(**load.shape, max_position_embeddings=8192, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    with torch.device(device):
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(load.dtype)
+        try:
+            return LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+        finally:
+            torch.set_default_dtype(default)
+
+
+def draw_prompts(load: Load) -> list[list[int]]:
+    """Random tokens; lengths from the shortest to the longest in equal steps, shuffled."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(*load.prompts, load.requests).int()[torch.randperm(load.requests, generator=generator)]
+    return [torch.randint(3, 30000, (int(length),), generator=generator).tolist() for length in lengths]
+
+
+def serve(
+    model: Any, name: str, prompts: list[list[int]], new_tokens: int, settings: dict[str, Any]
+) -> tuple[float, int | None]:
+    """Seconds from the first request to the last token, warmed up; and GPU memory beyond weights and cache."""
+    model.set_attn_implementation(name)
+    manager = model.init_continuous_batching(
+        GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1),  # type: ignore[no-untyped-call]
+        ContinuousBatchingConfig(auto_switch_to_flash=False, **settings),
+    )
+    manager.warmup()
+    manager.start()
+    on_gpu = model.device.type == "cuda"
+    try:
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        manager.add_requests(inputs=prompts, max_new_tokens=new_tokens)
+        for _ in prompts:
+            result = manager.get_result(timeout=600)
+            assert result is not None, "no request finished in ten minutes"
+            assert result.error is None, result.error
+            assert len(result.generated_tokens) == new_tokens
+        taken = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    finally:
+        manager.stop(block=True)
+        manager.destroy()
+        del manager
+        gc.collect()
+    return taken, peak
+
+
+def bound(model: Any, load: Load, prompts: list[list[int]]) -> float:
+    """Seconds to read the weights once a step, and every request's keys and values once a token."""
+    weights: int = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    heads = load.shape["num_key_value_heads"] * load.shape["hidden_size"] // load.shape["num_attention_heads"]
+    token = 2 * heads * load.shape["num_hidden_layers"] * load.dtype.itemsize
+    keys: int = sum(len(prompt) * load.new_tokens + load.new_tokens**2 // 2 for prompt in prompts)
+    read: int = weights * load.new_tokens + token * keys
+    return read / bandwidth(model.device)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second of reading memory: a sum of 2 GiB, the best of nine."""
+    data = torch.ones(1 << 29, dtype=torch.float32, device=device)
+    return data.numel() * 4 / min(_seconds(data) for _ in range(9))
+
+
+def _seconds(data: Tensor) -> float:
+    if data.device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    data.sum().item()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    typer.run(main)

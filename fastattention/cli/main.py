@@ -192,6 +192,38 @@ def warmup(
         command.warmup(device, headdim or [64, 96, 128, 256], [one.value for one in dtype or KernelDtype], training)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A Transformers model folder, or a name on the hub.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes any that is free.")] = 8000,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for keys and values, e.g. 8GiB. Default: a quarter of free host memory, or the GPU's."
+        ),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0.0, max=MOST_SECONDS, help="Seconds for requests under way when the server is to end.")
+    ] = 30.0,
+) -> None:
+    """Serve a model by the OpenAI API: Transformers' server, batching on fast_attention. Takes its options too."""
+    from transformers.utils.import_utils import is_serve_available
+
+    from fastattention.errors import UnsupportedError
+    from fastattention.sizes import read_bytes
+
+    with errors_as_messages():
+        memory = None if kv_memory is None else read_bytes("--kv-memory", kv_memory)
+        if not is_serve_available():
+            raise UnsupportedError("the server's packages are not installed: pip install 'fastattention[serve]'")
+
+        from fastattention.cli.serve import command
+
+        command.serve(model, host, port, memory, grace, context.args)
+
+
 @app.command("export-kernel")
 def export_kernel(
     folder: Annotated[Path, typer.Argument(help="Folder to write: a new or an empty one, or an earlier export.")],

@@ -1,0 +1,140 @@
+"""`fastattention serve`: starts the server, says where it is, and ends it without losing a request in silence."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from transformers import ContinuousBatchingConfig
+from transformers.cli.serve import Serve
+
+from fastattention.cli.console import MESSAGES, OUTPUT
+from fastattention.cli.serve.requests import BatchedRequests
+from fastattention.errors import ArgumentError
+from fastattention.integrations.transformers import NAME, batching
+
+
+class _Server(Serve):
+    """Transformers' server, which starts when it is told to."""
+
+    def start_server(self) -> None:
+        """Not yet."""
+
+    def start(self) -> threading.Thread:
+        """The thread that serves: only a program's main thread may handle signals, and that waits for them."""
+        Serve.start_server(self)  # type: ignore[no-untyped-call]
+        thread: threading.Thread = self._thread
+        return thread
+
+
+def serve(
+    model: str, host: str, port: int, kv_memory: int | None, grace_seconds: float, options: Sequence[str]
+) -> None:
+    """Serves until SIGINT or SIGTERM.
+
+    model: folder or name on the hub
+    port: 0 takes any that is free
+    kv_memory: bytes for keys and values; None is a quarter of the memory that is free on a CPU, and what Transformers
+        takes of a GPU
+    grace_seconds: for requests under way to finish when the server is to end
+    options: of `transformers serve`
+
+    Raises ArgumentError for a port that is in use and for options that Transformers does not know.
+    """
+    _check_free(host, port)
+    server = _load(model, host, port, options)
+    [timed] = server._model_manager.loaded_models.values()
+    loaded, state = timed.model, server._generation_state
+    if not state.use_continuous_batching(loaded, server._model_manager.get_model_modality(loaded, timed.processor)):
+        raise ArgumentError(f"model {model!r} is a {type(loaded).__name__}; only models of text alone can be served")
+    batching.enable()
+    loaded.set_attn_implementation(NAME)
+    config = state._cb_config or ContinuousBatchingConfig()
+    _set_memory(config, loaded, kv_memory)
+    state._cb_manager = requests = BatchedRequests(loaded, config)
+    state._cb_model_id = server._model_manager.process_model_name(model)
+    _refuse_wrong_values(server.server.config.app)
+
+    wanted = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: wanted.set())
+    thread = server.start()
+    while not server.server.started and thread.is_alive():
+        time.sleep(0.01)
+    if thread.is_alive():
+        port = server.server.servers[0].sockets[0].getsockname()[1]
+        OUTPUT.print(
+            f"serving {model} at http://{host}:{port}/v1: {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}, "
+            f"keys and values of {requests.capacity} tokens, at most {requests.longest} a request",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+    while thread.is_alive() and not wanted.wait(0.2):
+        pass
+    _end(server, requests, thread, grace_seconds)
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ArgumentError(f"host={host!r}, port={port}: {error.strerror}; choose another port") from error
+
+
+def _load(model: str, host: str, port: int, options: Sequence[str]) -> _Server:
+    """Transformers' server of this model, not started. It reads its own options."""
+    app = typer.Typer(add_completion=False)
+    app.command()(Serve)
+    command = typer.main.get_command(app)
+    given = {"continuous_batching": True, "host": host, "port": port, "non_blocking": True}
+    with command.make_context("fastattention serve", [model, *options]) as context:
+        return _Server(**context.params | given)
+
+
+def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | None) -> None:
+    """Blocks of the cache by its size in bytes."""
+    if kv_memory is None:
+        if model.device.type != "cpu" or config.num_blocks is not None:
+            return
+        kv_memory = _free_memory() // 4
+    text = model.config.get_text_config()
+    headdim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    nheads_k = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    block = 2 * nheads_k * headdim * text.num_hidden_layers * model.dtype.itemsize * config.page_size
+    if kv_memory < 2 * block:
+        raise ArgumentError(f"kv_memory={kv_memory} bytes hold less than two blocks of {block} bytes")
+    config.num_blocks = kv_memory // block
+    config.max_batch_tokens = config.max_batch_tokens or min(2048, config.num_blocks * config.page_size)
+    config.max_memory_percent = config.max_memory_percent or 1.0
+
+
+def _free_memory() -> int:
+    """Bytes of host memory that programs may take."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+
+
+def _refuse_wrong_values(app: Any) -> None:
+    """Values of a wrong type are the client's fault: 400 with what was wrong, not 500."""
+    from fastapi.responses import JSONResponse
+
+    async def refuse(_: Any, error: Exception) -> JSONResponse:
+        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)
+
+    for kind in (ValueError, TypeError, KeyError, AttributeError):
+        app.add_exception_handler(kind, refuse)
+
+
+def _end(server: _Server, requests: BatchedRequests, thread: threading.Thread, grace_seconds: float) -> None:
+    """Takes no more requests, lets those under way finish, and tells those that take too long."""
+    MESSAGES.print(f"ending; requests under way have {grace_seconds:g} seconds")
+    server.server.should_exit = True
+    thread.join(grace_seconds)
+    requests.fail_all()
+    thread.join(5.0)
+    server.server.force_exit = True
+    thread.join(5.0)

@@ -1,0 +1,250 @@
+"""`fastattention serve`, asked by HTTP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY, POSITIONS = 200, 512
+Answer = tuple[int, Any]  # HTTP status and JSON
+
+
+class Server(NamedTuple):
+    """A running command, and where it listens."""
+
+    process: subprocess.Popen[str]
+    port: int
+    model: str
+
+    def post(self, path: str, **body: Any) -> Answer:
+        """Of a request that is not streamed."""
+        with self.stream(path, text=json.dumps(body)) as response:
+            text = response.read()
+            return response.status, json.loads(text) if text.startswith(b"{") else text
+
+    def complete(self, prompt: list[int], count: int = 8, **body: Any) -> str:
+        """The text that continues a prompt."""
+        status, found = self.post("/v1/completions", prompt=words(prompt), max_tokens=count, **body)
+        assert status == 200, found
+        text: str = found["choices"][0]["text"]
+        return text
+
+    @contextlib.contextmanager
+    def stream(self, path: str = "/v1/completions", **body: Any) -> Iterator[http.client.HTTPResponse]:
+        """The response to a request, of which nothing is read."""
+        with contextlib.closing(http.client.HTTPConnection("localhost", self.port, timeout=60)) as connection:
+            text = body["text"] if "text" in body else json.dumps({**body, "stream": True})
+            connection.request("POST", path, text, {"content-type": "application/json"})
+            with connection.getresponse() as response:
+                yield response
+
+
+def words(tokens: list[int]) -> str:
+    """What the tokenizer makes of them."""
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def prompts(count: int = 8) -> list[list[int]]:
+    """Of 3 to about 60 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCABULARY, (3 + 7 * one,), generator=generator).tolist() for one in range(count)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights with a tokenizer of words t3, t4, ..."""
+    path = tmp_path_factory.mktemp("model")
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"t{token}": token for token in range(3, VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    ).save_pretrained(path)  # fmt: skip
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=POSITIONS, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        initializer_range=0.5, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(folder: Path) -> Iterator[Callable[..., Server]]:
+    """Starts the command with any options; ended at the latest after the tests."""
+    processes = []
+
+    def started(*options: str) -> Server:
+        command = [
+            sys.executable,
+            "-m",
+            "fastattention",
+            "serve",
+            str(folder),
+            "--port=0",
+            "--kv-memory=4MiB",
+            *options,
+        ]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], 120)[0]
+        line = process.stdout.readline()
+        found = re.search(
+            r"serving .* at http://localhost:(\d+)/v1: cpu, float32, keys and values of (\d+) tokens", line
+        )
+        assert found, line
+        assert int(found[2]) == 4 * 2**20 // (2 * 2 * 8 * 2 * 4 * 256) * 256
+        return Server(process, int(found[1]), str(folder))
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(start: Callable[..., Server]) -> Server:
+    """One that all tests ask."""
+    return start()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[str]:
+    """What eager attention continues `prompts` with."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    found = []
+    for prompt in prompts():
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()
+        found.append(words([token for token in tokens if token != 2]))
+    return found
+
+
+def test_requests_at_once_get_what_each_asks_for(server: Server, expected: list[str]) -> None:
+    """Greedy ones among others that sample."""
+    options = [{"temperature": 0.0}, {"temperature": 2.0}, {"temperature": 0.0, "top_p": 0.9}]
+    asked = [(prompt, one) for prompt in prompts() for one in options]
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda one: server.complete(one[0], **one[1]), asked))
+    assert found[0::3] == expected
+    assert found[2::3] == expected
+
+
+def test_a_stream_says_the_same_in_pieces(server: Server, expected: list[str]) -> None:
+    with server.stream(prompt=words(prompts()[4]), max_tokens=8, temperature=0.0) as response:
+        lines = response.read().decode().splitlines()
+    pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces).split() == expected[4].split()
+    assert len(pieces) > 2
+    assert pieces[-1]["usage"]["prompt_tokens"] == len(prompts()[4])
+
+
+def test_a_chat_is_answered(server: Server, expected: list[str]) -> None:
+    messages = [{"role": "user", "content": words(prompts()[2])}]
+    status, found = server.post("/v1/chat/completions", messages=messages, max_tokens=8, temperature=0.0)
+    assert status == 200
+    assert found["choices"][0]["message"]["content"].split() == expected[2].split()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": 3}, "prompt must be a string"),
+        ({"prompt": ""}, "the prompt has 0 tokens"),
+        ({"prompt": words([3] * POSITIONS)}, f"the prompt has {POSITIONS} tokens; it must have 1 to {POSITIONS - 1}"),
+        ({"prompt": "t3", "max_tokens": "many"}, "many"),
+        ({"prompt": "t3", "max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"prompt": "t3", "temperature": -1}, "temperature=-1.0 must be 0 to 100"),
+        ({"prompt": "t3", "temperature": "hot"}, "hot"),
+        ({"prompt": "t3", "top_p": 0}, "top_p=0.0 must be above 0"),
+        ({"prompt": "t3", "stop": ["t4"]}, "cannot have stop"),
+        ({"prompt": "t3", "frequency_penalty": 1.0}, "cannot have frequency_penalty"),
+        ({"prompt": "t3", "generation_config": '{"num_beams": 4}'}, "cannot have num_beams"),
+        ({"prompt": "t3", "generation_config": "{"}, "JSONDecodeError"),
+        ({"prompt": "t3", "model": "another"}, "another"),
+        ({"prompt": "t3", "unheard_of": 1}, "unheard_of"),
+    ],
+    ids=str,
+)
+def test_a_bad_request_is_refused_with_the_reason(
+    server: Server, expected: list[str], body: dict[str, Any], message: str
+) -> None:
+    status, found = server.post("/v1/completions", **body)
+    assert status in (400, 422)
+    assert message in str(found)
+    assert server.complete(prompts()[1], temperature=0.0) == expected[1]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"messages": [{"content": "t3"}]}', '{"messages": 3}'])
+def test_a_body_that_makes_no_sense_is_refused(server: Server, text: str) -> None:
+    with server.stream("/v1/chat/completions", text=text) as response:
+        assert response.status in (400, 422)
+
+
+def test_an_answer_ends_where_the_room_does(server: Server) -> None:
+    prompt = [3, 4] * (POSITIONS // 2 - 5)
+    status, found = server.post("/v1/completions", prompt=words(prompt), max_tokens=100, temperature=0.0)
+    assert status == 200
+    assert found["usage"]["completion_tokens"] <= 10
+
+
+def test_a_client_that_leaves_is_forgotten(server: Server, expected: list[str]) -> None:
+    for _ in range(5):
+        with server.stream(prompt=words(prompts()[3]), max_tokens=400, temperature=5.0) as response:
+            response.read(10)
+    assert server.complete(prompts()[3], temperature=0.0) == expected[3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_requests_under_way_are_finished_before_it_ends(start: Callable[..., Server], number: signal.Signals) -> None:
+    server = start()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/v1/completions", prompt="t3 t4", max_tokens=300, temperature=0.0)
+        time.sleep(0.3)
+        server.process.send_signal(number)
+        status, found = answer.result()
+    assert status == 200, found
+    assert server.process.wait(60) == 0
+
+
+def test_requests_that_take_too_long_are_told_that_it_ends(start: Callable[..., Server]) -> None:
+    server = start("--grace=0")
+    with server.stream(prompt="t3 t4", max_tokens=500, temperature=100.0) as response:
+        first = response.read(20)
+        server.process.terminate()
+        text = (first + response.read()).decode()
+    assert "error" in text or "finish_reason" in text
+    assert server.process.wait(60) == 0
+
+
+def test_a_port_in_use_is_named(folder: Path) -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        command = [sys.executable, "-m", "fastattention", "serve", str(folder), f"--port={taken.getsockname()[1]}"]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert finished.returncode == 1
+        assert f"port={taken.getsockname()[1]}" in finished.stderr

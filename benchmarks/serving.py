@@ -4,8 +4,9 @@
     python benchmarks/serving.py --device cuda       # 8B parameters, 64 requests of 200 to 4000 tokens
 
 Random weights, greedy tokens; every request generates the same number. Each implementation runs at the best of its
-settings, in turns with the other. Beside it stands the time that reading all weights once a step, and the keys and
-values of all requests, would take from memory at its measured bandwidth, with prefill at no cost.
+settings, in turns with the other. Beside it stand two bounds: the products of the prompts with the weights at the
+measured rate of a matrix product, and reading from memory, at its measured bandwidth, all weights once a token and the
+keys and values of every request once a token of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,6 +24,7 @@ import typer
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from fastattention.cli import peak_memory
 from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers import batching
 
@@ -81,7 +84,7 @@ def main(
     report = {
         "machine": describe_machine(), "device": device, "shape": load.shape, "dtype": str(load.dtype),
         "requests": load.requests, "prompts": load.prompts, "prompt_tokens": sum(map(len, prompts)),
-        "new_tokens": load.new_tokens, "bound_seconds": bound(model, load, prompts), "records": records,
+        "new_tokens": load.new_tokens, "bounds": bounds(model, load, prompts), "records": records,
     }  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
     (output / f"serving_{device.replace('cuda', 'gpu')}.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -113,7 +116,7 @@ def draw_prompts(load: Load) -> list[list[int]]:
 
 def serve(
     model: Any, name: str, prompts: list[list[int]], new_tokens: int, settings: dict[str, Any]
-) -> tuple[float, int | None]:
+) -> tuple[float, int]:
     """Seconds from the first request to the last token, warmed up; and GPU memory beyond weights and cache."""
     model.set_attn_implementation(name)
     manager = model.init_continuous_batching(
@@ -121,6 +124,7 @@ def serve(
         ContinuousBatchingConfig(auto_switch_to_flash=False, **settings),
     )
     manager.warmup()
+    manager.batch_processor.cache.cache_tensor.zero_()  # resident from now on
     manager.start()
     on_gpu = model.device.type == "cuda"
     try:
@@ -128,6 +132,9 @@ def serve(
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
+        else:
+            peak_memory.reset_peak()
+            before = peak_memory.resident_bytes()
         start = time.perf_counter()
         manager.add_requests(inputs=prompts, max_new_tokens=new_tokens)
         for _ in prompts:
@@ -136,7 +143,7 @@ def serve(
             assert result.error is None, result.error
             assert len(result.generated_tokens) == new_tokens
         taken = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+        peak = (torch.cuda.max_memory_allocated() if on_gpu else peak_memory.peak_bytes()) - before
     finally:
         manager.stop(block=True)
         manager.destroy()
@@ -145,27 +152,38 @@ def serve(
     return taken, peak
 
 
-def bound(model: Any, load: Load, prompts: list[list[int]]) -> float:
-    """Seconds to read the weights once a step, and every request's keys and values once a token."""
-    weights: int = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+def bounds(model: Any, load: Load, prompts: list[list[int]]) -> dict[str, float]:
+    """Seconds of the prompts' products, and of reading weights, keys and values while tokens are generated."""
+    numbers: int = sum(parameter.numel() for parameter in model.parameters())
     heads = load.shape["num_key_value_heads"] * load.shape["hidden_size"] // load.shape["num_attention_heads"]
-    token = 2 * heads * load.shape["num_hidden_layers"] * load.dtype.itemsize
-    keys: int = sum(len(prompt) * load.new_tokens + load.new_tokens**2 // 2 for prompt in prompts)
-    read: int = weights * load.new_tokens + token * keys
-    return read / bandwidth(model.device)
+    token = 2 * heads * load.shape["num_hidden_layers"]
+    keys = sum(len(prompt) * load.new_tokens + load.new_tokens**2 // 2 for prompt in prompts)
+    vocabulary = load.shape["vocab_size"] * load.shape["hidden_size"]  # neither looked up nor predicted for prompts
+    products = 2 * (numbers - (1 if load.shape["tie_word_embeddings"] else 2) * vocabulary) * sum(map(len, prompts))
+    read = (numbers * load.new_tokens + token * keys) * load.dtype.itemsize
+    return {"prefill": products / product_rate(model.device, load.dtype), "decode": read / bandwidth(model.device)}
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes a second of reading memory: a sum of 2 GiB, the best of nine."""
     data = torch.ones(1 << 29, dtype=torch.float32, device=device)
-    return data.numel() * 4 / min(_seconds(data) for _ in range(9))
+    return data.numel() * 4 / min(_seconds(lambda: data.sum(), device) for _ in range(9))
 
 
-def _seconds(data: Tensor) -> float:
-    if data.device.type == "cuda":
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of the product of two square matrices, the best of nine."""
+    size = 8192 if device.type == "cuda" else 2048
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / min(_seconds(lambda: left @ right, device) for _ in range(9))
+
+
+def _seconds(compute: Callable[[], Tensor], device: torch.device) -> float:
+    if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    data.sum().item()
+    compute()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 

@@ -13,6 +13,7 @@ PAGES = (
     ("[Wide heads](wide-heads.md)", "heads of 512, latent attention", ("h100/gpu_headdim", "headdim")),
     ("[Whole models](whole-models.md)", "by eager, sdpa and ours",
      ("h100/model_llama-2-7b", "xeon_amx/model_llama-2-7b")),
+    ("[Serving](serving.md)", "continuous batching, vLLM, a server under load", ("serving_cpu", "serving_gpu")),
     ("[Long contexts](long-contexts.md)", "caches shared by a GPU and its host", ("long_context",)),
     ("[Tensor parallelism](tensor-parallel.md)", "attention, GEMM and all-reduce in row blocks",
      ("tiled_allreduce_tp2", "tiled_allreduce_tp4")),

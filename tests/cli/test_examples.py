@@ -21,6 +21,7 @@ PRINTED = {
     "transformers_generate": ["self.items", "The tokens are those of eager attention."],
     "paged_cache": ["sequence 0: 57 tokens", "sequence 1: 25 tokens"],
     "tensor_parallel": ["rank 0 of 1"],
+    "serve": ["8 prompts at once: the tokens are those of eager attention"],
     "flash_attn_unchanged": ["sequence 0: 60 tokens", "40 rows of padding are 0"],
 }
 

@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
+from word_model import save_word_model, words
 
 VOCABULARY, POSITIONS = 200, 512
 Answer = tuple[int, Any]  # HTTP status and JSON
@@ -59,11 +57,6 @@ class Server(NamedTuple):
                 yield response
 
 
-def words(tokens: list[int]) -> str:
-    """What the tokenizer makes of them."""
-    return " ".join(f"t{token}" for token in tokens)
-
-
 def prompts(count: int = 8) -> list[list[int]]:
     """Of 3 to about 60 tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -74,20 +67,10 @@ def prompts(count: int = 8) -> list[list[int]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of random weights with a tokenizer of words t3, t4, ..."""
     path = tmp_path_factory.mktemp("model")
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"t{token}": token for token in range(3, VOCABULARY)}}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
-        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    ).save_pretrained(path)  # fmt: skip
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=POSITIONS, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        initializer_range=0.5, tie_word_embeddings=False,
+    save_word_model(
+        path, VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=POSITIONS, initializer_range=0.5,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
     return path
 
 

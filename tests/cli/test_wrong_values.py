@@ -27,6 +27,7 @@ NEEDED = {
     "bench": "model",
     "generate": "--model=MODEL --prompt=x --max-new-tokens=1",
     "demo": "--new-tokens=1",
+    "serve": "MODEL",
     "export-kernel": "",
     "compile": "--arch=80 --headdim=64 --output=kernel.cubin",
     "warmup": "",
@@ -44,6 +45,9 @@ TEXTS = {
     "bench model": ("", "nowhere", "file", "damaged", "llama-2-7b/3", NOT_UTF8),
     "bench output": ("file", "file/folder", "/proc/folder", "x" * 300),
     "export-kernel folder": ("", "file", "file/folder", "/proc/folder", "x" * 300, "a:b"),
+    "serve model": ("", "file", "damaged", "weightless", NOT_UTF8),
+    "serve host": ("nowhere.invalid", "x" * 300, NOT_UTF8),
+    "serve kv_memory": tuple(size for size in SIZES if size != "16"),
     "generate model": ("", "nowhere", "file", "damaged", "weightless", NOT_UTF8),
     "generate prompt": (NOT_UTF8,),
     "generate device": DEVICES,
@@ -96,7 +100,7 @@ def parameters(app: typer.Typer, prefix: str = "") -> Iterator[Parameter]:
         assert command.callback is not None
         name = prefix + (command.name or command.callback.__name__)
         for parameter, hint in get_type_hints(command.callback, include_extras=True).items():
-            if parameter == "return":
+            if parameter == "return" or hint is typer.Context:
                 continue
             annotated, info = get_args(hint)
             kinds = [kind for kind in get_args(annotated) or [annotated] if kind is not type(None)]
@@ -138,6 +142,8 @@ def test_a_wrong_value_is_refused_by_name(
 ) -> None:
     needed = [option.replace("MODEL", surroundings) for option in NEEDED[parameter.command].split()]
     others = [option for option in needed if not option.startswith(f"{parameter.flag}=")]
+    if parameter.flag is None:
+        others = [option for option in others if option.startswith("--")]
     names = (parameter.flag, parameter.name) if parameter.flag else (parameter.name.rstrip("s"),)
     for value in parameter.wrong_values:
         given = f"{parameter.flag}={value}" if parameter.flag else value
@@ -150,7 +156,8 @@ def test_a_wrong_value_is_refused_by_name(
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "plan"])
 def test_what_no_command_takes_is_refused(command: str, run_command: Callable[..., Finished]) -> None:
-    exit_code, output = run_command(*command.split(), "--nothing")
+    # What serve does not know may be an option of Transformers' server, which is asked when there is a model.
+    exit_code, output = run_command(*command.split(), "--nothing", *(["MODEL"] if command == "serve" else []))
     assert exit_code == 2
     assert "--nothing" in output
 

@@ -15,7 +15,7 @@ from transformers.cli.serve import Serve
 
 from fastattention.cli.console import MESSAGES, OUTPUT
 from fastattention.cli.serve.requests import BatchedRequests
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, FastAttentionError
 from fastattention.integrations.transformers import NAME, batching
 
 
@@ -44,8 +44,10 @@ def serve(
     grace_seconds: for requests under way to finish when the server is to end
     options: of `transformers serve`
 
-    Raises ArgumentError for a port that is in use and for options that Transformers does not know.
+    Raises ArgumentError for a port that is in use, and for a model that is none or not of text alone.
     """
+    if not grace_seconds >= 0:
+        raise ArgumentError(f"grace={grace_seconds} must be a number of seconds from 0 on")
     _check_free(host, port)
     server = _load(model, host, port, options)
     [timed] = server._model_manager.loaded_models.values()
@@ -80,9 +82,11 @@ def serve(
 
 def _check_free(host: str, port: int) -> None:
     try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        raise ArgumentError(f"host={host!r}, port={port}: {error.strerror}; choose another port") from error
+        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            socket.create_server(address, family=family).close()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(f"host={host!r}, port={port} cannot be listened at: {reason}") from error
 
 
 def _load(model: str, host: str, port: int, options: Sequence[str]) -> _Server:
@@ -92,7 +96,12 @@ def _load(model: str, host: str, port: int, options: Sequence[str]) -> _Server:
     command = typer.main.get_command(app)
     given = {"continuous_batching": True, "host": host, "port": port, "non_blocking": True}
     with command.make_context("fastattention serve", [model, *options]) as context:
-        return _Server(**context.params | given)
+        try:
+            return _Server(**context.params | given)
+        except (FastAttentionError, MemoryError):
+            raise
+        except Exception as error:  # whatever a damaged file makes of readers that are not ours
+            raise ArgumentError(f"model {model!r} cannot be loaded: {error}") from error
 
 
 def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | None) -> None:

@@ -42,7 +42,6 @@ def fast_attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
-    cache: object | None = None,
     functions: Functions = AT_ONCE,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -63,12 +62,12 @@ def fast_attention_forward(
     kwargs: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of a varlen batch. Others are
         ignored, unless they would change the result.
     Returns (out, None): out is (batch_size, seqlen_q, nheads, headdim_v); there are no weights to return.
-    Raises UnsupportedError for paged caches, output_attentions and the arguments of sparse models, ArgumentError for
-    masks that do not fit.
+    Raises UnsupportedError for output_attentions and the arguments of sparse models, ArgumentError for masks that do
+    not fit.
     """
     has_more = not _MEANINGFUL.isdisjoint(kwargs)
-    if has_more or cache is not None:
-        _refuse_unsupported(cache, kwargs)
+    if has_more:
+        _refuse_unsupported(kwargs)
     if indices is not None:
         attention_mask = _selected(attention_mask, indices, query, key)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
@@ -97,9 +96,7 @@ def fast_attention_forward(
     return attend_dense(q, k, v, position_bias, scores, causal, window), None
 
 
-def _refuse_unsupported(cache: object | None, kwargs: dict[str, Any]) -> None:
-    if cache is not None:
-        raise UnsupportedError("continuous batching is not supported by fast_attention; use attn_implementation='sdpa'")
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
     for name in UNKNOWN_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedError(

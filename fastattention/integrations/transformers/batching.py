@@ -139,7 +139,7 @@ def batched_attention_forward(
     if "k_cache" not in kwargs:
         return fast_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, softcap=softcap,
-            s_aux=s_aux, cache=cache, **kwargs,
+            s_aux=s_aux, **kwargs,
         )  # fmt: skip
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # (total_q, heads, headdim)
     options = {

@@ -1,0 +1,78 @@
+"""The page of serving: continuous batching, vLLM, and a server under load."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from .markdown import number, page, ratio, seconds, table
+from .results import Result
+
+INTRODUCTION = """\
+Random weights, random prompts whose lengths grow in equal steps, greedy tokens, and the same number of new tokens for
+every request. All requests come at once. Rates are new tokens a second, from the first request to the last token;
+medians of rounds in which all lines take turns."""
+BATCHING = """\
+The best of each one's settings counts. "Beside" is memory beyond weights and cache at the peak: ours grows with the
+tokens of a batch, `sdpa`'s masks with those times the tokens of all requests."""
+BOUNDS = """\
+Bounds: the products of the prompts with the weights at the rate of one large product take {prefill}. Reading the
+weights once a token, and the keys and values of every request once a token of its own, takes {decode} at the rate of
+reading memory."""
+VLLM = """\
+vLLM with the plugin, and with its own attention, on the same load: {rates}. Same weights, same prompts, same cache."""
+SOAK = """\
+{requests} requests by {clients} clients at a time in {minutes} to `fastattention serve`, with a model of about 6M
+parameters: {ends}. None was lost, none got another answer than it should. Resident memory was {first} at most in the
+first minute, {peak} at most afterwards."""
+
+
+def build() -> str:
+    """serving.md."""
+    blocks = [INTRODUCTION]
+    for name, title in (("serving_cpu", "CPU: 100M parameters"), ("serving_gpu", "GPU: the shape of LLaMA-3-8B")):
+        result = Result.load(name)
+        device = result.gpu if name == "serving_gpu" else result.processor
+        blocks += [f"## {title}", *_batching(result), result.provenance(device)]
+    soak = Result.load("serving_soak")
+    blocks += ["## A server under load", _soak(soak), soak.provenance(soak.processor)]
+    return page("Serving", *blocks)
+
+
+def _batching(result: Result) -> list[str]:
+    data = result.data
+    rates = {_rate(data, one): one for one in data["records"]}
+    best = {
+        name: max(rate for rate, one in rates.items() if one["implementation"] == name)
+        for name in ("fast_attention", "sdpa")
+    }
+    rows = []
+    for rate, one in rates.items():
+        settings = one["settings"]
+        graphs = {True: ", CUDA graphs", False: ", no CUDA graphs", None: ""}[settings.get("use_cuda_graph")]
+        beside = f"{one['peak_bytes'] / 1e6:.0f}"
+        line = f"`{one['implementation']}`, {settings['max_batch_tokens']} tokens a batch{graphs}"
+        rows.append([line, number(rate), beside, ratio(rate / best["sdpa"])])
+    what = (
+        f"{data['requests']} requests of {data['prompts'][0]} to {data['prompts'][1]} tokens, {data['prompt_tokens']} in "
+        f"all, {data['new_tokens']} new tokens each, {data['dtype'].removeprefix('torch.')}. {BATCHING}"
+    )
+    headings = ["continuous batching with", "new tokens a second", "beside, MB", "vs the best of `sdpa`"]
+    bounds = BOUNDS.format(**{name: seconds(value) for name, value in data["bounds"].items()})
+    taken = seconds(data["requests"] * data["new_tokens"] / best["fast_attention"])
+    return [what, table(headings, rows), f"{bounds} Ours took {taken}."]
+
+
+def _rate(data: dict[str, Any], one: dict[str, Any]) -> float:
+    """New tokens a second."""
+    return float(data["requests"] * data["new_tokens"] / median(one["seconds"]))
+
+
+def _soak(result: Result) -> str:
+    data = result.data
+    kinds = {"whole": "whole answers", "stream": "streams", "left": "streams that were left", "nonsense": "nonsense"}
+    ends = ", ".join(f"{data['ends'][kind]} {name}" for kind, name in kinds.items())
+    return SOAK.format(
+        requests=data["requests"], clients=data["clients"], minutes=seconds(data["seconds"]), ends=ends,
+        first=f"{data['peak_bytes_first_minute'] / 1e6:.0f} MB", peak=f"{data['peak_bytes'] / 1e6:.0f} MB",
+    )  # fmt: skip

@@ -54,8 +54,9 @@ def on_gpu() -> Load:
     """The shape of LLaMA-3-8B in bfloat16."""
     shape = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
              "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
-    cache = {"page_size": 256, "num_blocks": 1300}
-    settings = [{**cache, "max_batch_tokens": 8192, "use_cuda_graph": graphs} for graphs in (False, True)]
+    cache = {"page_size": 256, "num_blocks": 1300, "max_requests_per_batch": 64}
+    graphs: list[bool | tuple[bool, bool]] = [False, (False, True), True]  # (False, True): of steps without prompts
+    settings = [{**cache, "max_batch_tokens": 8192, "use_cuda_graph": one} for one in graphs]
     masked = [{**cache, "max_batch_tokens": tokens, "use_cuda_graph": False} for tokens in (1024, 4096)]
     return Load(shape, torch.bfloat16, 64, (200, 4000), 128, {"fast_attention": settings, "sdpa": masked})
 

@@ -136,7 +136,7 @@ def _serve_checked(problem: Problem, serve: Callable[[Inputs], AttentionOutput],
             f"q has dtype {problem.dtype}, and backend 'cuda', which does not read them, takes float16 and bfloat16"
         )
     if problem.layout is Layout.VARLEN:
-        check_varlen_numbers(inputs, (problem.seqlen_q, problem.seqlen_k))
+        check_varlen_numbers(inputs, (problem.seqlen_q, problem.seqlen_k), rows_behind=True)
     else:
         check_cache_numbers(problem, inputs)
     return serve(inputs)

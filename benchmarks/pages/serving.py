@@ -26,6 +26,13 @@ SOAK = """\
 parameters: {ends}. None was lost, none got another answer than it should. Resident memory was {first} at most in the
 first minute, {peak} at most afterwards."""
 
+GRAPHS = {
+    "True": ", CUDA graphs of all steps",
+    "[False, True]": ", CUDA graphs of steps without prompts (default)",
+    "False": ", no CUDA graphs",
+    "None": "",
+}
+
 
 def build() -> str:
     """serving.md."""
@@ -49,13 +56,13 @@ def _batching(result: Result) -> list[str]:
     rows = []
     for rate, one in rates.items():
         settings = one["settings"]
-        graphs = {True: ", CUDA graphs", False: ", no CUDA graphs", None: ""}[settings.get("use_cuda_graph")]
+        graphs = GRAPHS[str(settings.get("use_cuda_graph"))]
         beside = f"{one['peak_bytes'] / 1e6:.0f}"
         line = f"`{one['implementation']}`, {settings['max_batch_tokens']} tokens a batch{graphs}"
         rows.append([line, number(rate), beside, ratio(rate / best["sdpa"])])
     what = (
-        f"{data['requests']} requests of {data['prompts'][0]} to {data['prompts'][1]} tokens, {data['prompt_tokens']} in "
-        f"all, {data['new_tokens']} new tokens each, {data['dtype'].removeprefix('torch.')}. {BATCHING}"
+        f"{data['requests']} requests of {data['prompts'][0]} to {data['prompts'][1]} tokens, {data['prompt_tokens']} "
+        f"in all, {data['new_tokens']} new tokens each, {data['dtype'].removeprefix('torch.')}. {BATCHING}"
     )
     headings = ["continuous batching with", "new tokens a second", "beside, MB", "vs the best of `sdpa`"]
     bounds = BOUNDS.format(**{name: seconds(value) for name, value in data["bounds"].items()})

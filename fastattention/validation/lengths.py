@@ -23,10 +23,11 @@ def are_checked(tensor: Tensor) -> bool:
     return tensor.is_cpu or config.check_numbers()
 
 
-def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> int:
+def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None, rows_behind: bool = False) -> int:
     """Longest sequence of a varlen batch, after checking that the offsets are well formed.
 
     total: tokens in the varlen tensor, which the last offset must equal; None when the tensor is paged.
+    rows_behind: whether it may also be less
     """
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
@@ -39,7 +40,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int | None) -> int:
                 f"{name} must not decrease, got {offsets[index - 1]} then {offsets[index]} at index {index}"
             )
         longest = max(longest, length)
-    if total is not None and offsets[-1] != total:
+    if total is not None and (offsets[-1] > total or (offsets[-1] < total and not rows_behind)):
         raise ArgumentError(f"{name} must end at the number of tokens, {total}, got {offsets[-1]}")
     return longest
 
@@ -113,13 +114,19 @@ def check_varlen(inputs: Inputs, max_seqlens: tuple[int | None, int | None]) -> 
     return check_varlen_numbers(inputs, (max_seqlen_q, max_seqlen_k))
 
 
-def check_varlen_numbers(inputs: Inputs, max_seqlens: tuple[int | None, int | None]) -> tuple[int, int]:
-    """Maxima of the batch, after reading and checking all offsets and page indices, on any device."""
+def check_varlen_numbers(
+    inputs: Inputs, max_seqlens: tuple[int | None, int | None], rows_behind: bool = False
+) -> tuple[int, int]:
+    """Maxima of the batch, after reading and checking all offsets and page indices, on any device.
+
+    rows_behind: whether tokens may follow the last sequence, as in CUDA graphs of batches that vary
+    """
     q, k, block_table = inputs.q, inputs.k, inputs.block_table
     assert inputs.cu_seqlens_q is not None
     assert inputs.cu_seqlens_k is not None
-    longest_q = check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, q.shape[0])
-    longest_k = check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, k.shape[0] if block_table is None else None)
+    total_k = k.shape[0] if block_table is None else None
+    longest_q = check_cu_seqlens("cu_seqlens_q", inputs.cu_seqlens_q, q.shape[0], rows_behind)
+    longest_k = check_cu_seqlens("cu_seqlens_k", inputs.cu_seqlens_k, total_k, rows_behind)
     if block_table is not None:
         seqlens = inputs.cu_seqlens_k.diff().tolist()
         check_paged_lengths("cu_seqlens_k", seqlens, block_table.shape[1] * k.shape[1])

@@ -27,13 +27,17 @@ def enabled() -> Iterator[None]:
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 256, "num_blocks": 40}, {"max_blocks_per_request": 0}], ids=str)
 @pytest.mark.parametrize(
-    "graphs", [(False, False), (True, False), (True, True)], ids=["eager", "graphs", "graphs-asynchronous"]
+    "graphs",
+    [(False, False), (True, False), (True, True), (None, None)],
+    ids=["eager", "graphs", "graphs-asynchronous", "default"],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
 def test_log_probabilities_are_as_near_to_float32_as_those_of_eager_attention(
-    name: str, dtype: torch.dtype, graphs: tuple[bool, bool], options: dict[str, Any]
+    name: str, dtype: torch.dtype, graphs: tuple[bool | None, bool | None], options: dict[str, Any]
 ) -> None:
+    if name == "gpt_oss" and dtype is torch.float16 and graphs[0] is not False:
+        pytest.skip("torch's product of experts in float16 cannot be captured")
     eager, fast = (copy.deepcopy(model).to("cuda", dtype) for model in pair(name))
     exact = copy.deepcopy(pair(name).eager).cuda()
     prompts = requests(24, longest=400)
@@ -46,9 +50,8 @@ def test_log_probabilities_are_as_near_to_float32_as_those_of_eager_attention(
     assert ours <= 1.25 * theirs
 
 
-def test_graphs_and_asynchronous_batches_are_the_default() -> None:
-    """They are for names with "flash" in them."""
+def test_graphs_of_decode_steps_and_asynchronous_batches_are_the_default() -> None:
     manager = copy.deepcopy(pair("llama").fast).to("cuda", torch.float16).init_continuous_batching()
-    assert manager.continuous_batching_config.use_cuda_graph == (True, True)
+    assert manager.continuous_batching_config.use_cuda_graph == (False, True)
     assert manager.continuous_batching_config.use_async_batching
     manager.destroy()

@@ -397,3 +397,13 @@ def test_a_backend_that_reads_numbers_off_the_cpu_reads_none_that_are_wrong(
     assert not served
     dispatch._serve_checked(problem, served.append, inputs)  # type: ignore[arg-type]
     assert served == [inputs]
+
+
+def test_off_the_cpu_rows_may_follow_the_last_sequence() -> None:
+    problem, inputs = OFF_THE_CPU["varlen"][0]
+    served: list[Inputs] = []
+    shorter = inputs._replace(cu_seqlens_q=int32(0, 2, 4))
+    dispatch._serve_checked(problem, served.append, shorter)  # type: ignore[arg-type]
+    assert served == [shorter]
+    with pytest.raises(ArgumentError, match="cu_seqlens_q must end at the number of tokens, 5, got 6"):
+        dispatch._serve_checked(problem, served.append, inputs._replace(cu_seqlens_q=int32(0, 3, 6)))  # type: ignore[arg-type]

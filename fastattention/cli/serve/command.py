@@ -18,6 +18,8 @@ from fastattention.cli.serve.requests import BatchedRequests
 from fastattention.errors import ArgumentError, FastAttentionError
 from fastattention.integrations.transformers import NAME, batching
 
+MOST_REQUESTS = 256  # at a time; CUDA graphs are padded to a power of two up to it, so more would cost all steps
+
 
 class _Server(Serve):
     """Transformers' server, which starts when it is told to."""
@@ -57,6 +59,7 @@ def serve(
     batching.enable()
     loaded.set_attn_implementation(NAME)
     config = state._cb_config or ContinuousBatchingConfig()
+    config.max_requests_per_batch = config.max_requests_per_batch or MOST_REQUESTS
     _set_memory(config, loaded, kv_memory)
     state._cb_manager = requests = BatchedRequests(loaded, config)
     state._cb_model_id = server._model_manager.process_model_name(model)

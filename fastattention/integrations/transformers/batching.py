@@ -85,6 +85,9 @@ def _allowing_decode_path(original: Callable[..., None]) -> Callable[..., None]:
     def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, user_requested: bool) -> None:
         if config._attn_implementation != BATCHED_NAME:
             original(config, cb_config, user_requested)
+        elif cb_config.use_cuda_graph is None and torch.cuda.is_available():
+            # Steps of decoding alone: batches with prompts differ too much for graphs to be used again.
+            cb_config.use_cuda_graph = (False, True)
 
     return ensure_decode_fast_path_is_available
 

@@ -1,5 +1,5 @@
 # Everything a fresh machine needs: python3 with venv, a C++ compiler and make.
-.PHONY: help demo test test-all test-deep test-ascend check docs sanitize wheels clean
+.PHONY: help demo test test-all test-deep test-ascend test-vllm check docs sanitize wheels clean
 
 VENV := .venv
 KERNELS := CMakeLists.txt $(wildcard fastattention/backends/common/*.hpp) \
@@ -27,6 +27,9 @@ test-deep: $(VENV)/.installed  ## everything there is, new random cases, 64-bit 
 test-ascend:  ## kernels for Ascend NPUs and the vendor's operators, without an NPU
 	scripts/test_ascend
 
+test-vllm:  ## the plugin inside vLLM for CPUs, in an environment of its own (3.5 GB); skipped where that cannot be had
+	plugins/vllm/test.sh
+
 check: $(VENV)/.installed  ## formatting, lint, types and prose
 	scripts/check
 
@@ -48,4 +51,4 @@ $(VENV)/.installed: pyproject.toml scripts/install $(KERNELS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-ascend .venv-docs .venv-wheels build dist fastattention/gpu_runtime/cubins
+	rm -rf plugins/vllm/.venv $(VENV) .venv-ascend .venv-docs .venv-wheels build dist fastattention/gpu_runtime/cubins

@@ -76,10 +76,12 @@ def running_server(folder: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
         assert process.stdout is not None
         found = re.search(r"http://localhost:(\d+)/v1", process.stdout.readline())
         assert found, "the server did not start"
+        # It logs every request, and a full pipe would stop it.
+        threading.Thread(target=collections.deque, args=(process.stdout, 0), daemon=True).start()
         yield process, int(found[1])
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 @contextlib.contextmanager

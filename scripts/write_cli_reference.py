@@ -60,6 +60,8 @@ def _section(name: str, function: Callable[..., Any]) -> str:
 def _rows(function: Callable[..., Any]) -> Iterator[str]:
     hints = typing.get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is typer.Context:  # no option, but those of another command
+            continue
         kind, info = typing.get_args(hints[name])
         given = [each for each in (info.default, *(info.param_decls or ())) if str(each).startswith("-")]
         option = "`, `".join(

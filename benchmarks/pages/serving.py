@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from .markdown import number, page, ratio, seconds, table
-from .results import Result
+from .results import SOURCE_URL, Result
 
 INTRODUCTION = """\
 Random weights, random prompts whose lengths grow in equal steps, greedy tokens, and the same number of new tokens for
@@ -20,7 +20,10 @@ Bounds: the products of the prompts with the weights at the rate of one large pr
 weights once a token, and the keys and values of every request once a token of its own, takes {decode} at the rate of
 reading memory."""
 VLLM = """\
-vLLM with the plugin, and with its own attention, on the same load: {rates}. Same weights, same prompts, same cache."""
+vLLM {version} for CPUs on the same load, without its compiler: with [our plugin]({plugin}) {ours} new tokens a second,
+with its own attention {theirs}, {ratio}. The second of two equal loads of a process; processes in turns
+(`python benchmarks/serving_vllm.py`)."""
+PLUGIN = f"{SOURCE_URL}/blob/main/plugins/vllm/README.md"
 SOAK = """\
 {requests} requests by {clients} clients at a time in {minutes} to `fastattention serve`, with a model of about 6M
 parameters: {ends}. None was lost, none got another answer than it should. Resident memory was {first} at most in the
@@ -40,13 +43,13 @@ def build() -> str:
     for name, title in (("serving_cpu", "CPU: 100M parameters"), ("serving_gpu", "GPU: the shape of LLaMA-3-8B")):
         result = Result.load(name)
         device = result.gpu if name == "serving_gpu" else result.processor
-        blocks += [f"## {title}", *_batching(result), result.provenance(device)]
+        blocks += [f"## {title}", *_batching(result, result.provenance(device))]
     soak = Result.load("serving_soak")
     blocks += ["## A server under load", _soak(soak), soak.provenance(soak.processor)]
     return page("Serving", *blocks)
 
 
-def _batching(result: Result) -> list[str]:
+def _batching(result: Result, provenance: str) -> list[str]:
     data = result.data
     rates = {_rate(data, one): one for one in data["records"]}
     best = {
@@ -59,15 +62,20 @@ def _batching(result: Result) -> list[str]:
         graphs = GRAPHS[str(settings.get("use_cuda_graph"))]
         beside = f"{one['peak_bytes'] / 1e6:.0f}"
         line = f"`{one['implementation']}`, {settings['max_batch_tokens']} tokens a batch{graphs}"
-        rows.append([line, number(rate), beside, ratio(rate / best["sdpa"])])
+        rows.append([line, number(rate), beside, f"{rate / best['sdpa']:.2f}x"])
     what = (
         f"{data['requests']} requests of {data['prompts'][0]} to {data['prompts'][1]} tokens, {data['prompt_tokens']} "
         f"in all, {data['new_tokens']} new tokens each, {data['dtype'].removeprefix('torch.')}. {BATCHING}"
     )
     headings = ["continuous batching with", "new tokens a second", "beside, MB", "vs the best of `sdpa`"]
-    bounds = BOUNDS.format(**{name: seconds(value) for name, value in data["bounds"].items()})
+    bounds = BOUNDS.format_map({name: seconds(value) for name, value in data["bounds"].items()})
     taken = seconds(data["requests"] * data["new_tokens"] / best["fast_attention"])
-    return [what, table(headings, rows), f"{bounds} Ours took {taken}."]
+    blocks = [what, table(headings, rows), provenance, f"{bounds} Ours took {taken}."]
+    if "vllm" in data:
+        ours, theirs = (data["vllm"]["rates"][name] for name in ("vLLM with the plugin", "vLLM"))
+        texts = {"ours": number(ours), "theirs": number(theirs), "ratio": ratio(ours / theirs)}
+        blocks.append(VLLM.format_map({**texts, "version": data["vllm"]["version"], "plugin": PLUGIN}))
+    return blocks
 
 
 def _rate(data: dict[str, Any], one: dict[str, Any]) -> float:

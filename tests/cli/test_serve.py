@@ -154,26 +154,25 @@ def test_a_chat_is_answered(server: Server, expected: list[str]) -> None:
     assert found["choices"][0]["message"]["content"].split() == expected[2].split()
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"prompt": 3}, "prompt must be a string"),
-        ({"prompt": ""}, "the prompt has 0 tokens"),
-        ({"prompt": words([3] * POSITIONS)}, f"the prompt has {POSITIONS} tokens; it must have 1 to {POSITIONS - 1}"),
-        ({"prompt": "t3", "max_tokens": "many"}, "many"),
-        ({"prompt": "t3", "max_tokens": 0}, "max_tokens=0 must be at least 1"),
-        ({"prompt": "t3", "temperature": -1}, "temperature=-1.0 must be 0 to 100"),
-        ({"prompt": "t3", "temperature": "hot"}, "hot"),
-        ({"prompt": "t3", "top_p": 0}, "top_p=0.0 must be above 0"),
-        ({"prompt": "t3", "stop": ["t4"]}, "cannot have stop"),
-        ({"prompt": "t3", "frequency_penalty": 1.0}, "cannot have frequency_penalty"),
-        ({"prompt": "t3", "generation_config": '{"num_beams": 4}'}, "cannot have num_beams"),
-        ({"prompt": "t3", "generation_config": "{"}, "JSONDecodeError"),
-        ({"prompt": "t3", "model": "another"}, "another"),
-        ({"prompt": "t3", "unheard_of": 1}, "unheard_of"),
-    ],
-    ids=str,
-)
+BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": 3}, "prompt must be a string"),
+    ({"prompt": ""}, "the prompt has 0 tokens"),
+    ({"prompt": words([3] * POSITIONS)}, f"the prompt has {POSITIONS} tokens; it must have 1 to {POSITIONS - 1}"),
+    ({"prompt": "t3", "max_tokens": "many"}, "many"),
+    ({"prompt": "t3", "max_tokens": 0}, "max_tokens=0 must be at least 1"),
+    ({"prompt": "t3", "temperature": -1}, "temperature=-1.0 must be 0 to 100"),
+    ({"prompt": "t3", "temperature": "hot"}, "hot"),
+    ({"prompt": "t3", "top_p": 0}, "top_p=0.0 must be above 0"),
+    ({"prompt": "t3", "stop": ["t4"]}, "cannot have stop"),
+    ({"prompt": "t3", "frequency_penalty": 1.0}, "cannot have frequency_penalty"),
+    ({"prompt": "t3", "generation_config": '{"num_beams": 4}'}, "cannot have num_beams"),
+    ({"prompt": "t3", "generation_config": "{"}, "JSONDecodeError"),
+    ({"prompt": "t3", "model": "another"}, "another"),
+    ({"prompt": "t3", "unheard_of": 1}, "unheard_of"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_REQUESTS, ids=[message for _, message in BAD_REQUESTS])
 def test_a_bad_request_is_refused_with_the_reason(
     server: Server, expected: list[str], body: dict[str, Any], message: str
 ) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import typer
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serve import Serve
@@ -52,17 +53,7 @@ def serve(
         raise ArgumentError(f"grace={grace_seconds} must be a number of seconds from 0 on")
     _check_free(host, port)
     server = _load(model, host, port, options)
-    [timed] = server._model_manager.loaded_models.values()
-    loaded, state = timed.model, server._generation_state
-    if not state.use_continuous_batching(loaded, server._model_manager.get_model_modality(loaded, timed.processor)):
-        raise ArgumentError(f"model {model!r} is a {type(loaded).__name__}; only models of text alone can be served")
-    batching.enable()
-    loaded.set_attn_implementation(NAME)
-    config = state._cb_config or ContinuousBatchingConfig()
-    config.max_requests_per_batch = config.max_requests_per_batch or MOST_REQUESTS
-    _set_memory(config, loaded, kv_memory)
-    state._cb_manager = requests = BatchedRequests(loaded, config)
-    state._cb_model_id = server._model_manager.process_model_name(model)
+    requests = _start_batch(server, model, kv_memory)
     _refuse_wrong_values(server.server.config.app)
 
     wanted = threading.Event()
@@ -74,10 +65,8 @@ def serve(
     if thread.is_alive():
         port = server.server.servers[0].sockets[0].getsockname()[1]
         OUTPUT.print(
-            f"serving {model} at http://{host}:{port}/v1: {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}, "
-            f"keys and values of {requests.capacity} tokens, at most {requests.longest} a request",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"serving {model} at http://{host}:{port}/v1: {requests.description}", markup=False, soft_wrap=True
+        )
     while thread.is_alive() and not wanted.wait(0.2):
         pass
     _end(server, requests, thread, grace_seconds)
@@ -107,12 +96,28 @@ def _load(model: str, host: str, port: int, options: Sequence[str]) -> _Server:
             raise ArgumentError(f"model {model!r} cannot be loaded: {error}") from error
 
 
+def _start_batch(server: _Server, model: str, kv_memory: int | None) -> BatchedRequests:
+    """What the server asks for text, instead of what it would make itself at the first request."""
+    [timed] = server._model_manager.loaded_models.values()
+    loaded, state = timed.model, server._generation_state
+    if not state.use_continuous_batching(loaded, server._model_manager.get_model_modality(loaded, timed.processor)):
+        raise ArgumentError(f"model {model!r} is a {type(loaded).__name__}; only models of text alone can be served")
+    batching.enable()
+    loaded.set_attn_implementation(NAME)
+    config = state._cb_config or ContinuousBatchingConfig()
+    config.max_requests_per_batch = config.max_requests_per_batch or MOST_REQUESTS
+    _set_memory(config, loaded, kv_memory)
+    state._cb_manager = requests = BatchedRequests(loaded, config)
+    state._cb_model_id = server._model_manager.process_model_name(model)
+    return requests
+
+
 def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | None) -> None:
     """Blocks of the cache by its size in bytes."""
     if kv_memory is None:
         if model.device.type != "cpu" or config.num_blocks is not None:
             return
-        kv_memory = _free_memory() // 4
+        kv_memory = psutil.virtual_memory().available // 4
     text = model.config.get_text_config()
     headdim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     nheads_k = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -122,12 +127,6 @@ def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | N
     config.num_blocks = kv_memory // block
     config.max_batch_tokens = config.max_batch_tokens or min(2048, config.num_blocks * config.page_size)
     config.max_memory_percent = config.max_memory_percent or 1.0
-
-
-def _free_memory() -> int:
-    """Bytes of host memory that programs may take."""
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
 def _refuse_wrong_values(app: Any) -> None:

@@ -46,7 +46,10 @@ class BatchedRequests(CBGenerateManager):
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         capacity = longest_request(manager.batch_processor.cache)
         self.longest: int = capacity if positions is None else min(capacity, positions)  # tokens of prompt and answer
-        self.capacity: int = manager.batch_processor.cache.max_tokens_read  # tokens of all requests
+        self.description = (
+            f"{model.device}, {str(model.dtype).removeprefix('torch.')}, keys and values of "
+            f"{manager.batch_processor.cache.max_tokens_read} tokens, at most {self.longest} a request"
+        )
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         """Nothing: the batch was started before the first request."""

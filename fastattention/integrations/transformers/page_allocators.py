@@ -16,7 +16,9 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 class FullPages(FullAttentionCacheAllocator):
     """Pages of the layers that see all tokens: page i of a request holds its tokens from i * tokens_per_page on."""
 
-    _table: Tensor  # of the forward pass under way
+    # Of the forward pass under way: the block table, and the tokens before each new one in a step of one token each.
+    _table: Tensor
+    _seqlens: Tensor
 
     def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """Numbers of the pages that hold what the queries see, in `get_cache_for_block_table`'s views."""

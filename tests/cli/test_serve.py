@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TemperatureLogitsWarper
 from word_model import save_word_model, words
+
+from fastattention.cli.serve import requests
 
 VOCABULARY, POSITIONS = 200, 512
 Answer = tuple[int, Any]  # HTTP status and JSON
@@ -48,11 +50,14 @@ class Server(NamedTuple):
         return text
 
     @contextlib.contextmanager
-    def stream(self, path: str = "/v1/completions", **body: Any) -> Iterator[http.client.HTTPResponse]:
-        """The response to a request, of which nothing is read."""
+    def stream(
+        self, path: str = "/v1/completions", name: str | None = None, **body: Any
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The response to a request, of which nothing is read. name: its X-Request-ID."""
         with contextlib.closing(http.client.HTTPConnection("localhost", self.port, timeout=60)) as connection:
             text = body["text"] if "text" in body else json.dumps({**body, "stream": True})
-            connection.request("POST", path, text, {"content-type": "application/json"})
+            headers = {"content-type": "application/json"} | ({} if name is None else {"X-Request-ID": name})
+            connection.request("POST", path, text, headers)
             with connection.getresponse() as response:
                 yield response
 
@@ -138,6 +143,42 @@ def test_requests_at_once_get_what_each_asks_for(server: Server, expected: list[
     assert found[2::3] == expected
 
 
+NOTHING_ASKED = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "stop": [], "logprobs": None, "user": "me"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0}, {"temperature": 1e-40}, NOTHING_ASKED, {"generation_config": '{"top_p": 1.0}'}],
+    ids=str,
+)
+def test_what_asks_for_nothing_else_is_greedy(server: Server, expected: list[str], options: dict[str, Any]) -> None:
+    assert [server.complete(prompt, **options) for prompt in prompts()] == expected
+
+
+def test_a_temperature_samples_though_the_model_is_greedy_by_default(server: Server, expected: list[str]) -> None:
+    found = [server.complete(prompt, temperature=5.0) for prompt in prompts()]
+    assert sum(one != other for one, other in zip(found, expected, strict=True)) > 4
+
+
+def test_of_equal_scores_the_first_is_greedy() -> None:
+    scores = torch.tensor([[1.0, 3.0, 3.0], [2.0, 4.0, 4.0]])
+    temperatures = torch.tensor([requests.GREEDY, 2.0, 7.0]).view(torch.int32)
+    processor = requests._Temperature(TemperatureLogitsWarper(0.5))  # type: ignore[arg-type]
+    assert torch.equal(processor(scores, temperatures), torch.tensor([[-torch.inf, 3, -torch.inf], [1, 2, 2]]))
+
+
+def test_clients_may_choose_the_same_name(server: Server, expected: list[str]) -> None:
+    def ask(prompt: list[int]) -> str:
+        with server.stream(name="same", prompt=words(prompt), max_tokens=8, temperature=0.0) as response:
+            lines = response.read().decode().splitlines()
+        pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        return "".join(piece["choices"][0]["text"] for piece in pieces)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, prompts()))
+    assert [one.split() for one in found] == [one.split() for one in expected]
+
+
 def test_a_stream_says_the_same_in_pieces(server: Server, expected: list[str]) -> None:
     with server.stream(prompt=words(prompts()[4]), max_tokens=8, temperature=0.0) as response:
         lines = response.read().decode().splitlines()
@@ -166,6 +207,11 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "t3", "stop": ["t4"]}, "cannot have stop"),
     ({"prompt": "t3", "frequency_penalty": 1.0}, "cannot have frequency_penalty"),
     ({"prompt": "t3", "generation_config": '{"num_beams": 4}'}, "cannot have num_beams"),
+    ({"prompt": "t3", "n": 3}, "cannot have n;"),
+    ({"prompt": "t3", "logprobs": 1}, "cannot have logprobs"),
+    ({"prompt": "t3", "presence_penalty": 0.5}, "cannot have presence_penalty"),
+    ({"prompt": "t3", "seed": 3}, "cannot have seed"),
+    ({"prompt": "t3", "logit_bias": {"t4": 3}}, "logit_bias"),
     ({"prompt": "t3", "generation_config": "{"}, "JSONDecodeError"),
     ({"prompt": "t3", "model": "another"}, "another"),
     ({"prompt": "t3", "unheard_of": 1}, "unheard_of"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -14,11 +17,12 @@ import typer
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serve import Serve
 
-from fastattention.cli.console import MESSAGES, OUTPUT
-from fastattention.cli.serve.requests import BatchedRequests
+from fastattention.cli.console import MESSAGES, OUTPUT, check_model_folder
+from fastattention.cli.serve.requests import BatchedRequests, refuse_ignored
 from fastattention.errors import ArgumentError, FastAttentionError
 from fastattention.integrations.transformers import NAME, batching
 
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?(:[\w./-]+)?", re.ASCII)  # with a revision, or a GGUF file
 MOST_REQUESTS = 256  # at a time; CUDA graphs are padded to a power of two up to it, so more would cost all steps
 
 
@@ -51,10 +55,13 @@ def serve(
     """
     if not grace_seconds >= 0:
         raise ArgumentError(f"grace={grace_seconds} must be a number of seconds from 0 on")
+    _check_model(model)
     _check_free(host, port)
     server = _load(model, host, port, options)
     requests = _start_batch(server, model, kv_memory)
     _refuse_wrong_values(server.server.config.app)
+    for handler in (server._chat_handler, server._completion_handler, server._response_handler):
+        refuse_ignored(handler)
 
     wanted = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,6 +69,9 @@ def serve(
     thread = server.start()
     while not server.server.started and thread.is_alive():
         time.sleep(0.01)
+    if not server.server.started:
+        requests.fail_all()
+        raise ArgumentError(f"the server did not start at host={host!r}, port={port}; its log says why")
     if thread.is_alive():
         port = server.server.servers[0].sockets[0].getsockname()[1]
         OUTPUT.print(
@@ -70,6 +80,15 @@ def serve(
     while thread.is_alive() and not wanted.wait(0.2):
         pass
     _end(server, requests, thread, grace_seconds)
+
+
+def _check_model(model: str) -> None:
+    """Before the hub is asked for what cannot be there."""
+    folder = Path(model)
+    if model and folder.is_dir():
+        check_model_folder(folder)
+    elif folder.exists() or not HUB_NAME.fullmatch(model):
+        raise ArgumentError(f"model {model!r} is neither a folder nor a name on the hub, such as org/name")
 
 
 def _check_free(host: str, port: int) -> None:
@@ -107,7 +126,14 @@ def _start_batch(server: _Server, model: str, kv_memory: int | None) -> BatchedR
     config = state._cb_config or ContinuousBatchingConfig()
     config.max_requests_per_batch = config.max_requests_per_batch or MOST_REQUESTS
     _set_memory(config, loaded, kv_memory)
-    state._cb_manager = requests = BatchedRequests(loaded, config)
+    try:
+        state._cb_manager = requests = BatchedRequests(loaded, config)
+    except (FastAttentionError, MemoryError):
+        raise
+    except Exception as error:  # what Transformers cannot batch
+        raise ArgumentError(f"model {model!r} cannot be batched: {error}") from error
+    if requests.left_out:
+        MESSAGES.print(f"batched requests leave out what the model asks for: {', '.join(requests.left_out)}")
     state._cb_model_id = server._model_manager.process_model_name(model)
     return requests
 
@@ -132,11 +158,13 @@ def _set_memory(config: ContinuousBatchingConfig, model: Any, kv_memory: int | N
 def _refuse_wrong_values(app: Any) -> None:
     """Values of a wrong type are the client's fault: 400 with what was wrong, not 500."""
     from fastapi.responses import JSONResponse
+    from jinja2.exceptions import TemplateError
 
     async def refuse(_: Any, error: Exception) -> JSONResponse:
+        logging.getLogger("uvicorn.error").info("refused", exc_info=error)  # or a fault of ours would leave no trace
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)
 
-    for kind in (ValueError, TypeError, KeyError, AttributeError):
+    for kind in (ValueError, TypeError, LookupError, AttributeError, OverflowError, TemplateError):
         app.add_exception_handler(kind, refuse)
 
 

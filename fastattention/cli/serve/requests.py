@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -19,13 +20,19 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import CBGenerateManager
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingTemperatureLogitsWarper,
     ContinuousBatchingTopKLogitsWarper,
     ContinuousBatchingTopPLogitsWarper,
 )
 
-GREEDY = 1e-30  # a temperature that leaves nothing but the largest score, and 1 / GREEDY times a score finite
-# What a request may ask for; Transformers sets use_cache itself.
-ALLOWED = frozenset({"max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "use_cache", "eos_token_id"})
+GREEDY = 1e-30  # stands for temperature 0: the largest score alone, the first of several
+# What a request may ask for; Transformers sets use_cache and cache_implementation itself.
+ALLOWED = frozenset({"max_new_tokens", "eos_token_id", "temperature", "top_p", "top_k", "do_sample", "use_cache",
+                     "cache_implementation"})  # fmt: skip
+NAMES = {"repetition_penalty": "frequency_penalty", "stop_strings": "stop", "sequence_bias": "logit_bias"}
+# Of the fields that Transformers' server ignores: those that change no answer, and values that ask for nothing.
+HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"})
+NOTHING: tuple[Any, ...] = (None, 0, "auto", "none", [], {}, {"type": "text"}, ["text"])
 
 
 class BatchedRequests(CBGenerateManager):
@@ -36,13 +43,19 @@ class BatchedRequests(CBGenerateManager):
         super().__init__(config)
         self._defaults = model.generation_config
         vocab_size = model.config.get_text_config().vocab_size
+        processors = model._get_logits_processor(_sampling(self._defaults))
+        self.left_out = [
+            type(one).__name__ for one in processors if not getattr(one, "supports_continuous_batching", True)
+        ]
         config.per_request_processors = True
         manager = model.init_continuous_batching(_sampling(self._defaults), config)
         _skip_what_is_off(manager.logit_processor.logits_processor, vocab_size)
         manager.warmup()
         manager.start()
         self._cb = manager
+        _try(manager)
         self._vocab_size = vocab_size
+        self._count = itertools.count()
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         capacity = longest_request(manager.batch_processor.cache)
         self.longest: int = capacity if positions is None else min(capacity, positions)  # tokens of prompt and answer
@@ -64,7 +77,7 @@ class BatchedRequests(CBGenerateManager):
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], Any]:
         """As Transformers', with this request's own sampling. Raises HTTPException (400) for what cannot be served."""
-        one = self._request(inputs, gen_config)
+        one, request_id = self._request(inputs, gen_config, request_id)
         return CBGenerateManager.generate_streaming(
             one, model, processor, inputs, gen_config, request_id, response_parser
         )
@@ -73,7 +86,7 @@ class BatchedRequests(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Likewise; 503 for a request that ends with the server."""
-        one = self._request(inputs, gen_config)
+        one, request_id = self._request(inputs, gen_config, request_id)
         try:
             return await CBGenerateManager.generate_non_streaming(one, model, processor, inputs, gen_config, request_id)
         except RuntimeError as error:
@@ -84,19 +97,24 @@ class BatchedRequests(CBGenerateManager):
         assert self._cb is not None
         self._cb.stop(block=True, timeout=10, hard_stop=True)
 
-    def _request(self, inputs: Any, gen_config: GenerationConfig) -> CBGenerateManager:
-        """A manager for one request, whose length and sampling are checked; its answer is shortened to the room."""
+    def _request(self, inputs: Any, gen_config: GenerationConfig, request_id: str) -> tuple[CBGenerateManager, str]:
+        """A manager for one request, whose length and sampling are checked; its answer is shortened to the room.
+
+        And the request's name in the batch: clients choose request_id, and may choose the same.
+        """
         refuse_unknown(gen_config, self._defaults)
         given = len(inputs["input_ids"])
         room = self.longest - given
         if not 1 <= given < self.longest:
             raise HTTPException(400, f"the prompt has {given} tokens; it must have 1 to {self.longest - 1}")
-        if gen_config.max_new_tokens < 1:
-            raise HTTPException(400, f"max_tokens={gen_config.max_new_tokens} must be at least 1")
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens, room)
+        wanted = room if gen_config.max_new_tokens is None else int(gen_config.max_new_tokens)
+        if wanted < 1:
+            raise HTTPException(400, f"max_tokens={wanted} must be at least 1")
+        gen_config.max_new_tokens = min(wanted, room)
         one = CBGenerateManager(self._cb_config)
-        one._cb = _Manager(self._cb, sampling_of(gen_config, self._vocab_size))  # type: ignore[assignment]
-        return one
+        sampling = sampling_of(gen_config, self._defaults, self._vocab_size)
+        one._cb = _Manager(self._cb, sampling)  # type: ignore[assignment]
+        return one, f"{request_id}#{next(self._count)}"
 
 
 class _Manager:
@@ -110,15 +128,30 @@ class _Manager:
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
         """The request's id. Raises HTTPException (503) where no requests are taken any more."""
-        request_id: str | None = self._manager.add_request(*args, **kwargs, **self._sampling)
-        if request_id is None:
+        given: str | None = None
+        try:
+            given = self._manager.add_request(*args, **kwargs, **self._sampling)
+        finally:
+            if given is None:
+                self._forget(kwargs["request_id"])
+        if given is None:
             raise HTTPException(503, "the server is stopping")
-        return request_id
+        return given
+
+    def cancel_request(self, request_id: str) -> None:
+        """Of a client that has left: nobody waits for its output."""
+        self._manager.cancel_request(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        with self._manager.output_router._lock:
+            self._manager.output_router.result_handlers.pop(request_id, None)
 
 
-def sampling_of(gen_config: GenerationConfig, vocab_size: int) -> dict[str, float | int]:
+def sampling_of(gen_config: GenerationConfig, defaults: GenerationConfig, vocab_size: int) -> dict[str, float | int]:
     """temperature, top_p and top_k of a request, with values that turn off what it does not ask for.
 
+    A request samples if the model does by default, or if it asks for another value of one of the three.
     Raises HTTPException (400) for values out of range.
     """
     temperature = 1.0 if gen_config.temperature is None else float(gen_config.temperature)
@@ -130,7 +163,10 @@ def sampling_of(gen_config: GenerationConfig, vocab_size: int) -> dict[str, floa
         raise HTTPException(400, f"top_p={top_p} must be above 0 and at most 1")
     if type(top_k) is not int or top_k < 1:
         raise HTTPException(400, f"top_k={gen_config.top_k!r} must be an integer from 0 on; 0 takes all tokens")
-    if not gen_config.do_sample or temperature == 0.0:
+    asks = (gen_config.temperature, gen_config.top_p or 1.0, gen_config.top_k or vocab_size) != (
+        defaults.temperature, defaults.top_p or 1.0, defaults.top_k or vocab_size
+    )  # fmt: skip
+    if temperature < 1e-5 or not (gen_config.do_sample or asks):
         return {"temperature": GREEDY, "top_p": 1.0, "top_k": vocab_size}
     return {"temperature": temperature, "top_p": top_p, "top_k": min(top_k, vocab_size)}
 
@@ -139,11 +175,34 @@ def refuse_unknown(gen_config: GenerationConfig, defaults: GenerationConfig) -> 
     """Raises HTTPException (400) where a request asks for more than sampling, which a batch would ignore."""
     usual = [one.to_dict() for one in (defaults, GenerationConfig())]  # type: ignore[no-untyped-call]
     given = {name: value for name, value in gen_config.to_dict().items() if not name.startswith("_")}
-    changed = {name for name, value in given.items() if all(value != one.get(name) for one in usual)} - ALLOWED
+    if given.get("repetition_penalty") == 1.0:  # none: Transformers makes it of frequency_penalty=0
+        del given["repetition_penalty"]
+    changed = [
+        name
+        for name, value in given.items()
+        if name not in ALLOWED and value not in (None, [], {}) and all(value != one.get(name) for one in usual)
+    ]
     if changed:
-        names = {"repetition_penalty": "frequency_penalty", "stop_strings": "stop"}
-        listed = ", ".join(sorted(names.get(name, name) for name in changed))
+        listed = ", ".join(sorted(NAMES.get(name, name) for name in changed))
         raise HTTPException(400, f"batched requests cannot have {listed}; leave it out")
+
+
+def refuse_ignored(handler: Any) -> None:
+    """Makes a handler of Transformers' server refuse (400) what it would ignore, and seeds, which would be for all."""
+    validate = handler._validate_request
+
+    def validate_request(body: dict[str, Any]) -> None:
+        validate(body)
+        fields = ((handler._unused_fields | {"logit_bias"}) - HARMLESS) & body.keys()
+        ignored = sorted(
+            name for name in fields if body[name] not in NOTHING and not (name in ("n", "best_of") and body[name] == 1)
+        )
+        if body.get("seed") is not None:
+            ignored.append("seed")
+        if ignored:
+            raise HTTPException(400, f"batched requests cannot have {', '.join(ignored)}; leave it out")
+
+    handler._validate_request = validate_request
 
 
 def longest_request(cache: Any) -> int:
@@ -154,6 +213,17 @@ def longest_request(cache: Any) -> int:
         return sum(math.ceil(math.ceil(tokens / one.tokens_per_page) / one.blocks_per_sector) for one in allocators)
 
     return bisect.bisect_right(range(cache.max_tokens_read + 1), cache.num_sectors, key=sectors) - 1
+
+
+def _try(manager: Any) -> None:
+    """Generates a token: what Transformers cannot batch, it says only then. Raises RuntimeError with its reason."""
+    manager.add_request([1, 1], request_id="trial", max_new_tokens=1, temperature=GREEDY, top_p=1.0, top_k=1)
+    while (result := manager.get_result(timeout=1.0)) is None:
+        if not manager.is_running():
+            raise RuntimeError(f"{manager.background_thread_status.fatal_error}")
+    if result.error is not None:
+        manager.stop(block=True, hard_stop=True)
+        raise RuntimeError(result.error)
 
 
 def _sampling(defaults: GenerationConfig) -> GenerationConfig:
@@ -170,10 +240,27 @@ def _skip_what_is_off(processors: list[Any], vocab_size: int) -> None:
     for index, processor in enumerate(processors):
         if isinstance(processor, ContinuousBatchingTopKLogitsWarper):
             processors[index] = _WhereNeeded(processor, vocab_size)
+        elif isinstance(processor, ContinuousBatchingTemperatureLogitsWarper):
+            processors[index] = _Temperature(processor)
         elif isinstance(processor, ContinuousBatchingTopPLogitsWarper):
             processors[index] = _WhereNeeded(
                 processor, torch.ones((), dtype=torch.float32, device="cpu").view(torch.int32)
             )
+
+
+class _Temperature(ContinuousBatchingTemperatureLogitsWarper):
+    """Transformers', but GREEDY rows keep only the first of their largest scores: half types often have several."""
+
+    def __init__(self, processor: ContinuousBatchingTemperatureLogitsWarper) -> None:
+        self.temperature = processor.temperature
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """Scores (tokens, vocab_size), by the temperature of each."""
+        temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
+        greedy = temperatures < 1e-5
+        places = torch.arange(scores.shape[1], device=scores.device)
+        others = greedy & (places != scores.argmax(dim=1, keepdim=True))
+        return (scores / torch.where(greedy, 1.0, temperatures)).masked_fill(others, -torch.inf)
 
 
 class _WhereNeeded(ContinuousBatchingLogitsProcessor):

@@ -34,6 +34,11 @@ class FullPages(FullAttentionCacheAllocator):
         entries = torch.tensor(pages, dtype=block_table.dtype, device="cpu")
         block_table[: len(pages)].copy_(entries, non_blocking=True)
 
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """As theirs, which an asynchronous batch may ask of a request that was cancelled meanwhile."""
+        if request_id in self.block_table:
+            super().mark_complete_blocks(request_id, token_ids, new_new_blocks)
+
     def prepare(self, layer_idx: int, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
         """Puts into kwargs what attention needs to read this layer's pages, and stores the tokens if it does not.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import signal
@@ -92,9 +93,16 @@ def _check_model(model: str) -> None:
 
 
 def _check_free(host: str, port: int) -> None:
+    """A name may stand for addresses that this machine has not: one that it has is enough."""
     try:
-        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            socket.create_server(address, family=family).close()
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for index, (family, *_, address) in enumerate(addresses, start=1):
+            try:
+                socket.create_server(address, family=family).close()
+                return
+            except OSError as error:
+                if index == len(addresses) or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError(f"host={host!r}, port={port} cannot be listened at: {reason}") from error

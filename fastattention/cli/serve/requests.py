@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import bisect
 import copy
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,12 +124,26 @@ class _Manager:
 
     def __init__(self, manager: Any, sampling: dict[str, float | int]) -> None:
         self._manager, self._sampling = manager, sampling
+        self._add: Callable[[], str] | None = None  # a streamed request, until somebody takes its output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
     def add_request(self, *args: Any, **kwargs: Any) -> str:
         """The request's id. Raises HTTPException (503) where no requests are taken any more."""
+        if kwargs["streaming"]:
+            self._add = functools.partial(self._add_now, *args, **kwargs)
+            request_id: str = kwargs["request_id"]
+            return request_id
+        return self._add_now(*args, **kwargs)
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Of a streamed request, which Transformers' server registers after it has added it."""
+        self._manager.register_result_handler(request_id, callback)
+        if self._add is not None:
+            self._add()
+
+    def _add_now(self, *args: Any, **kwargs: Any) -> str:
         given: str | None = None
         try:
             given = self._manager.add_request(*args, **kwargs, **self._sampling)

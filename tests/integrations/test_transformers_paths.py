@@ -206,7 +206,6 @@ class Layer(nn.Module):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "paged cache": ({"cache": object()}, UnsupportedError, "continuous batching"),
     "indices without a mask": ({"indices": torch.zeros(2, 6, 3)}, UnsupportedError, r"indices of shape \(2, 6, 3\)"),
     "indices of other queries": (
         {"indices": torch.zeros(2, 5, 3), "attention_mask": torch.zeros(2, 1, 6, 6)},

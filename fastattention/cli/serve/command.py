@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import re
@@ -9,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,20 @@ def _load(model: str, host: str, port: int, options: Sequence[str]) -> _Server:
     app.command()(Serve)
     command = typer.main.get_command(app)
     given = {"continuous_batching": True, "host": host, "port": port, "non_blocking": True}
-    with command.make_context("fastattention serve", [model, *options]) as context:
-        try:
-            return _Server(**context.params | given)
-        except (FastAttentionError, MemoryError):
-            raise
-        except Exception as error:  # whatever a damaged file makes of readers that are not ours
-            raise ArgumentError(f"model {model!r} cannot be loaded: {error}") from error
+    context = command.make_context("fastattention serve", [model, *options])
+    with context, _failing_as(f"model {model!r} cannot be loaded"):
+        return _Server(**context.params | given)
+
+
+@contextlib.contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    """Whatever a damaged or unusual model makes of code that is not ours, as an ArgumentError."""
+    try:
+        yield
+    except (FastAttentionError, MemoryError):
+        raise
+    except Exception as error:
+        raise ArgumentError(f"{what}: {error}") from error
 
 
 def _start_batch(server: _Server, model: str, kv_memory: int | None) -> BatchedRequests:
@@ -134,12 +142,8 @@ def _start_batch(server: _Server, model: str, kv_memory: int | None) -> BatchedR
     config = state._cb_config or ContinuousBatchingConfig()
     config.max_requests_per_batch = config.max_requests_per_batch or MOST_REQUESTS
     _set_memory(config, loaded, kv_memory)
-    try:
+    with _failing_as(f"model {model!r} cannot be batched"):
         state._cb_manager = requests = BatchedRequests(loaded, config)
-    except (FastAttentionError, MemoryError):
-        raise
-    except Exception as error:  # what Transformers cannot batch
-        raise ArgumentError(f"model {model!r} cannot be batched: {error}") from error
     if requests.left_out:
         MESSAGES.print(f"batched requests leave out what the model asks for: {', '.join(requests.left_out)}")
     state._cb_model_id = server._model_manager.process_model_name(model)

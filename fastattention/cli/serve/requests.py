@@ -12,7 +12,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,12 +45,14 @@ class BatchedRequests(CBGenerateManager):
         super().__init__(config)
         self._defaults = model.generation_config
         vocab_size = model.config.get_text_config().vocab_size
-        processors = model._get_logits_processor(_sampling(self._defaults))
+        self._usual = [one.to_dict() for one in (self._defaults, GenerationConfig())]  # type: ignore[no-untyped-call]
+        sampling = _sampling(self._defaults)
+        processors = model._get_logits_processor(sampling)
         self.left_out = [
             type(one).__name__ for one in processors if not getattr(one, "supports_continuous_batching", True)
         ]
         config.per_request_processors = True
-        manager = model.init_continuous_batching(_sampling(self._defaults), config)
+        manager = model.init_continuous_batching(sampling, config)
         _skip_what_is_off(manager.logit_processor.logits_processor, vocab_size)
         manager.warmup()
         manager.start()
@@ -104,7 +106,7 @@ class BatchedRequests(CBGenerateManager):
 
         And the request's name in the batch: clients choose request_id, and may choose the same.
         """
-        refuse_unknown(gen_config, self._defaults)
+        refuse_unknown(gen_config, self._usual)
         given = len(inputs["input_ids"])
         room = self.longest - given
         if not 1 <= given < self.longest:
@@ -187,9 +189,11 @@ def sampling_of(gen_config: GenerationConfig, defaults: GenerationConfig, vocab_
     return {"temperature": temperature, "top_p": top_p, "top_k": min(top_k, vocab_size)}
 
 
-def refuse_unknown(gen_config: GenerationConfig, defaults: GenerationConfig) -> None:
-    """Raises HTTPException (400) where a request asks for more than sampling, which a batch would ignore."""
-    usual = [one.to_dict() for one in (defaults, GenerationConfig())]  # type: ignore[no-untyped-call]
+def refuse_unknown(gen_config: GenerationConfig, usual: Sequence[dict[str, Any]]) -> None:
+    """Raises HTTPException (400) where a request asks for more than sampling, which a batch would ignore.
+
+    usual: configurations that ask for nothing: the model's and Transformers' own
+    """
     given = {name: value for name, value in gen_config.to_dict().items() if not name.startswith("_")}
     if given.get("repetition_penalty") == 1.0:  # none: Transformers makes it of frequency_penalty=0
         del given["repetition_penalty"]

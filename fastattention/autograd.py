@@ -59,6 +59,7 @@ def gradients_by_torch(problem: Problem, inputs: Inputs, grads: OutputGradients)
 # The fields of Inputs that are arguments of the operators `attention` and `attention_backward`, in their order.
 OPERATOR_TENSORS = (
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", "alibi_slopes", "attn_bias", "sinks", "dropout_seed",
+    "block_mask",
 )  # fmt: skip
 
 
@@ -103,6 +104,6 @@ def _gradients_by_operator(
     found = torch.ops.fastattention.attention_backward(
         *grads, *(getattr(inputs, name) for name in OPERATOR_TENSORS), result.out, result.lse, *longest,
         problem.softmax_scale, False, problem.window_left, problem.window_right, problem.softcap, problem.dropout_p,
-        problem.deterministic, " ".join(problem.grads), backend.name,
+        problem.deterministic, *(problem.block_size or (0, 0)), " ".join(problem.grads), backend.name,
     )  # fmt: skip
     return dict(zip(problem.grads, found, strict=True))

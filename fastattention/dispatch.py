@@ -34,7 +34,7 @@ class Explanation(NamedTuple):
     """Which backend serves a call, every backend's reason, and the call's main-memory traffic. `print` shows a table.
 
     `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, or for a call
-    with attn_bias.
+    with attn_bias or block_mask.
     """
 
     problem: Problem
@@ -228,7 +228,10 @@ def prefill_signature(
 ) -> CallSignature | None:
     """`signature_of` a call without a cache; maxima that are no integers are read in every call."""
     if max_seqlens is None:
-        tensors = (given.q, given.k, given.v, given.alibi_slopes, given.attn_bias, given.sinks, given.dropout_seed)
+        tensors = (
+            given.q, given.k, given.v, given.alibi_slopes, given.attn_bias, given.sinks, given.dropout_seed,
+            given.block_mask,
+        )  # fmt: skip
         return signature_of(tensors, backend, options)
     longest = tuple([length if type(length) is int else None for length in max_seqlens])
     return signature_of(given, backend, options, longest)

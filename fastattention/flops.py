@@ -1,6 +1,7 @@
 """Floating-point operations of the operators, for torch.utils.flop_counter, counted as torch counts its own attention.
 
-Masks do not lessen them: torch counts causal attention, windows and biases as full attention. Sequences of a varlen
+Masks do not lessen them: torch counts causal attention, windows and biases as full attention, and so we count block
+masks. Sequences of a varlen
 batch count with their own lengths, and those of a cache with the tokens that it holds after the call.
 """
 
@@ -22,13 +23,13 @@ def register() -> None:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **_: Any) -> int:
-    cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k) = arguments[0], arguments[1], arguments[7:9]
+    cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k) = arguments[0], arguments[1], arguments[8:10]
     pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])  # q @ k^T and weights @ v
 
 
 def _attention_backward(_: Any, __: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **___: Any) -> int:
-    cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k) = arguments[0], arguments[1], arguments[9:11]
+    cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k) = arguments[0], arguments[1], arguments[10:12]
     pairs = _pairs(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return 2 * pairs * q.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])  # the scores again, then dV, dP, dQ, dK
 

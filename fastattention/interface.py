@@ -34,6 +34,12 @@ Shared arguments beyond flash-attn's, keyword-only:
     (batch_size, nheads, seqlen_q, seqlen_k), for varlen calls to (nheads, total_q, max_seqlen_k).
 - `sinks`: float (nheads,), one logit a head that takes part in the softmax without a value. lse includes it, so a row
     without keys has lse = sink.
+- `block_mask`: bool (batch_size or 1, nheads or 1, seqlen_q / block_m, seqlen_k / block_n), rounded up: True where a
+    block of scores is kept. Blocks are counted from query 0 and key 0; of varlen calls each sequence has its own, and
+    the last two sizes are those of the longest. Exact: scores outside kept blocks are hidden, and kernels skip them.
+    It joins the other masks. A dense call also takes a `BlockMask` of torch.nn.attention.flex_attention whose mask_mod
+    is a causal mask or a window. `fastattention.sparse` makes masks. Not for caches.
+- `block_size`: (block_m, block_n) in tokens, or one number for both; multiples of 64. Default 128.
 - `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
     natural logarithm of the softmax's denominator, which `merge_attn_states` needs.
 - `backend`: "auto", or the name of the only backend to use (`fastattention info` lists them).
@@ -57,7 +63,7 @@ every backend's reason when none can serve the call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -77,9 +83,13 @@ from fastattention.eager import runs_eagerly
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs
 from fastattention.validation import KvCacheArguments
+from fastattention.validation.blocks import BlockSize, read_block_mask
 from fastattention.validation.common import Options, is_functionalizing, read_options, require_tensor
 from fastattention.validation.kinds import check_kinds, check_readable
 from fastattention.validation.prefill import MaxSeqlens
+
+if TYPE_CHECKING:  # its import takes seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
 WindowSize = Sequence[int] | Tensor
 
@@ -99,6 +109,8 @@ def fast_attn_func(
     *,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    block_mask: Tensor | BlockMask | None = None,
+    block_size: BlockSize = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
@@ -117,8 +129,13 @@ def fast_attn_func(
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs
     )
-    seed = _dropout_seed(q) if options.dropout_p else None
-    given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=seed)
+    blocks: Tensor | None = None
+    if block_mask is not None or block_size is not None:
+        blocks, options = read_block_mask(block_mask, block_size, q, k, options)
+    given = Inputs(
+        q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks,
+        dropout_seed=_dropout_seed(q) if options.dropout_p else None, block_mask=blocks,
+    )  # fmt: skip
     result = _attend(given, None, options, backend, return_attn_probs)
     return _returned(result, return_lse, return_attn_probs) if with_lse else result.out
 
@@ -197,6 +214,8 @@ def fast_attn_varlen_func(
     *,
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    block_size: BlockSize = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
@@ -220,9 +239,11 @@ def fast_attn_varlen_func(
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs
     )
+    if block_mask is not None or block_size is not None:
+        block_mask, options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
     given = Inputs(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes, attn_bias=attn_bias,
-        sinks=sinks, dropout_seed=_dropout_seed(q) if options.dropout_p else None,
+        sinks=sinks, dropout_seed=_dropout_seed(q) if options.dropout_p else None, block_mask=block_mask,
     )  # fmt: skip
     max_seqlens = (max_seqlen_q, max_seqlen_k)
     return _returned(_attend(given, max_seqlens, options, backend, return_attn_probs), return_lse, return_attn_probs)

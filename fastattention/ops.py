@@ -25,6 +25,7 @@ from fastattention.validation.prefill import MaxSeqlens
 from fastattention.vmap import vmap_attention, vmap_attention_backward, vmap_attention_kvcache
 
 _NUM_SCALARS = Options._fields.index("return_mask")
+_NUM_TENSORS = len(OPERATOR_TENSORS)
 
 
 def call_attention(given: Inputs, max_seqlens: MaxSeqlens, options: Options, backend: str) -> AttentionOutput:
@@ -67,6 +68,7 @@ def attention(
     attn_bias: Tensor | None,
     sinks: Tensor | None,
     dropout_seed: Tensor | None,
+    block_mask: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     softmax_scale: float | None,
@@ -76,6 +78,8 @@ def attention(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
+    block_m: int,
+    block_n: int,
     return_lse: bool,
     backend: str,
     grads: str = "",
@@ -85,8 +89,21 @@ def attention(
     grads: names of the tensors whose gradients autograd will ask for. lse is then what the backward needs: NaN where it
     needs none and nobody asked for it.
     """
-    options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, return_lse)
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
+    options = Options(
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        dropout_p,
+        deterministic,
+        block_m,
+        block_n,
+        return_lse,
+    )
+    tensors = (
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed, block_mask,
+    )  # fmt: skip
     given, max_seqlens = _from_order(tensors), (max_seqlen_q, max_seqlen_k)
     if grads:
         plan, inputs = _training_plan(given, max_seqlens, options, grads, backend)
@@ -148,6 +165,7 @@ def _(
     attn_bias: Tensor | None,
     sinks: Tensor | None,
     dropout_seed: Tensor | None,
+    block_mask: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     softmax_scale: float | None,
@@ -157,16 +175,24 @@ def _(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
+    block_m: int,
+    block_n: int,
     return_lse: bool,
     backend: str,
     grads: str = "",
 ) -> tuple[Tensor, Tensor]:
     if type(q) is Tensor:  # on the meta device: nothing will run, and nothing else would check
-        options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic)
+        options = Options(
+            softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, block_m, block_n
+        )
         if max_seqlen_k is None and cu_seqlens_q is not None:
-            attn_bias = None  # nobody knows how many keys it is for
+            attn_bias = block_mask = None  # nobody knows how many keys they are for
+        if max_seqlen_q is None and cu_seqlens_q is not None:
+            block_mask = None  # nor how many queries
         max_seqlens = q.shape[0] if max_seqlen_q is None else max_seqlen_q, max_seqlen_k or 0
-        tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, None)
+        tensors = (
+            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, None, block_mask,
+        )  # fmt: skip
         given = _from_order(tensors)
         prepare_prefill(given, None if _is_dense(given) else max_seqlens, options)
     return _fake_outputs(q, v, return_lse or grads != "")
@@ -179,9 +205,9 @@ def _fake_outputs(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tenso
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *scalars, ctx.return_lse, ctx.backend_name, ctx.grads = inputs[10:]
+    *scalars, ctx.return_lse, ctx.backend_name, ctx.grads = inputs[_NUM_TENSORS:]
     ctx.scalars = scalars
-    ctx.save_for_backward(*inputs[:10], *(output if ctx.grads else (None, None)))
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *(output if ctx.grads else (None, None)))
     ctx.set_materialize_grads(False)
 
 
@@ -190,7 +216,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         grad_lse = None  # of what stands in place of lse
     nothing = (None,) * (len(ctx.scalars) + 3)
     if grad_out is None and grad_lse is None:
-        return (None,) * 10 + nothing
+        return (None,) * _NUM_TENSORS + nothing
     *tensors, out, lse = ctx.saved_tensors
     # Who called the operator without saying so gets them as well.
     grads = ctx.grads or " ".join(compress(OPERATOR_TENSORS, ctx.needs_input_grad))
@@ -218,6 +244,7 @@ def attention_backward(
     attn_bias: Tensor | None,
     sinks: Tensor | None,
     dropout_seed: Tensor | None,
+    block_mask: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,
     max_seqlen_q: int | None,
@@ -229,6 +256,8 @@ def attention_backward(
     softcap: float,
     dropout_p: float,
     deterministic: bool,
+    block_m: int,
+    block_n: int,
     grads: str,
     backend: str,
 ) -> List[Tensor]:  # noqa: UP006
@@ -236,9 +265,13 @@ def attention_backward(
 
     out, lse: what a forward gave that was told of the same `grads`; None computes it again, on the sdpa backend.
     """
-    with_lse = grad_lse is not None
-    options = Options(softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, with_lse)
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed)
+    options = Options(
+        softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, block_m, block_n,
+        return_lse=grad_lse is not None,
+    )  # fmt: skip
+    tensors = (
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed, block_mask,
+    )  # fmt: skip
     given, max_seqlens = _from_order(tensors), (max_seqlen_q, max_seqlen_k)
     plan, inputs = _training_plan(given, max_seqlens, options, grads, "sdpa" if out is None else backend)
     from_gradients = OutputGradients(grad_out, grad_lse)
@@ -270,7 +303,7 @@ _AUTOGRAD_KEYS = tuple(
 
 @attention_backward.register_fake
 def _(grad_out: Tensor | None, grad_lse: Tensor | None, *arguments: Any) -> list[Tensor]:
-    tensors, grads = dict(zip(OPERATOR_TENSORS, arguments[:10], strict=True)), arguments[-2]
+    tensors, grads = dict(zip(OPERATOR_TENSORS, arguments[:_NUM_TENSORS], strict=True)), arguments[-2]
     return [torch.empty_like(tensors[name], memory_format=torch.contiguous_format) for name in grads.split()]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # of keys; of values
+BLOCK_STEP = 64  # sizes of blocks of a block mask are multiples: tiles of kernels are within a block, or of whole ones
 
 
 class Layout(enum.Enum):
@@ -52,6 +53,7 @@ class Problem:
     has_alibi: bool = False
     has_bias: bool = False
     has_sinks: bool = False
+    block_size: tuple[int, int] | None = None  # (block_m, block_n) of the block mask in tokens; None without one
     dropout_p: float = 0.0
     deterministic: bool = False
     grads: tuple[str, ...] = ()  # fields of Inputs whose gradients autograd will ask for
@@ -123,6 +125,13 @@ class Problem:
         return (self.batch_size, self.nheads, self.seqlen_q, self.seqlen_k)
 
     @property
+    def blocks_shape(self) -> tuple[int, int, int, int]:
+        """Of a block mask: (batch_size, nheads, rows of blocks, columns of blocks), as many as the longest takes."""
+        assert self.block_size is not None
+        block_m, block_n = self.block_size
+        return (self.batch_size, self.nheads, -(-self.seqlen_q // block_m), -(-self.seqlen_k // block_n))
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         """(nheads, total_q) when varlen, else (batch_size, nheads, seqlen_q)."""
         if self.layout is Layout.VARLEN:
@@ -150,6 +159,7 @@ class Inputs(NamedTuple):
     attn_bias: Tensor | None = None  # expanded: (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
     sinks: Tensor | None = None  # float32 (nheads,)
     dropout_seed: Tensor | None = None  # int64 scalar: of dropout (backends/common/dropout.py)
+    block_mask: Tensor | None = None  # bool, expanded: Problem.blocks_shape, any strides; True where a block is kept
     k_scale: Tensor | None = None  # float32, as k without its last axis: the scales of a quantised cache
     v_scale: Tensor | None = None
 

@@ -8,8 +8,8 @@ Backends are tested against it; it is not one of them. The file reads top down:
     _append_new_tokens      writes k_new and v_new into the caches, quantised where those are
     _sequence               which q, k, v, bias and slopes belong to one sequence: dense, varlen or cached
     _cache_index            where a position of the cache lies in memory, with and without pages
-    _attend                 scores, softcap, ALiBi, bias, mask, softmax, weighted values: all that "attention" means
-    _hidden_keys, _softmax  the mask; the softmax with sinks and with rows that have no keys
+    _attend                 scores, softcap, ALiBi, bias, masks, softmax, weighted values: all that "attention" means
+    _hidden_keys, _kept_keys, _softmax  the masks; the softmax with sinks and with rows that have no keys
 
 Called like this, and likewise with prepare_varlen and prepare_kvcache of `fastattention.validation`:
 
@@ -45,7 +45,8 @@ class _Sequence(NamedTuple):
     v: Tensor  # (seqlen_k, nheads_k, headdim_v)
     alibi_slopes: Tensor | None  # (nheads,)
     bias: Tensor | None  # (nheads, seqlen_q, seqlen_k)
-    keep: Tensor | None  # bool (nheads, seqlen_q, seqlen_k)
+    keep: Tensor | None  # bool (nheads, seqlen_q, seqlen_k), of dropout
+    blocks: Tensor | None  # bool (nheads, rows, columns), the block mask, and more of it than the sequence has
 
 
 def reference_attention(
@@ -162,7 +163,8 @@ def _sequence(problem: Problem, inputs: Inputs, index: int, dropout_keep: Tensor
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[index]
     keep = None if dropout_keep is None else dropout_keep[index, :, : len(q), : len(k)]
-    return _Sequence(q, k, v, slopes, bias, keep)
+    blocks = None if inputs.block_mask is None else inputs.block_mask[index]
+    return _Sequence(q, k, v, slopes, bias, keep, blocks)
 
 
 def _varlen_tokens(cu_seqlens: Tensor | None, index: int) -> slice:
@@ -238,6 +240,8 @@ def _attend(
     if sequence.bias is not None:
         scores = scores + sequence.bias.to(precision.softmax)
     scores = scores.masked_fill(_hidden_keys(problem, distance), -torch.inf)
+    if sequence.blocks is not None:
+        scores = scores.masked_fill(~_kept_keys(problem, sequence.blocks, seqlen_q, seqlen_k), -torch.inf)
 
     weights, lse = _softmax(scores, sinks)
     kept = weights
@@ -248,13 +252,24 @@ def _attend(
 
 
 def _hidden_keys(problem: Problem, distance: Tensor) -> Tensor:
-    """True where the mask hides a key; distance is how far the key lies to the right of the query's diagonal."""
+    """True where the causal mask or the window hides a key.
+
+    distance: how far the key lies to the right of the query's diagonal
+    """
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if problem.window_left != -1:
         hidden |= distance < -problem.window_left
     if problem.window_right != -1:
         hidden |= distance > problem.window_right
     return hidden
+
+
+def _kept_keys(problem: Problem, blocks: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The block mask, token by token: bool (nheads, seqlen_q, seqlen_k)."""
+    assert problem.block_size is not None
+    block_m, block_n = problem.block_size
+    by_query = blocks.repeat_interleave(block_m, dim=1)[:, :seqlen_q]
+    return by_query.repeat_interleave(block_n, dim=2)[:, :, :seqlen_k]
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ Dims = Sequence[int | None]  # the mapped axis of each argument; None where ther
 
 def vmap_attention(info: Any, in_dims: Dims, *arguments: Any) -> tuple[Any, Any]:
     """The rule of `fastattention::attention`, in the form that torch.library.register_vmap asks for."""
-    q, k, v, cu_seqlens_q, _, _, alibi_slopes, attn_bias, _, dropout_seed = arguments[:10]
+    q, k, v, cu_seqlens_q, _, _, alibi_slopes, attn_bias, _, dropout_seed, block_mask = arguments[:11]
     sinks_dim = in_dims[8]
     if cu_seqlens_q is not None or sinks_dim is not None or dropout_seed is not None:
         return _one_by_one(torch.ops.fastattention.attention, info.batch_size, in_dims, arguments)
@@ -30,6 +30,8 @@ def vmap_attention(info: Any, in_dims: Dims, *arguments: Any) -> tuple[Any, Any]
         folded[6] = _fold_broadcast(alibi_slopes, alibi_dim, size, batch_size, 2)
     if attn_bias is not None:
         folded[7] = _fold_broadcast(attn_bias, bias_dim, size, batch_size, 4)
+    if block_mask is not None:
+        folded[10] = _fold_broadcast(block_mask, in_dims[10], size, batch_size, 4)
     out, lse = torch.ops.fastattention.attention(*folded)
     if lse.dim() == 1:  # nobody asked for it
         return (out.unflatten(0, (size, batch_size)), lse), (0, None)

@@ -76,9 +76,9 @@ class Backend(abc.ABC):
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Main-memory traffic of a problem that `why_not` accepted; its bounds alone where kernels are not modelled.
 
-        None with attn_bias, whose memory may be shared by heads and rows.
+        None with attn_bias, whose memory may be shared by heads and rows, and with block_mask, whose numbers decide.
         """
-        return None if problem.has_bias else traffic_of(problem, extent, self.name, None, None)
+        return None if problem.has_bias or problem.block_size else traffic_of(problem, extent, self.name, None, None)
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""

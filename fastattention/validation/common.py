@@ -29,6 +29,8 @@ class Options(NamedTuple):
     softcap: float = 0.0
     dropout_p: float = 0.0
     deterministic: bool = False
+    block_m: int = 0  # tokens of a block of the block mask; 0 without one
+    block_n: int = 0
     return_lse: bool = False
     return_mask: bool = False  # of dropout; no scalar of the operators, which cannot return it
 
@@ -59,7 +61,7 @@ class KvCacheArguments(NamedTuple):
         return Inputs(
             self.q, self.k_cache, self.v_cache, None, None, lengths, self.cache_batch_idx, self.cache_leftpad,
             self.block_table, self.k, self.v, self.rotary_cos, self.rotary_sin, self.alibi_slopes, self.attn_bias,
-            self.sinks, None, self.k_scale, self.v_scale,
+            self.sinks, None, None, self.k_scale, self.v_scale,
         )  # fmt: skip
 
 
@@ -130,8 +132,8 @@ def read_options(
         softcap if type(softcap) is float else _number("softcap", softcap),
         dropout_p if type(dropout_p) is float else _number("dropout_p", dropout_p),
         deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
-        return_lse,
-        return_mask,
+        return_lse=return_lse,
+        return_mask=return_mask,
     )
 
 
@@ -316,6 +318,8 @@ def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inp
             continue
         if name == "attn_bias":
             made[name] = tensor.expand(problem.bias_shape)
+        elif name == "block_mask":
+            made[name] = tensor.expand(problem.blocks_shape)
         elif name in _CONVERSIONS:
             made[name] = _CONVERSIONS[name](tensor)
     return inputs._replace(**made)

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastattention.errors import ArgumentError
 from fastattention.problem import Inputs, Layout, Problem
 from fastattention.validation import lengths
+from fastattention.validation.blocks import check_block_mask
 from fastattention.validation.common import (
     Differentiation,
     Options,
@@ -43,9 +44,13 @@ def prepare_dense(
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
+    block_mask: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_func."""
-    given = Inputs(q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed)
+    given = Inputs(
+        q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+        block_mask=block_mask,
+    )  # fmt: skip
     return prepare_prefill(given, None, options)
 
 
@@ -64,11 +69,12 @@ def prepare_varlen(
     attn_bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_seed: Tensor | None = None,
+    block_mask: Tensor | None = None,
 ) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_varlen_func."""
     given = Inputs(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
-        attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+        attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed, block_mask=block_mask,
     )  # fmt: skip
     return prepare_prefill(given, (max_seqlen_q, max_seqlen_k), options)
 
@@ -104,6 +110,7 @@ class _Signatures(NamedTuple):
     alibi_slopes: Signature | None
     attn_bias: Signature | None
     sinks: Signature | None
+    block_mask: Signature | None
 
 
 def _check_varlen_shapes(s: _Signatures) -> None:
@@ -163,6 +170,7 @@ def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, 
         bias_shape, bias_axes = (nheads, total_q, seqlen_k), "nheads, total_q, max_seqlen_k"
     check_score_tensors(q, batch_size, nheads, s.alibi_slopes, s.sinks)
     check_bias(s.attn_bias, q, bias_shape, bias_axes)
+    block_size = check_block_mask(s.block_mask, q, nheads, batch_size, (seqlen_q, seqlen_k), options)
     return Problem(
         layout=Layout.DENSE if longest is None else Layout.VARLEN,
         device=q.device,
@@ -178,6 +186,7 @@ def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, 
         has_alibi=s.alibi_slopes is not None,
         has_bias=s.attn_bias is not None,
         has_sinks=s.sinks is not None,
+        block_size=block_size,
         **wanted._asdict(),
         page_block_size=None if s.block_table is None else k.shape[1],
         **check_options(options, headdim, seqlen_q, seqlen_k)._asdict(),

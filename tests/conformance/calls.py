@@ -46,7 +46,11 @@ class Call:
         rest = dict(self.arguments)
         window_left, window_right = rest.pop("window_size")
         scalars = {name: rest.pop(name) for name in ("softmax_scale", "causal", "softcap")}
-        options = Options(**scalars, window_left=window_left, window_right=window_right, return_lse=True)
+        block_m, block_n = rest.pop("block_size", (0, 0))
+        options = Options(
+            **scalars, window_left=window_left, window_right=window_right, block_m=block_m, block_n=block_n,
+            return_lse=True,
+        )  # fmt: skip
         if self.function is fast_attn_func:
             return prepare_dense(options=options, **rest)
         if self.function is fast_attn_varlen_func:
@@ -84,6 +88,7 @@ class _Builder:
             **self._keys_and_values("", self._keys(stored_k, sk), self._values(stored_k, sk), case.memory_k),
             "attn_bias": self._bias(sizes, torch.ones(b, case.nheads, sq, sk, dtype=torch.bool)),
             **self._shared_arguments(b),
+            **self._blocks(b, sq, sk),
         }
         arguments |= {name: arguments[name].expand(b, -1, -1, -1) for name in ("k", "v")}
         return Call(fast_attn_func, arguments, self.buffers)
@@ -109,6 +114,7 @@ class _Builder:
             "block_table": self._kept("block_table", table),
             "attn_bias": self._bias({"h": case.nheads, "t": total_q, "k": max_seqlen_k}, used),
             **self._shared_arguments(case.batch_size),
+            **self._blocks(case.batch_size, max_seqlen_q, max_seqlen_k),
         }
         return Call(fast_attn_varlen_func, arguments, self.buffers)
 
@@ -208,6 +214,19 @@ class _Builder:
             "alibi_slopes": self._kept("alibi_slopes", slopes),
             "sinks": self._kept("sinks", sinks),
         }
+
+    def _blocks(self, batch_size: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
+        """block_mask and block_size; nothing without."""
+        blocks = self.case.blocks
+        if blocks is None:
+            return {}
+        rows, columns = (-(-seqlen // size) for seqlen, size in zip((seqlen_q, seqlen_k), blocks.size, strict=True))
+        sizes = {"b": batch_size, "h": self.case.nheads, "1": 1}
+        outer = [sizes[axis] for axis in blocks.axes]
+        mask = torch.rand((*outer, rows, columns), generator=self.generator) < blocks.density
+        if blocks.strided:
+            mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+        return {"block_mask": self._kept("block_mask", mask), "block_size": blocks.size}
 
     def _bias(self, sizes: dict[str, int], used: Tensor) -> Tensor | None:
         """attn_bias with NaN for keys that no sequence has. used: bool, in the full shape; sizes: of every axis."""

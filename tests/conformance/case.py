@@ -37,6 +37,16 @@ class Bias:
     strided: bool = False  # stored with its last two axes swapped
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """A block_mask. `axes`: "b" and "h" for the batch and the heads, "1" where it has one for all."""
+
+    axes: Literal["bh", "1h", "b1", "11"] = "bh"
+    size: tuple[int, int] = (64, 64)
+    density: float = 0.5  # share of blocks that are kept, drawn at random; 0 keeps none, 1 all
+    strided: bool = False  # stored with its last two axes swapped
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """What calls of all three layouts share. Defaults are the plainest call."""
@@ -57,6 +67,7 @@ class Case:
     alibi: Literal["none", "per_head", "per_sequence"] = "none"
     sinks: bool = False
     bias: Bias | None = None
+    blocks: Blocks | None = None  # of calls without a cache
 
     @property
     def headdim_of_v(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.case import Bias, DenseCase, KvCacheCase, Memory, VarlenCase
+from conformance.case import Bias, Blocks, DenseCase, KvCacheCase, Memory, VarlenCase
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -40,6 +40,17 @@ def biases(draw: st.DrawFn, axes: str) -> Bias | None:
 
 
 @st.composite
+def block_masks(draw: st.DrawFn) -> Blocks | None:
+    """A block mask in one call of four."""
+    if draw(st.integers(0, 3)) != 3:
+        return None
+    size = st.sampled_from([64, 128, 192])
+    density = draw(st.sampled_from([0.5, 0.1, 0.9]))
+    axes = draw(st.sampled_from(["bh", "1h", "b1", "11"]))
+    return Blocks(axes, (draw(size), draw(size)), density, strided=draw(st.booleans()))
+
+
+@st.composite
 def shared_words(draw: st.DrawFn, bias_axes: str) -> dict[str, Any]:
     """What cases of all layouts have."""
     nheads_k = draw(st.integers(1, 3))
@@ -66,6 +77,7 @@ def dense_cases(draw: st.DrawFn) -> DenseCase:
     return DenseCase(
         **draw(shared_words("bhqk")),
         batch_size=draw(st.integers(0, 3)),
+        blocks=draw(block_masks()),
         seqlen_q=draw(SEQLENS),
         seqlen_k=draw(SEQLENS),
         memory_q=draw(st.sampled_from([*READ_ONLY, "one_batch_expanded"])),
@@ -79,6 +91,7 @@ def varlen_cases(draw: st.DrawFn) -> VarlenCase:
     page_block_size = draw(PAGE_SIZES)
     return VarlenCase(
         **draw(shared_words("htk")),
+        blocks=draw(block_masks()),
         seqlens_q=tuple(length_q for length_q, _ in lengths),
         seqlens_k=tuple(length_k for _, length_k in lengths),
         page_block_size=page_block_size,

@@ -30,12 +30,14 @@ class Call:
     indices: dict[str, list[Any]]  # int32 tensors
     scalars: dict[str, Any]
     int8: tuple[str, ...] = ()  # tensors that are int8; the others in `shapes` are float32
+    bools: tuple[str, ...] = ()  # likewise bool
 
     def tensors(self) -> dict[str, Tensor]:
         """The same numbers each time."""
         generator = torch.Generator().manual_seed(0)
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in self.shapes.items()}
         drawn |= {name: (40.0 * drawn[name]).to(torch.int8) for name in self.int8}
+        drawn |= {name: drawn[name] > -1.0 for name in self.bools}
         return drawn | {name: torch.tensor(values, dtype=torch.int32) for name, values in self.indices.items()}
 
     def run(self, tensors: dict[str, Tensor], backend: str = "sdpa") -> tuple[Tensor, ...]:
@@ -54,14 +56,17 @@ VARLEN = {"q": (6, 4, 8), "k": (7, 2, 8), "v": (7, 2, 16)}
 PER_HEAD = {"alibi_slopes": (4,), "sinks": (4,)}
 NEW_TOKENS = {"k": (2, 2, 2, 8), "v": (2, 2, 2, 16), "rotary_cos": (16, 4), "rotary_sin": (16, 4)}
 SCALES = {"k_scale": (5, 4, 2), "v_scale": (5, 4, 2)}
+MASK = {"block_mask": (2, 4, 1, 1)}
 EVERYTHING = {"causal": True, "window_size": (3, -1), "softcap": 4.0, "softmax_scale": 0.4, "return_lse": True}
 
 CALLS = (
     Call("dense", fast_attn_func, DENSE, {}, {"causal": True}),
     Call("dense_everything", fast_attn_func, DENSE | PER_HEAD | {"attn_bias": (5, 7)}, {}, EVERYTHING),
+    Call("dense_blocks", fast_attn_func, DENSE | MASK, {}, {"causal": True, "block_size": 64}, bools=("block_mask",)),
     Call("qkvpacked", fast_attn_qkvpacked_func, {"qkv": (2, 5, 3, 4, 8)}, {}, {}),
     Call("kvpacked", fast_attn_kvpacked_func, {"q": (2, 5, 4, 8), "kv": (2, 7, 2, 2, 8)}, {}, {}),
     Call("varlen", fast_attn_varlen_func, VARLEN, LENGTHS, {"causal": True}),
+    Call("varlen_blocks", fast_attn_varlen_func, VARLEN | MASK, LENGTHS, {"return_lse": True}, bools=("block_mask",)),
     Call(
         "varlen_everything",
         fast_attn_varlen_func,

@@ -23,8 +23,9 @@ def int32(*values: Any) -> Tensor:
 
 
 def scalars(**changes: Any) -> tuple[Any, ...]:
-    """The scalar arguments of `fastattention::attention`, in order."""
+    """The arguments of `fastattention::attention` behind dropout_seed, in order."""
     values = {
+        "block_mask": None,
         "max_seqlen_q": None,
         "max_seqlen_k": None,
         "softmax_scale": None,
@@ -34,6 +35,8 @@ def scalars(**changes: Any) -> tuple[Any, ...]:
         "softcap": 0.0,
         "dropout_p": 0.0,
         "deterministic": False,
+        "block_m": 0,
+        "block_n": 0,
         "return_lse": False,
         "backend": "sdpa",
     }
@@ -56,6 +59,10 @@ def attention_samples() -> dict[str, tuple[Any, ...]]:
         "dense_everything": (
             q, k, v, *none, *per_head, None,
             *scalars(causal=True, window_left=4, softcap=3.0, softmax_scale=0.3, return_lse=True),
+        ),
+        "blocks": (
+            *grads(q, k, v), *none, *none, None,
+            *scalars(block_mask=torch.ones(1, 4, 1, 1) > 0, block_m=64, block_n=128),
         ),
         "dense_strided": (
             q[:, ::2], k.transpose(1, 2).contiguous().transpose(1, 2), v[..., ::2], *none, *none, None, *scalars(),
@@ -133,7 +140,8 @@ def test_attention_backward_passes_opcheck(with_lse: bool, is_saved: bool, backe
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     out, lse = fast_attn_func(q, k, v, return_lse=True) if is_saved else (None, None)
     grad_lse = torch.randn(2, 4, 5) if with_lse else None
-    arguments = (torch.randn_like(q), grad_lse, q, k, v, *(None,) * 7, out, lse, *scalars()[:-2], "q v", backend)
+    block_mask, *rest = scalars()
+    arguments = (torch.randn_like(q), grad_lse, q, k, v, *(None,) * 7, block_mask, out, lse, *rest[:-2], "q v", backend)
     torch.library.opcheck(torch.ops.fastattention.attention_backward, arguments)
 
 

@@ -182,6 +182,8 @@ def why_not_kernels(problem: Problem) -> str | None:
             "attn_bias is not served: a tile of it would take the Vector units' buffers from the scores; "
             "use window_size, alibi_slopes or variable-length sequences where they say the same, or backend='sdpa'"
         )
+    if problem.block_size is not None:
+        return "block_mask is not served; use window_size where it says the same, or backend='sdpa'"
     if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:
         widths = f"headdim={problem.headdim}, headdim_v={problem.headdim_v}"
         return f"{widths}; at most {call.MAX_HEADDIM} is served"

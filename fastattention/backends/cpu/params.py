@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import bias_strides, scale_strides, token_strides
+from fastattention.backends.common.layout import bias_strides, block_strides, scale_strides, token_strides
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.problem import Inputs, Layout, Problem
 
@@ -19,7 +19,7 @@ class AttentionParams(Params):
 
     _fields_ = fields(
         Q="""out lse q k v k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx
-        cache_leftpad block_table alibi_slopes sinks dropout_seed attn_bias k_scale v_scale""",
+        cache_leftpad block_table alibi_slopes sinks dropout_seed attn_bias block_mask k_scale v_scale""",
         q="""dtype cache_dtype bias_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v
         page_block_size panel_size
         q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head
@@ -29,6 +29,7 @@ class AttentionParams(Params):
         k_scale_stride_batch k_scale_stride_row k_scale_stride_head
         v_scale_stride_batch v_scale_stride_row v_scale_stride_head
         block_table_stride alibi_stride_batch bias_stride_batch bias_stride_head bias_stride_row bias_stride_key
+        block_stride_batch block_stride_head block_stride_row block_stride_key block_m block_n
         window_left window_right rotary_dim rotary_interleaved num_splits num_threads""",
         d="softmax_scale softcap dropout_p",
     )
@@ -67,6 +68,7 @@ def attention_params(problem: Problem, inputs: Inputs) -> AttentionParams:
         *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
         0 if table is None else table.stride(0), 0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         *bias_strides(bias),
+        *block_strides(inputs.block_mask), *(problem.block_size or (0, 0)),
         problem.window_left, problem.window_right, problem.rotary_dim, problem.rotary_interleaved,
         problem.num_splits, 0,
         problem.softmax_scale, problem.softcap, problem.dropout_p,

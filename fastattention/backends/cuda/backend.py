@@ -89,7 +89,7 @@ class CudaBackend(Backend):
 
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Of the kernels; copies that a call makes before them (backends/cuda/memory.py) are not counted."""
-        if problem.has_bias:
+        if problem.has_bias or problem.block_size:
             return None
         limits = self._limits(problem)
         keys = tiled_keys(problem, extent, self._plan(problem), limits)

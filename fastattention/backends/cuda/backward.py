@@ -122,7 +122,7 @@ def _params(
         *pointers(
             inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
             None, None, None, None, inputs.alibi_slopes, inputs.sinks, inputs.attn_bias, inputs.dropout_seed,
-            None, None, None, None, None,
+            inputs.block_mask, None, None, None, None, None,
         ),
     )  # fmt: skip
     params.grad_out, params.grad_lse, params.stats = pointers(grads.out, grads.lse, stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from fastattention.backends.cuda.heuristics import (
@@ -9,6 +10,7 @@ from fastattention.backends.cuda.heuristics import (
     first_that_fits,
     modifies_scores,
     padded_headdims,
+    serves_blocks,
 )
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig
 from fastattention.gpu_runtime.chips import Limits
@@ -114,6 +116,14 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 }
 
 
+def _mixes_blocks(problem: Problem, tiles: _Tiles) -> bool:
+    """Whether rows of a tile lie in several rows of blocks: others come first."""
+    if problem.block_size is None:
+        return False
+    block_m, block_n = problem.block_size
+    return (block_m if tiles.gradients == "q" else block_n) % tiles.tile_m != 0
+
+
 def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[BackwardConfig]:
     """The kernels that compute `problem.grads`. Raises CompileError when one does not fit the GPU."""
     columns = padded_headdims(problem.headdim, problem.headdim_v)
@@ -134,9 +144,12 @@ def choose_backward(problem: Problem, arch: int, limits: Limits) -> list[Backwar
             num_stages=tiles.num_stages,
             min_ctas=tiles.min_ctas,
             num_value_parts=tiles.num_value_parts,
+            block_sparse=problem.block_size is not None,
+            mixes_blocks=_mixes_blocks(problem, tiles),
         )
-        for tiles in candidates
-        if tiles.serves_scores or not (scores or drops)
+        for tiles in sorted(candidates, key=functools.partial(_mixes_blocks, problem))
+        if (tiles.serves_scores or not (scores or drops))
+        and (problem.block_size is None or serves_blocks(tiles.tile_m, tiles.tile_n, tiles.num_warps))
     ]
     wanted = dict.fromkeys(config.gradients for config in configs if set(config.gradients) & set(problem.grads))
     return [first_that_fits([config for config in configs if config.gradients == one], limits) for one in wanted]

@@ -19,7 +19,7 @@ from fastattention.backends.cuda.kernel_config import (
 )
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Problem
+from fastattention.problem import BLOCK_STEP, MAX_HEADDIM, MAX_HEADDIM_V, Problem
 
 
 class _Tiles(NamedTuple):
@@ -120,11 +120,21 @@ def configs_for(
     modifies_scores: bool,
     paged: bool,
     drops: bool = False,
+    block_size: tuple[int, int] | None = None,
 ) -> list[KernelConfig]:
-    """The candidates for a call, best first: those for fewer queries serve it too, if nothing else fits the GPU."""
+    """The candidates for a call, best first: those for fewer queries serve it too, if nothing else fits the GPU.
+
+    With a block mask tiles whose rows keep the same blocks come first.
+    """
     columns = padded_headdims(headdim, headdim_v)
     tiles = next(tiles for limit, tiles in _TILES[arch].items() if max(columns) <= limit)
-    by_preference = sorted(tiles, key=lambda sizes: sizes.max_seqlen_q is not None and seqlen_q > sizes.max_seqlen_q)
+
+    def mixes_blocks(sizes: _Tiles) -> bool:
+        return block_size is not None and block_size[0] % sizes.tile_m != 0
+
+    def demerits(sizes: _Tiles) -> tuple[bool, int]:
+        return mixes_blocks(sizes), 0 if sizes.max_seqlen_q is None else max(0, seqlen_q - sizes.max_seqlen_q)
+
     return [
         KernelConfig(
             arch=arch,
@@ -142,9 +152,12 @@ def configs_for(
             modifies_scores=modifies_scores,
             paged=paged,
             drops=drops,
+            block_sparse=block_size is not None,
+            mixes_blocks=mixes_blocks(sizes),
         )
-        for sizes in by_preference
-        if sizes.serves_scores or not (modifies_scores or drops)
+        for sizes in sorted(tiles, key=demerits)
+        if (sizes.serves_scores or not (modifies_scores or drops))
+        and (block_size is None or serves_blocks(sizes.tile_m, sizes.tile_n, sizes.num_warps // sizes.column_warps))
     ]
 
 
@@ -159,8 +172,17 @@ def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         modifies_scores(problem),
         problem.is_paged,
         problem.dropout_p > 0.0,
+        problem.block_size,
     )
     return first_that_fits(candidates, limits)
+
+
+def serves_blocks(tile_m: int, tile_n: int, row_warps: int) -> bool:
+    """Whether a block mask can be gone through by tiles: each is within a column of blocks, a warp's rows within a row.
+
+    Sizes of blocks are multiples of BLOCK_STEP.
+    """
+    return BLOCK_STEP % tile_n == 0 and BLOCK_STEP % (tile_m // row_warps) == 0
 
 
 def computed_dtype(problem: Problem, arch: int) -> str:

@@ -73,6 +73,8 @@ class KernelConfig:
     split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
     column_warps: int = 1  # warps with the same rows, which share out the columns of v
     values_in_keys: bool = False  # v is the first columns of k, in the same memory
+    block_sparse: bool = False  # there is a block mask
+    mixes_blocks: bool = False  # rows of a CTA lie in several of its rows
 
     @property
     def source(self) -> str:
@@ -161,6 +163,7 @@ class KernelConfig:
         layout = "r" * self.split_keys_across_warps + "q" * self.queries_in_registers + parts + columns
         cache = f"_{self.cache_format}" if self.cache_format else ""
         features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged + "_drops" * self.drops
+        features += "_blocks" * self.block_sparse + "_mixed" * self.mixes_blocks
         return (
             f"{'decode' if self.decodes else 'forward'}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
             f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}{layout}{features}"
@@ -200,6 +203,8 @@ class BackwardConfig:
     num_value_parts: int  # CTAs that share the columns of a gradient
     modifies_scores: bool
     drops: bool
+    block_sparse: bool = False  # there is a block mask
+    mixes_blocks: bool = False  # rows of a CTA lie in several of its rows of blocks
 
     source: ClassVar[str] = "backward.cuh"
 
@@ -251,7 +256,12 @@ class BackwardConfig:
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        features = "_scores" * self.modifies_scores + "_drops" * self.drops
+        features = (
+            "_scores" * self.modifies_scores
+            + "_drops" * self.drops
+            + "_blocks" * self.block_sparse
+            + "_mixed" * self.mixes_blocks
+        )
         return (
             f"backward_{self.gradients}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}_m{self.tile_m}"
             f"n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}p{self.num_value_parts}{features}"
@@ -297,6 +307,8 @@ def _tile_macros(config: KernelConfig | BackwardConfig) -> dict[str, str]:
         "FA_ELEMENT_BYTES": str(config.element_bytes),
         "FA_MODIFIES": str(int(config.modifies_scores)),
         "FA_DROPS": str(int(config.drops)),
+        "FA_BLOCK_SPARSE": str(int(config.block_sparse)),
+        "FA_MIXES_BLOCKS": str(int(config.mixes_blocks)),
         "FA_SHARED_BYTES": str(config.shared_bytes),
     }
 

@@ -16,15 +16,16 @@ class AttentionParams(Params):
 
     _fields_ = fields(
         Q="""q k v out lse cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad block_table
-        alibi_slopes sinks attn_bias dropout_seed k_scale v_scale partial_out partial_stats counters""",
+        alibi_slopes sinks attn_bias dropout_seed block_mask k_scale v_scale partial_out partial_stats counters""",
         q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
         k_scale_stride_batch k_scale_stride_row k_scale_stride_head
         v_scale_stride_batch v_scale_stride_row v_scale_stride_head
         out_stride_batch out_stride_head lse_stride_batch lse_stride_head
-        bias_stride_batch bias_stride_head bias_stride_row bias_stride_key alibi_stride_batch block_table_stride""",
+        bias_stride_batch bias_stride_head bias_stride_row bias_stride_key alibi_stride_batch block_table_stride
+        block_stride_batch block_stride_head block_stride_row block_stride_key""",
         i="""q_stride_row k_stride_row v_stride_row out_stride_row batch_size seqlen_q seqlen_k seqlen_new
         max_cache_seqlen nheads group_size group_multiplier group_shift headdim headdim_v
-        page_block_size page_multiplier page_shift window_left window_right bias_is_float
+        page_block_size page_multiplier page_shift window_left window_right block_m block_n bias_is_float
         num_m_tiles heads_per_l2_wave num_units units_multiplier units_shift
         num_cta_groups cta_groups_multiplier cta_groups_shift num_splits partial_rows teams_of_row dropout_threshold""",
         f="softmax_scale softcap dropout_factor",

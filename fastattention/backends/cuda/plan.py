@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import bias_strides, pointers, scale_strides, token_strides
+from fastattention.backends.common.layout import bias_strides, block_strides, pointers, scale_strides, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.decode_heuristics import Split
@@ -100,11 +100,12 @@ def attention_template(
         *bias_strides(bias),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),
+        *block_strides(inputs.block_mask),
         q_row, k_row, v_row, out_row,
         problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
         max_cache_seqlen(problem, inputs), problem.nheads, problem.group_size, *divisor(problem.group_size),
         inputs.q.shape[-1], inputs.v.shape[-1], page_block_size, *divisor(page_block_size),
-        problem.window_left, problem.window_right,
+        problem.window_left, problem.window_right, *(problem.block_size or (0, 0)),
         bias is not None and bias.dtype == torch.float32,
         num_m_tiles, heads_per_l2_wave, split.num_units, *divisor(split.num_units),
         split.num_cta_groups, *divisor(split.num_cta_groups), split.num_splits, split.partial_rows, split.teams_of_row,

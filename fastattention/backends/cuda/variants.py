@@ -33,6 +33,7 @@ class Feature(enum.Enum):
     PLAIN = "plain"
     SCORES = "scores"  # softcap, ALiBi, bias, or a softmax_scale that is not positive
     PAGED = "paged"
+    BLOCKS = "blocks"  # a block mask
     INT8 = "int8"  # a quantised cache
     FLOAT8 = "float8"
 
@@ -42,7 +43,7 @@ class Feature(enum.Enum):
         return next((dtype for dtype, name in CACHE_FORMATS.items() if name == self.value), None)
 
 
-UNQUANTISED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED)
+UNQUANTISED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED, Feature.BLOCKS)
 
 _CALL = Problem(
     layout=Layout.DENSE,
@@ -71,6 +72,7 @@ def choose_variant(
     *,
     modifies_scores: bool = False,
     paged: bool = False,
+    blocks: bool = False,
     seqlen: int = SEQLEN,
 ) -> KernelConfig:
     """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
@@ -85,6 +87,7 @@ def choose_variant(
         headdim_v=headdim_v,
         softcap=1.0 if modifies_scores else 0.0,
         page_block_size=64 if paged else None,
+        block_size=(128, 128) if blocks else None,
     )
     return heuristics.choose_config(problem, arch, limits)
 
@@ -129,8 +132,17 @@ def choose_feature(
     arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, seqlen: int = SEQLEN
 ) -> KernelConfig:
     """`choose_variant` for equally wide keys and values and one feature, of UNQUANTISED."""
-    scores, paged = feature is Feature.SCORES, feature is Feature.PAGED
-    return choose_variant(arch, limits, dtype, headdim, headdim, modifies_scores=scores, paged=paged, seqlen=seqlen)
+    return choose_variant(
+        arch,
+        limits,
+        dtype,
+        headdim,
+        headdim,
+        modifies_scores=feature is Feature.SCORES,
+        paged=feature is Feature.PAGED,
+        blocks=feature is Feature.BLOCKS,
+        seqlen=seqlen,
+    )
 
 
 def choose_decode_feature(
@@ -173,6 +185,7 @@ def variants_of(
         (
             choose_decode_feature(arch, limits, dtype, headdim, feature, rows, keys)
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
+            if feature is not Feature.BLOCKS
         ),
         (AppendConfig(*append) for append in itertools.product(names, formats, columns)),
         _merges_of(names) if Feature.PLAIN in features else (),
@@ -186,10 +199,10 @@ def training_variants_of(
     dtypes: Sequence[torch.dtype] = DTYPES,
     arch: int | None = None,
 ) -> list[Variant]:
-    """What training needs besides: backwards, plain, with modified scores and with dropout; forwards with it."""
+    """What training needs besides: backwards, plain, with modified scores, blocks or dropout; forwards with dropout."""
     arch = arch or limits.arch
     plain = replace(_CALL, grads=("q", "k", "v"))
-    kinds = plain, replace(plain, softcap=1.0), replace(plain, dropout_p=0.1)
+    kinds = plain, replace(plain, softcap=1.0), replace(plain, block_size=(128, 128)), replace(plain, dropout_p=0.1)
     variants: list[Variant] = []
     for dtype, headdim in itertools.product(dtypes, headdims):
         problems = [replace(problem, dtype=dtype, headdim=headdim, headdim_v=headdim) for problem in kinds]

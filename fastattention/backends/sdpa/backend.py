@@ -77,7 +77,7 @@ class SdpaBackend(Backend):
         q = inputs.q if inputs.k_new is None else append_tokens(problem, inputs)
         fits = problem.batch_size * problem.nheads * problem.seqlen_q * problem.seqlen_k <= CHUNK_ELEMENTS
         by_kernels = by_kernels and fused.can_express(problem)
-        unmasked = by_kernels and not (problem.has_alibi or problem.has_bias)
+        unmasked = by_kernels and not (problem.has_alibi or problem.has_bias or problem.block_size)
         seed = inputs.dropout_seed if problem.dropout_p else None
         parts = split(problem, inputs, q, whole_batch=fits or unmasked)
         return join(problem, inputs, [_attend(problem, part, seed, by_kernels) for part in parts])

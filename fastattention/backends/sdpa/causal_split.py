@@ -40,6 +40,7 @@ def _divide(problem: Problem) -> Division | None:
         problem.layout is Layout.DENSE
         and problem.is_causal
         and not (problem.has_bias or problem.has_alibi or problem.has_sinks)  # each part would count a sink
+        and problem.block_size is None
         and _LEAST_QUERIES <= problem.seqlen_q < problem.seqlen_k
     )
     if not divisible:

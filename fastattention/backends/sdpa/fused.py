@@ -75,7 +75,7 @@ def _is_one_call(problem: Problem) -> bool:
         and problem.headdim == problem.headdim_v
         and min(problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.nheads, problem.headdim) > 0
         and can_express(problem)
-        and not (problem.has_alibi or problem.has_bias)
+        and not (problem.has_alibi or problem.has_bias or problem.block_size)
         and (_sees_everything(problem) or (problem.is_causal and problem.seqlen_q == problem.seqlen_k))
     )
 
@@ -89,7 +89,7 @@ def attend(problem: Problem, part: Part) -> Tensor:
     dtype = _working_dtype(part)
     if not part.q.dtype is part.k.dtype is part.v.dtype is dtype:
         part = part._replace(q=part.q.to(dtype), k=part.k.to(dtype), v=part.v.to(dtype))
-    plain = part.slopes is None and part.bias is None
+    plain = part.slopes is None and part.bias is None and part.blocks is None
     if plain and sees_everything(problem, part):
         out = _attend_unmasked(problem, part)
     elif plain and problem.is_causal and part.q.shape[2] == part.k.shape[2] and _shares_keys(problem):
@@ -138,7 +138,7 @@ def _attend_causal(problem: Problem, part: Part) -> Tensor:
 
 def _attend_masked(problem: Problem, part: Part) -> Tensor:
     """Any other mask, built chunk by chunk so that it never takes seqlen_q x seqlen_k memory."""
-    shared_by_heads = part.slopes is None and part.bias is None
+    shared_by_heads = part.slopes is None and part.bias is None and part.blocks is None
     copies = problem.group_size if shared_by_heads else part.q.shape[0] * problem.nheads
     cut = list(chunks(problem, part, copies * part.k.shape[2]))
     outs = compute_chunked(lambda chunk: _attend_chunk(problem, part, chunk), cut, problem.needs_grad)
@@ -161,7 +161,7 @@ def _attn_mask(mask: Mask, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     if mask.added is None:
         assert mask.visible is not None
-        visible = mask.visible[None, None]
+        visible = mask.visible if mask.visible.dim() == 4 else mask.visible[None, None]
         dead = ~visible.any(dim=-1, keepdim=True)
         return visible | dead, dead
     added = mask.added if mask.visible is None else mask.added.masked_fill(~mask.visible, -torch.inf)

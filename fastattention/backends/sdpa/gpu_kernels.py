@@ -145,6 +145,7 @@ def _is_plain(problem: Problem) -> bool:
         or problem.has_sinks
         or problem.has_alibi
         or problem.has_bias
+        or problem.block_size
         or problem.dropout_p
         or problem.needs_grad
     )

@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 class Mask(NamedTuple):
     """What happens to a chunk's scores before the softmax."""
 
-    visible: Tensor | None  # bool (rows, keys); None when every row sees every key
+    visible: Tensor | None  # bool (rows, keys), or with a block mask as below; None when every row sees every key
     added: Tensor | None  # (1 or batch_size, 1 or nheads, rows, keys): ALiBi and bias; None without
 
 
@@ -40,8 +40,10 @@ def band(problem: Problem, part: Part) -> TileRange:
 
 
 def sees_everything(problem: Problem, part: Part) -> bool:
-    """True when the causal mask and the window hide no key of `part` from any of its queries."""
-    return hides_nothing(part.q.shape[2], part.k.shape[2], problem.window_left, problem.window_right)
+    """True when no mask hides a key of `part` from any of its queries, as far as shapes tell."""
+    return part.blocks is None and hides_nothing(
+        part.q.shape[2], part.k.shape[2], problem.window_left, problem.window_right
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,6 +80,10 @@ def chunk_mask(problem: Problem, part: Part, chunk: Chunk) -> Mask:
     if problem.window_right >= 0:
         right = distance <= problem.window_right
         visible = right if visible is None else visible & right
+    if problem.block_size is not None and part.blocks is not None:
+        block_m, block_n = problem.block_size
+        kept = part.blocks[:, :, (rows.squeeze(1) - shift) // block_m][..., keys // block_n]
+        visible = kept if visible is None else visible & kept
     added = None
     if part.slopes is not None:
         added = -part.slopes * distance.abs()

@@ -24,6 +24,7 @@ class Part(NamedTuple):
     slopes: Tensor | None  # float32 (1 or batch_size, nheads, 1, 1)
     bias: Tensor | None  # (batch_size, nheads, seqlen_q, seqlen_k)
     sinks: Tensor | None  # float32 (nheads,)
+    blocks: Tensor | None  # bool (batch_size, nheads, rows, columns) of a block mask, those it has and more
     first: int  # place in the batch of its first sequence
 
 
@@ -149,8 +150,9 @@ def _part(inputs: Inputs, sequences: slice, q: Tensor, k: Tensor, v: Tensor, bia
     slopes = inputs.alibi_slopes
     if slopes is not None:
         slopes = (slopes[sequences] if slopes.dim() == 2 else slopes.unsqueeze(0))[:, :, None, None]
+    blocks = None if inputs.block_mask is None else inputs.block_mask[sequences]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return Part(q, k, v, slopes, bias, inputs.sinks, sequences.start)
+    return Part(q, k, v, slopes, bias, inputs.sinks, blocks, sequences.start)
 
 
 def aligned(x: Tensor) -> Tensor:

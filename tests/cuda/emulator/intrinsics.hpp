@@ -44,11 +44,13 @@ FA_DEVICE const T* opaque(const T* x) {
     return x;
 }
 FA_DEVICE bool any_lane(bool x) { return emulator::any_lane(x); }
-FA_DEVICE int count_lanes(bool x) {
-    int count = 0;
-    for (int lane = 0; lane < emulator::kLanes; ++lane) count += static_cast<int>(emulator::shuffle(x, lane));
-    return count;
+FA_DEVICE uint32_t lanes_where(bool x) {
+    uint32_t lanes = 0;
+    for (int lane = 0; lane < emulator::kLanes; ++lane) lanes |= emulator::shuffle(x, lane) << lane;
+    return lanes;
 }
+FA_DEVICE int count_lanes(bool x) { return __builtin_popcount(lanes_where(x)); }
+FA_DEVICE int lowest_bit(uint32_t x) { return __builtin_ctz(x); }
 // A shuffle, as on a GPU: all lanes must ask.
 FA_DEVICE int warp_index() { return static_cast<int>(emulator::shuffle(thread_index() / 32, 0)); }
 

@@ -64,6 +64,7 @@ def why_not_features(problem: Problem) -> str | None:
         # pse and pse_shift hold these as seqlen_q x seqlen_k numbers in the dtype of q: neither small nor exact.
         "attn_bias": problem.has_bias,
         "alibi_slopes": problem.has_alibi,
+        "block_mask": problem.block_size is not None,
         f"softcap={problem.softcap}": problem.softcap != 0.0,
     }
     given = [name for name, is_given in refused.items() if is_given]

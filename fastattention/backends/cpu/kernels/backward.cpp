@@ -40,7 +40,7 @@ public:
         int64_t first_query = 0, first_key = 0;
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const TileRange& mask = sequences_[i].mask;
-            const int64_t tiles = divide_up(call_.rows(sequences_[i]), geometry_.rows);
+            const int64_t tiles = call_.num_tiles(sequences_[i], geometry_.tile_rows);
             const int64_t chunks = divide_up(mask.seqlen_k, geometry_.keys);
             for (int64_t head = 0; head < p_.nheads_k && tiles + chunks > 0; ++head)
                 jobs.push_back({{i, head, first_query, first_key, nullptr, nullptr, nullptr, nullptr}, tiles, chunks});

@@ -59,11 +59,15 @@ struct BackwardLayout {
     static constexpr int64_t kRowStats = 3;
 };
 
+// With a block mask they are within a row of blocks.
+FA_INLINE int64_t rows_of_tile(const FaAttentionParams& p) { return p.block_mask ? kBlockTileRows : kBackwardRows; }
+
 template <class Unit>
 FA_INLINE BackwardGeometry backward_geometry(const FaAttentionParams& p) {
     const BackwardLayout<Unit> l(p);
     BackwardGeometry g;
     g.rows = l.rows;
+    g.tile_rows = rows_of_tile(p);
     g.keys = l.keys;
     g.tile_floats = l.tile_floats();
     g.grad_q_floats = l.rows * l.key_stride;
@@ -107,8 +111,7 @@ public:
           sequence_(call.sequences[head.sequence]),
           layout_(p_),
           tile_(tile),
-          first_row_(tile * layout_.rows),
-          num_rows_(smaller(layout_.rows, call.rows(sequence_) - first_row_)),
+          rows_(call.tile(sequence_, tile, rows_of_tile(p_))),
           at_(head.tiles + tile * layout_.tile_floats()) {}
 
     void run() {
@@ -116,8 +119,8 @@ public:
         for (int64_t row = 0; row < layout_.rows; ++row) {
             float* query = at_ + layout_.queries() + row * layout_.query_stride;
             float* grad = at_ + layout_.grads() + row * layout_.value_stride;
-            if (row < num_rows_) {
-                const QueryRow where = query_row(call_, head_.kv_head, first_row_ + row);
+            if (row < rows_.count) {
+                const QueryRow where = row_at(row);
                 load_query<Element>(call_, sequence_, where, query, layout_.query_columns);
                 const float delta = load_grad(where, grad);
                 measure_row(where, delta, stats + row);
@@ -139,6 +142,8 @@ public:
     }
 
 private:
+    QueryRow row_at(int64_t row) const { return query_row(call_, head_.kv_head, rows_, row); }
+
     // Where a row of the result lies, in elements from the first of all.
     int64_t out_offset(QueryRow where) const {
         const int64_t first = (sequence_.out - static_cast<const char*>(p_.out)) / call_.element_size;
@@ -175,8 +180,10 @@ private:
     float share(QueryRow where, float lse) const {
         const ScoreRow row = score_row(call_, sequence_, where.token, where.head);
         const int64_t begin = sequence_.mask.row_begin(where.token), end = sequence_.mask.row_end(where.token);
+        const BlockRow blocks = call_.block_row(sequence_, where.token, where.head);
         float sum = 0.0f;
         for (int64_t key = begin; key < end; ++key) {
+            if (!blocks.keeps(key)) continue;
             float bias[Vec::kWidth];
             store(bias, bias_of(row, key, 1));
             sum += exp2((bias[0] - lse) * kLog2E);
@@ -202,8 +209,8 @@ private:
     void add_sinks(const float* stats) const {
         float* sums = head_.grad_sinks + tile_ * call_.group_size;
         for (int64_t i = 0; i < call_.group_size; ++i) sums[i] = 0.0f;
-        for (int64_t row = 0; row < num_rows_; ++row) {
-            const QueryRow where = query_row(call_, head_.kv_head, first_row_ + row);
+        for (int64_t row = 0; row < rows_.count; ++row) {
+            const QueryRow where = row_at(row);
             const float lse = stats[row], sink = p_.sinks[where.head];
             if (lse == kInfinity) continue;
             sums[where.head % call_.group_size] -= exp2((sink - lse) * kLog2E) * stats[row + layout_.rows];
@@ -212,12 +219,12 @@ private:
 
     // Gradients of queries that see no key of the tile's: nothing comes to write them.
     void clear_unseen() const {
-        const TileRange& mask = sequence_.mask;
-        const int64_t last = query_row(call_, head_.kv_head, first_row_ + num_rows_ - 1).token;
-        const int64_t first = query_row(call_, head_.kv_head, first_row_).token;
-        if (mask.row_begin(first) < mask.row_end(last)) return;
-        for (int64_t row = 0; row < num_rows_; ++row) {
-            const QueryRow where = query_row(call_, head_.kv_head, first_row_ + row);
+        const QueryRow first = row_at(0);
+        const auto seen = sequence_.mask.rows(first.token, row_at(rows_.count - 1).token);
+        const BlockRow blocks = call_.block_row(sequence_, first.token, first.head);
+        if (blocks.next(seen.seen_begin, seen.seen_end) < seen.seen_end) return;
+        for (int64_t row = 0; row < rows_.count; ++row) {
+            const QueryRow where = row_at(row);
             const int64_t at = ((head_.first_query + where.token) * p_.nheads + where.head) * p_.headdim;
             memset(static_cast<Element*>(gradients_.grad_q) + at, 0, p_.headdim * sizeof(Element));
         }
@@ -229,7 +236,8 @@ private:
     const BackwardHead& head_;
     const Sequence& sequence_;
     const BackwardLayout<Unit> layout_;
-    const int64_t tile_, first_row_, num_rows_;
+    const int64_t tile_;
+    const RowTile rows_;
     float* const at_;
 };
 
@@ -263,12 +271,8 @@ public:
         pack();
         memset(grad_k_, 0, layout_.query_rows * layout_.score_stride * sizeof(float));
         memset(grad_v_, 0, layout_.value_rows * layout_.score_stride * sizeof(float));
-        const int64_t rows = call_.rows(sequence_), tiles = (rows + layout_.rows - 1) / layout_.rows;
-        for (int64_t tile = 0; tile < tiles; ++tile) {
-            const int64_t first = tile * layout_.rows, count = smaller(layout_.rows, rows - first);
-            const auto seen = sequence_.mask.rows(token_of(first), token_of(first + count - 1));
-            if (seen.classify(first_key_, first_key_ + num_keys_ - 1) != TileKind::kSkipped) visit(tile, first, count, seen);
-        }
+        const int64_t size = rows_of_tile(p_), tiles = call_.num_tiles(sequence_, size);
+        for (int64_t tile = 0; tile < tiles; ++tile) visit(tile, call_.tile(sequence_, tile, size));
         Unit::end();
         if (gradients_.grad_k)
             write(grad_k_, p_.headdim, layout_.query_columns, static_cast<float>(p_.softmax_scale), gradients_.grad_k);
@@ -279,7 +283,7 @@ private:
     using Self = BackwardChunk;
     using Seen = RowsRange<long long>;
 
-    int64_t token_of(int64_t row) const { return row / call_.group_size; }
+    QueryRow row_at(const RowTile& rows, int64_t row) const { return query_row(call_, head_.kv_head, rows, row); }
 
     // Keys and values with elements first, in panels, and keys as they are. Zeros past the end.
     void pack() {
@@ -321,22 +325,33 @@ private:
         }
     }
 
-    void visit(int64_t tile, int64_t first_row, int64_t num_rows, const Seen& seen) {
-        // Of the chunk the panels that a row of the tile sees.
-        const int64_t begin = larger(seen.seen_begin - first_key_, 0) / kPanel * kPanel;
-        const int64_t end = round_up(smaller(seen.seen_end - first_key_, num_keys_), kPanel);
-        const int64_t step = larger(Unit::kRowStep, Unit::kDepthStep * Unit::kElements);
-        const int64_t rows = round_up(num_rows, step);
+    // What the rows of a tile see of the chunk: runs of keys, each in whole panels.
+    void visit(int64_t tile, const RowTile& tile_rows) {
+        const QueryRow first = row_at(tile_rows, 0);
+        const Seen seen = sequence_.mask.rows(first.token, row_at(tile_rows, tile_rows.count - 1).token);
+        const BlockRow blocks = call_.block_row(sequence_, first.token, first.head);
+        const int64_t begin = larger(seen.seen_begin, first_key_), end = smaller(seen.seen_end, first_key_ + num_keys_);
+        if (blocks.next(begin, end) >= end) return;
+        const int64_t rows = round_up(tile_rows.count, larger(Unit::kRowStep, Unit::kDepthStep * Unit::kElements));
+        const auto for_each_run = [&](auto use) {
+            KeyTiles runs(blocks, begin, end, layout_.keys);
+            while (runs.next())
+                use((runs.first() - first_key_) / kPanel * kPanel, round_up(runs.past_last() - first_key_, kPanel));
+        };
+        for_each_run([&](int64_t from, int64_t to) { add_run(tile, tile_rows, rows, from, to, seen); });
+        if (gradients_.grad_q) add_to_queries(tile, tile_rows, rows, blocks, seen, for_each_run);
+    }
+
+    void add_run(int64_t tile, const RowTile& tile_rows, int64_t rows, int64_t begin, int64_t end, const Seen& seen) {
         const float* at = head_.tiles + tile * layout_.tile_floats();
         multiply_by_panels(at + layout_.queries(), layout_.query_stride, keys_t_, layout_.query_units, weights_, begin, end,
                            rows);
         multiply_by_panels(at + layout_.grads(), layout_.value_stride, values_t_, layout_.value_units, grad_s_, begin, end,
                            rows);
         const bool full = seen.classify(first_key_ + begin, first_key_ + end - 1) == TileKind::kFull;
-        differentiate(at + layout_.stats(), first_row, num_rows, rows, begin, end, full);
+        differentiate(at + layout_.stats(), tile_rows, rows, begin, end, full);
         if (gradients_.grad_v) accumulate(at + layout_.grads_t(), p_.headdim_v, weights_, grad_v_, begin, end, rows);
         if (gradients_.grad_k) accumulate(at + layout_.queries_t(), p_.headdim, grad_s_, grad_k_, begin, end, rows);
-        if (gradients_.grad_q) add_to_queries(tile, first_row, num_rows, rows, begin, end, seen);
     }
 
     // result (rows, keys begin to end) = a (rows, elements) times panels.
@@ -365,9 +380,9 @@ private:
     };
 
     template <bool kModified, bool kDrops>
-    void set(Row& r, const float* stats, int64_t first_row, int64_t num_rows, int64_t row, int64_t begin, int64_t end) const {
-        const int64_t known = smaller(row, num_rows - 1);  // padding does as the last row, but its lse leaves no weight
-        const QueryRow where = query_row(call_, head_.kv_head, first_row + known);
+    void set(Row& r, const float* stats, const RowTile& tile_rows, int64_t row, int64_t begin, int64_t end) const {
+        // Padding does as the last row, but its lse leaves no weight.
+        const QueryRow where = row_at(tile_rows, smaller(row, tile_rows.count - 1));
         if (kModified) r.score = score_row(call_, sequence_, where.token, where.head);
         if (kDrops) {
             const int64_t first = begin / kDropoutKeys * kDropoutKeys, n = round_up(end - first, kDropoutKeys);
@@ -405,10 +420,9 @@ private:
         }
     }
 
-    void differentiate(const float* stats, int64_t first_row, int64_t num_rows, int64_t rows, int64_t begin, int64_t end,
-                       bool full) {
+    void differentiate(const float* stats, const RowTile& tile_rows, int64_t rows, int64_t begin, int64_t end, bool full) {
         const bool drops = p_.dropout_p > 0.0;
-        auto run = [&](auto kernel) { (this->*kernel)(stats, first_row, num_rows, rows, begin, end); };
+        auto run = [&](auto kernel) { (this->*kernel)(stats, tile_rows, rows, begin, end); };
         if (units_.modified)
             return run(drops ? &Self::differentiate<true, true, true> : &Self::differentiate<true, true, false>);
         if (drops) return run(&Self::differentiate<false, true, true>);
@@ -418,12 +432,12 @@ private:
     // Over the products in weights_ and grad_s_ their weights and gradients are written: floats in place, of pairs those of
     // two neighbouring rows in the first half of the rows, which have been read by then.
     template <bool kModified, bool kMasked, bool kDrops>
-    void differentiate(const float* stats, int64_t first_row, int64_t num_rows, int64_t rows, int64_t begin, int64_t end) {
+    void differentiate(const float* stats, const RowTile& tile_rows, int64_t rows, int64_t begin, int64_t end) {
         const int64_t stride = layout_.score_stride;
         Row first, second;
         for (int64_t i = 0; i < rows; i += Unit::kElements) {
             float *p = weights_ + i * stride, *dp = grad_s_ + i * stride;
-            set<kModified, kDrops>(first, stats, first_row, num_rows, i, begin, end);
+            set<kModified, kDrops>(first, stats, tile_rows, i, begin, end);
             if constexpr (Unit::kElements == 1) {
                 for (int64_t j = begin; j < end; j += Vec::kWidth) {
                     Vec weight = load(p + j), grad = load(dp + j);
@@ -432,7 +446,7 @@ private:
                     store(dp + j, grad);
                 }
             } else {
-                set<kModified, kDrops>(second, stats, first_row, num_rows, i + 1, begin, end);
+                set<kModified, kDrops>(second, stats, tile_rows, i + 1, begin, end);
                 float *p_pairs = weights_ + i / 2 * stride, *dp_pairs = grad_s_ + i / 2 * stride;
                 auto* dp_row = reinterpret_cast<Bfloat16*>(grad_s_rows_ + i * stride);
                 for (int64_t j = begin; j < end; j += Vec::kWidth) {
@@ -450,22 +464,27 @@ private:
     }
 
     // Waits until the chunks before this one have added to the tile, adds, and writes it when no chunk follows.
-    void add_to_queries(int64_t tile, int64_t first_row, int64_t num_rows, int64_t rows, int64_t begin, int64_t end,
-                        const Seen& seen) {
-        const int64_t first_chunk = seen.seen_begin / layout_.keys, last_chunk = (seen.seen_end - 1) / layout_.keys;
+    template <class ForEachRun>
+    void add_to_queries(int64_t tile, const RowTile& tile_rows, int64_t rows, const BlockRow& blocks, const Seen& seen,
+                        ForEachRun for_each_run) {
         float* grad_q = head_.grad_q + tile * layout_.rows * layout_.key_stride;
-        if (chunk_ == first_chunk) {
-            multiply_keys<false>(grad_q, rows, begin, end);
-        } else {
-            wait_for(head_.turn + tile, static_cast<int32_t>(chunk_));
-            multiply_keys<true>(grad_q, rows, begin, end);
-        }
-        if (chunk_ < last_chunk) {
-            __atomic_store_n(head_.turn + tile, static_cast<int32_t>(chunk_ + 1), __ATOMIC_RELEASE);
+        bool adds = blocks.next(seen.seen_begin, first_key_) < first_key_;  // to what an earlier chunk has left
+        if (adds) wait_for(head_.turn + tile, static_cast<int32_t>(chunk_));
+        for_each_run([&](int64_t begin, int64_t end) {
+            if (adds) {
+                multiply_keys<true>(grad_q, rows, begin, end);
+            } else {
+                multiply_keys<false>(grad_q, rows, begin, end);
+            }
+            adds = true;
+        });
+        const int64_t next_key = blocks.next(first_key_ + layout_.keys, seen.seen_end);
+        if (next_key < seen.seen_end) {
+            __atomic_store_n(head_.turn + tile, static_cast<int32_t>(next_key / layout_.keys), __ATOMIC_RELEASE);
             return;
         }
-        for (int64_t row = 0; row < num_rows; ++row) {
-            const QueryRow where = query_row(call_, head_.kv_head, first_row + row);
+        for (int64_t row = 0; row < tile_rows.count; ++row) {
+            const QueryRow where = row_at(tile_rows, row);
             const int64_t at = ((head_.first_query + where.token) * p_.nheads + where.head) * p_.headdim;
             store_scaled(grad_q + row * layout_.key_stride, broadcast(static_cast<float>(p_.softmax_scale)),
                          static_cast<Element*>(gradients_.grad_q) + at, p_.headdim);

@@ -63,7 +63,8 @@ private:
 
     bool is_decode(const Sequence& s) const {
         if (visible_keys(s.mask).size() == 0) return true;
-        return p_.dropout_p == 0.0 && (is_latent(s) || call_.rows(s) <= kDecodeRows);  // only prefill drops weights
+        if (p_.dropout_p > 0.0 || s.blocks) return false;  // only prefill drops weights and skips blocks
+        return is_latent(s) || call_.rows(s) <= kDecodeRows;
     }
 
     void append() {
@@ -189,7 +190,7 @@ private:
             const int64_t step = p_.dropout_p > 0.0 ? std::max(g.panel, kDropoutKeys) : g.panel;
             const int64_t first = keys.begin / step * step / g.panel, end = divide_up(keys.end, g.panel);
             const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_stride / g.keys_per_unit + scales);
-            const int64_t tiles = divide_up(call_.rows(s), g.tile_rows);
+            const int64_t tiles = call_.num_tiles(s, g.tile_rows);
             for (int64_t head = 0; head < p_.nheads_k; ++head)
                 jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
         }
@@ -229,8 +230,7 @@ private:
             float* scratch = working + slot * floats;
             place(g, job, scratch + g.scratch_floats);
             for (int64_t panel = job.first_panel; panel < job.end_panel; ++panel) kernels_.pack_panel(call_, job.head, panel);
-            for (int64_t tile = 0; tile < job.tiles; ++tile)
-                kernels_.prefill_tile(call_, job.head, tile * g.tile_rows, scratch);
+            for (int64_t tile = 0; tile < job.tiles; ++tile) kernels_.prefill_tile(call_, job.head, tile, scratch);
         });
         return true;
     }
@@ -283,7 +283,7 @@ private:
         parallel_for(tiles.back(), num_threads_, [&](int64_t index, int slot) {
             const auto i = find(tiles, index);
             const int64_t tile = tiles[i + 1] - 1 - index;
-            kernels_.prefill_tile(call_, jobs[i].head, tile * g.tile_rows, working + slot * scratch);
+            kernels_.prefill_tile(call_, jobs[i].head, tile, working + slot * scratch);
         });
         return true;
     }

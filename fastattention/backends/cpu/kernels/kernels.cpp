@@ -102,10 +102,10 @@ static void pack_panel_of(const Call& call, const HeadPanels& head, int64_t pane
     });
 }
 
-static void prefill_tile_of(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch) {
+static void prefill_tile_of(const Call& call, const HeadPanels& head, int64_t tile, float* scratch) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
-        prefill_tile<typename Path::Element, typename Path::Unit>(call, head, first_row, scratch);
+        prefill_tile<typename Path::Element, typename Path::Unit>(call, head, tile, scratch);
     });
 }
 

@@ -32,6 +32,7 @@ typedef struct FaAttentionParams {
     const float* sinks;              // (nheads)
     const int64_t* dropout_seed;     // one number, or null
     const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), varlen (1, nheads, total_q, max_seqlen_k)
+    const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept, or null
     float* k_scale;  // of a quantised cache, as k without headdim; written when k_new is given
     float* v_scale;
     int64_t dtype;        // of q, k_new, v_new, out and the rotary tables
@@ -52,6 +53,8 @@ typedef struct FaAttentionParams {
     int64_t v_scale_stride_batch, v_scale_stride_row, v_scale_stride_head;
     int64_t block_table_stride, alibi_stride_batch;
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
+    int64_t block_stride_batch, block_stride_head, block_stride_row, block_stride_key;
+    int64_t block_m, block_n;  // tokens of a block: queries, keys
     int64_t window_left, window_right;  // -1 unlimited
     int64_t rotary_dim, rotary_interleaved;
     int64_t num_splits;  // 0: chosen from the lengths

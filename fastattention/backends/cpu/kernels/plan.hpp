@@ -6,6 +6,7 @@
 
 // Compiled for several instruction sets: an out-of-line copy of these functions could end up on a processor without them.
 #define FA_HOST_DEVICE __attribute__((always_inline))
+#include "../../common/block_row.hpp"
 #include "../../common/tile_range.hpp"
 #include "params.h"
 
@@ -72,8 +73,18 @@ struct Sequence {
     float* lse;             // null when not asked for
     const char* bias;       // null without
     const float* alibi;     // slopes of all heads, null without
+    const uint8_t* blocks;  // of a block mask, null without
     int64_t cache_seqlen;   // tokens before the append, left padding included: the rotary position of query 0
     int64_t batch;
+};
+
+// A tile of query rows of one key head.
+struct RowTile {
+    static constexpr int64_t kAllHeads = -1;
+
+    int64_t first;  // row, or token of the one head
+    int64_t count;
+    int64_t head;  // the only one, among those that share the key head; kAllHeads: row by row
 };
 
 // All calls share this view of the arguments.
@@ -100,6 +111,30 @@ struct Call {
     // A row is one query token of one query head. Rows of the heads that share a key head are processed together: row r
     // of a group is token r / group_size of head kv_head * group_size + r % group_size.
     FA_HOST_DEVICE int64_t rows(const Sequence& s) const { return s.mask.seqlen_q * group_size; }
+
+    // Tiles of these rows, at most `size` of them each. With a block mask a tile has tokens of one head, and of one row of
+    // blocks, which `size` divides.
+    FA_HOST_DEVICE int64_t num_tiles(const Sequence& s, int64_t size) const {
+        return s.blocks ? group_size * tiles_of_head(s, size) : (rows(s) + size - 1) / size;
+    }
+    FA_HOST_DEVICE RowTile tile(const Sequence& s, int64_t index, int64_t size) const {
+        const int64_t of_head = s.blocks ? tiles_of_head(s, size) : num_tiles(s, size);
+        const int64_t first = index % of_head * size, last = s.blocks ? s.mask.seqlen_q : rows(s);
+        return {first, last - first < size ? last - first : size, s.blocks ? index / of_head : RowTile::kAllHeads};
+    }
+
+    // What the block mask keeps for the row of blocks that has a token of a query head.
+    FA_HOST_DEVICE BlockRow block_row(const Sequence& s, int64_t token, int64_t head) const {
+        if (s.blocks == nullptr) return {};
+        const FaAttentionParams& p = *params;
+        return {s.blocks + head * p.block_stride_head + token / p.block_m * p.block_stride_row, p.block_stride_key,
+                p.block_n};
+    }
+
+private:
+    FA_HOST_DEVICE static int64_t tiles_of_head(const Sequence& s, int64_t size) {
+        return (s.mask.seqlen_q + size - 1) / size;
+    }
 };
 
 // Keys and values of one head of one sequence, repacked for the matrix products of prefill. A unit is 32 bits: one float,
@@ -136,7 +171,8 @@ struct DecodeSplit {
 
 // How an instruction set goes through a backward of a dtype and head dimension. A tile of rows meets a chunk of keys.
 struct BackwardGeometry {
-    int64_t rows;            // of a tile
+    int64_t rows;            // a tile has room for
+    int64_t tile_rows;       // a tile has at most
     int64_t keys;            // of a chunk
     int64_t tile_floats;     // of a tile packed by pack_rows
     int64_t grad_q_floats;   // of a tile's gradient of q
@@ -172,7 +208,7 @@ struct Kernels {
 
     PanelGeometry (*panel_geometry)(const FaAttentionParams& params);
     void (*pack_panel)(const Call& call, const HeadPanels& head, int64_t panel);
-    void (*prefill_tile)(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch);
+    void (*prefill_tile)(const Call& call, const HeadPanels& head, int64_t tile, float* scratch);
 
     int64_t (*decode_columns)(const FaAttentionParams& params);  // row length of DecodeSplit::acc_o
     // splits: the same keys of num_heads neighbouring heads.

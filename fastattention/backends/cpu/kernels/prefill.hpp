@@ -7,6 +7,9 @@ namespace FA_NAMESPACE {
 // A mask that moves with the rows hides more of a tall tile, so that it takes more rows to pay.
 static constexpr int64_t kTileRows = 48, kMostTileRows = Vec::kWidth == 16 ? 96 : 48;
 static constexpr int64_t kManyRows = 1024, kManyMaskedRows = 4096;
+// Of a tile that is within a row of blocks of a block mask: sizes of blocks are multiples of it.
+static constexpr int64_t kBlockTileRows = 64;
+static constexpr int64_t kRoomForRows = 96;  // of any of these, and what a product takes at once
 // Keys of a tile. At a time the L2 cache holds a panel of keys, or as many columns of the tile's values, and queries, scores
 // and results of the tile's rows: with heads of 512 floats about 700 KB with AVX-512, whose processors have 1 MB and more, and
 // 280 KB elsewhere.
@@ -31,9 +34,11 @@ FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     const bool masked = p.window_left >= 0 || p.window_right >= 0;
     const int64_t rows = p.seqlen_q * (p.nheads / p.nheads_k);
     g.tile_rows = rows < (masked ? kManyMaskedRows : kManyRows) ? kTileRows : kMostTileRows;
+    if (p.block_mask) g.tile_rows = kBlockTileRows;
+    const int64_t padded_rows = round_up(g.tile_rows, Unit::kRowStep);
     const int64_t query_stride = g.key_units + kRowPadding;
     // A query is widened before it is narrowed to pairs: the last row needs room for that.
-    g.scratch_floats = g.tile_rows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;
+    g.scratch_floats = padded_rows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;
     return g;
 }
 
@@ -163,7 +168,7 @@ FA_INLINE void multiply_key_panel(const float* rows, int64_t stride, const float
 template <class Element, class Unit>
 class PrefillTile {
 public:
-    PrefillTile(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch)
+    PrefillTile(const Call& call, const HeadPanels& head, int64_t tile, float* scratch)
         : call_(call),
           p_(*call.params),
           head_(head),
@@ -171,30 +176,31 @@ public:
           geometry_(panel_geometry<Unit>(p_)),
           softmax_(call, sequence_),
           dropout_(Dropout::of(p_)),
-          first_row_(first_row),
-          num_rows_(smaller(geometry_.tile_rows, call.rows(sequence_) - first_row)),
-          padded_rows_(round_up(num_rows_, Unit::kRowStep)),
+          rows_(call.tile(sequence_, tile, geometry_.tile_rows)),
+          padded_rows_(round_up(rows_.count, Unit::kRowStep)),
           query_stride_(geometry_.key_units + kRowPadding) {
         queries_ = scratch;
-        scores_ = queries_ + geometry_.tile_rows * query_stride_ + kMaxHeaddim;
-        acc_o_ = scores_ + geometry_.tile_rows * kScoreStride;
-        row_sum_ = acc_o_ + geometry_.tile_rows * geometry_.value_stride;
+        const int64_t room = round_up(geometry_.tile_rows, Unit::kRowStep);
+        scores_ = queries_ + room * query_stride_ + kMaxHeaddim;
+        acc_o_ = scores_ + room * kScoreStride;
+        row_sum_ = acc_o_ + room * geometry_.value_stride;
     }
 
     void run() {
         Unit::begin();
         start();
         const TileRange& mask = sequence_.mask;
-        const int64_t first_token = query_row(call_, head_.kv_head, first_row_).token;
-        const int64_t last_token = query_row(call_, head_.kv_head, first_row_ + num_rows_ - 1).token;
-        const int64_t end = mask.row_end(last_token);
+        const QueryRow first = at(0);
+        const auto seen = mask.rows(first.token, at(rows_.count - 1).token);
         const int64_t step = p_.dropout_p > 0.0 ? kDropoutKeys : kPanel;
-        for (int64_t key = mask.row_begin(first_token) / step * step; key < end; key += kTileKeys) {
-            const int64_t n = smaller(kTileKeys, end - key);
-            const TileKind kind = mask.classify(first_token, last_token, key, key + n - 1);
+        const BlockRow blocks = call_.block_row(sequence_, first.token, first.head);
+        KeyTiles tiles(blocks, seen.seen_begin / step * step, seen.seen_end, kTileKeys);
+        while (tiles.next()) {
+            const int64_t key = tiles.first(), n = tiles.past_last() - key;
+            const TileKind kind = seen.classify(key, key + n - 1);
             if (kind == TileKind::kSkipped) continue;
             multiply_queries(key, n);
-            for (int64_t row = 0; row < num_rows_; ++row) softmax(row, key, n, kind);
+            for (int64_t row = 0; row < rows_.count; ++row) softmax(row, key, n, kind);
             accumulate_values(key, n);
         }
         finish();
@@ -202,20 +208,20 @@ public:
     }
 
 private:
+    QueryRow at(int64_t row) const { return query_row(call_, head_.kv_head, rows_, row); }
+
     // Keys of a tile, filled up to what the product with the values takes at once.
     static int64_t padded_keys(int64_t n) { return round_up(n, larger(Vec::kWidth, Unit::kDepthStep * Unit::kElements)); }
 
     void start() {
         // Rows of a head are far apart when heads lie side by side.
-        for (int64_t row = 0; row < num_rows_; ++row)
-            prefetch_query<Element>(call_, sequence_, query_row(call_, head_.kv_head, first_row_ + row));
+        for (int64_t row = 0; row < rows_.count; ++row) prefetch_query<Element>(call_, sequence_, at(row));
         for (int64_t row = 0; row < padded_rows_; ++row) {
             row_max_[row] = -kInfinity;
             store(row_sum_ + row * Vec::kWidth, zero());
             float* query = queries_ + row * query_stride_;
-            if (row < num_rows_) {
-                const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
-                load_query<Element>(call_, sequence_, at, query, geometry_.key_units * Unit::kElements);
+            if (row < rows_.count) {
+                load_query<Element>(call_, sequence_, at(row), query, geometry_.key_units * Unit::kElements);
                 // In place, into the first half: what is written is never ahead of what is still to be read.
                 if (Unit::kElements == 2) narrow_row(query, reinterpret_cast<Bfloat16*>(query), geometry_.key_units * 2);
             } else {
@@ -234,21 +240,21 @@ private:
     }
 
     void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {
-        const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
+        const QueryRow where = at(row);
         int64_t begin = 0, end = n;
         if (kind == TileKind::kPartial) {
-            begin = larger(sequence_.mask.row_begin(at.token) - key, 0);
-            end = smaller(sequence_.mask.row_end(at.token) - key, n);
+            begin = larger(sequence_.mask.row_begin(where.token) - key, 0);
+            end = smaller(sequence_.mask.row_end(where.token) - key, n);
         }
         TileScales scales;
         if (head_.key_scales) scales = {head_.key_scales + key, head_.value_scales + key};
         float factors[kTileKeys];
         if (p_.dropout_p > 0.0) {
-            dropout_factors(dropout_, sequence_.batch, at, key, round_up(n, kDropoutKeys), factors);
+            dropout_factors(dropout_, sequence_.batch, where, key, round_up(n, kDropoutKeys), factors);
             scales.values = factors;
         }
         softmax_.update(
-            at, scores_ + row * kScoreStride, key, begin, end, padded_keys(n),
+            where, scores_ + row * kScoreStride, key, begin, end, padded_keys(n),
             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},
             scales);
     }
@@ -263,9 +269,8 @@ private:
     }
 
     void finish() {
-        for (int64_t row = 0; row < num_rows_; ++row) {
-            const QueryRow at = query_row(call_, head_.kv_head, first_row_ + row);
-            store_result<Element>(call_, sequence_, at, acc_o_ + row * geometry_.value_stride, row_max_[row],
+        for (int64_t row = 0; row < rows_.count; ++row) {
+            store_result<Element>(call_, sequence_, at(row), acc_o_ + row * geometry_.value_stride, row_max_[row],
                                   reduce_add(load(row_sum_ + row * Vec::kWidth)));
         }
     }
@@ -277,14 +282,15 @@ private:
     const PanelGeometry geometry_;
     const RowSoftmax<Unit> softmax_;
     const Dropout dropout_;
-    const int64_t first_row_, num_rows_, padded_rows_, query_stride_;
+    const RowTile rows_;
+    const int64_t padded_rows_, query_stride_;
     float *queries_, *scores_, *acc_o_, *row_sum_;
-    float row_max_[kMostTileRows];
+    float row_max_[kRoomForRows];
 };
 
 template <class Element, class Unit>
-static void prefill_tile(const Call& call, const HeadPanels& head, int64_t first_row, float* scratch) {
-    PrefillTile<Element, Unit>(call, head, first_row, scratch).run();
+static void prefill_tile(const Call& call, const HeadPanels& head, int64_t tile, float* scratch) {
+    PrefillTile<Element, Unit>(call, head, tile, scratch).run();
 }
 
 }  // namespace FA_NAMESPACE

@@ -89,6 +89,11 @@ FA_INLINE QueryRow query_row(const Call& call, int64_t kv_head, int64_t row) {
     return {row / call.group_size, kv_head * call.group_size + row % call.group_size};
 }
 
+FA_INLINE QueryRow query_row(const Call& call, int64_t kv_head, const RowTile& tile, int64_t row) {
+    if (tile.head == RowTile::kAllHeads) return query_row(call, kv_head, tile.first + row);
+    return {tile.first + row, kv_head * call.group_size + tile.head};
+}
+
 template <class Element>
 FA_INLINE const Element* query_address(const Call& call, const Sequence& s, QueryRow at) {
     const FaAttentionParams& p = *call.params;

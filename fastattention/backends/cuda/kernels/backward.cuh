@@ -119,6 +119,13 @@ public:
                 rows.begin_head(head);
                 pass(rows, head, begin, end);
             }
+            if constexpr (kBlockSparse) {  // where no tile passed nobody has waited for the rows
+                if constexpr (Arch::kAsyncCopy) {
+                    copy_async_commit();
+                    copy_async_wait<0>();
+                }
+                cta_barrier();
+            }
         }
         rows.finish(shared_, kGradFirst ? second_shared() : shared_);
     }
@@ -159,17 +166,21 @@ private:
         PassingTiles tiles(vectors(kRowsAreKeys ? Kind::kQueries : Kind::kKeys, head, num_columns),
                            vectors(kRowsAreKeys ? Kind::kGradients : Kind::kValues, head, num_columns),
                            {params_, params_.stats + stats_offset(head), num_columns});
+        const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, num_rows()) - 1;
+        TileWalk walk(p_, {work_.batch, head, kRowsAreKeys, first_row, last_row}, begin, end);
+        if (walk.begin() >= walk.end()) return;
         if constexpr (kPipelined) {
-            pass_pipelined(rows, tiles, begin, end);
+            pass_pipelined(rows, tiles, walk);
         } else {
-            pass_single_buffered(rows, tiles, begin, end);
+            pass_single_buffered(rows, tiles, walk);
         }
     }
 
     // The next tile waits in registers until nobody reads this one any more; where copies are asynchronous it starts then.
-    FA_DEVICE void pass_single_buffered(GradientRows& rows, PassingTiles& tiles, int begin, int end) const {
-        if constexpr (!Arch::kAsyncCopy) tiles.begin(begin, passing(0));
-        for (int column = begin; column < end; column += kTileN) {
+    FA_DEVICE void pass_single_buffered(GradientRows& rows, PassingTiles& tiles, TileWalk& walk) const {
+        if constexpr (!Arch::kAsyncCopy) tiles.begin(walk.begin(), passing(0));
+        for (int column = walk.begin(), next; column < walk.end(); column = next) {
+            next = walk.next(column);
             if constexpr (Arch::kAsyncCopy) {
                 tiles.begin(column, passing(0));
                 copy_async_commit();
@@ -180,29 +191,30 @@ private:
             cta_barrier();
             // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
             add_tile(rows, column, 0, [&] {
-                if constexpr (kSecondEarly) tiles.begin_second(column + kTileN, passing(0));
-                if constexpr (kFirstEarly) tiles.begin_first(column + kTileN, passing(0));
+                if constexpr (kSecondEarly) tiles.begin_second(next, passing(0));
+                if constexpr (kFirstEarly) tiles.begin_first(next, passing(0));
             });
-            if constexpr (!Arch::kAsyncCopy && !kSecondEarly) tiles.begin_second(column + kTileN, passing(0));
-            if constexpr (!Arch::kAsyncCopy && !kFirstEarly) tiles.begin_first(column + kTileN, passing(0));
+            if constexpr (!Arch::kAsyncCopy && !kSecondEarly) tiles.begin_second(next, passing(0));
+            if constexpr (!Arch::kAsyncCopy && !kFirstEarly) tiles.begin_first(next, passing(0));
             cta_barrier();
         }
     }
 
     // While one tile is worked on, others are on their way. One barrier a tile says both that this one has arrived and that
     // nobody reads the one before it any more.
-    FA_DEVICE void pass_pipelined(GradientRows& rows, PassingTiles& tiles, int begin, int end) const {
+    FA_DEVICE void pass_pipelined(GradientRows& rows, PassingTiles& tiles, TileWalk& walk) const {
         const auto begin_tile = [&](int column, int stage) {
-            if (column < end) tiles.begin(column, passing(stage));
+            if (column < walk.end()) tiles.begin(column, passing(stage));
             copy_async_commit();
         };
-#pragma unroll
-        for (int i = 0; i < kStages - 1; ++i) begin_tile(begin + i * kTileN, i);
+        static_assert(kStages <= 2, "one tile is on its way");
+        begin_tile(walk.begin(), 0);
         int stage = 0;
-        for (int column = begin; column < end; column += kTileN) {
+        for (int column = walk.begin(), next; column < walk.end(); column = next) {
             copy_async_wait<kStages - 2>();
             cta_barrier();
-            begin_tile(column + (kStages - 1) * kTileN, stage == 0 ? kStages - 1 : stage - 1);
+            next = walk.next(column);
+            begin_tile(next, stage == 0 ? kStages - 1 : stage - 1);
             add_tile(rows, column, stage, [] {});
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }

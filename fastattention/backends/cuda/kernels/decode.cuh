@@ -94,10 +94,10 @@ private:
         const int base = Schedule::first_key(mask);
         const int end = smaller(base + span.end_tile * kStreamTile, mask.row_end(p_.seqlen_q - 1));
         const int team = kSplitKeysAcrossWarps ? warp_index() : 0;
-        const KeyRange keys{base + span.first_tile * kStreamTile + team * kTileN, end, kStreamTile, 0, 0};
+        const TileWalk tiles(base + span.first_tile * kStreamTile + team * kTileN, end, kStreamTile);
         const uint32_t kv_shared = shared_ + Loop::kQueryBytes + team * Loop::kTeamBytes;
         const uint32_t exchange = stats_shared_ + kResultRows * 8;
-        Loop loop(sources_of(p_, work, num_rows, end), shared_, kv_shared, exchange, first_row, keys);
+        Loop loop(sources_of(p_, work, num_rows, end), shared_, kv_shared, exchange, first_row, tiles, {0, 0});
         WarpRows rows(p_, work, mask, last_row);
         loop.run(rows);
         if (!is_within_capacity(p_, work.batch)) rows.set_nan();

@@ -16,14 +16,16 @@ static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same
 FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask) {
     const int first_row = work.m_tile * kTileM;
     const int last_row = smaller(first_row + kTileM, mask.seqlen_q) - 1;
-    // No tile counts as full where a warp has no rows and may rest.
-    const int full_end = first_row + kTileM - kWarpRows <= last_row ? mask.row_end(first_row) : 0;
-    const KeyRange keys{mask.row_begin(first_row) / kTileN * kTileN, mask.row_end(last_row), kTileN, mask.row_begin(last_row),
-                        full_end};
+    // No tile counts as full where a warp may rest: it has no rows, or the block mask hides the tile from them.
+    const bool any_rests = first_row + kTileM - kWarpRows > last_row || kMixesBlocks;
+    const int full_end = any_rests ? 0 : mask.row_end(first_row);
+    const FullKeys full{mask.row_begin(last_row), full_end};
+    const int begin = mask.row_begin(first_row) / kTileN * kTileN, end = mask.row_end(last_row);
+    const TileWalk tiles(p, {work.batch, work.head, false, first_row, last_row}, begin, end);
     const uint32_t shared = shared_memory();
-    if (keys.begin < keys.end) {
+    if (tiles.begin() < tiles.end()) {
         const uint32_t kv_shared = shared + kQueryBytes, exchange = kv_shared + Loop::kTeamBytes;
-        Loop loop(sources_of(p, work, mask.seqlen_q, keys.end), shared, kv_shared, exchange, first_row, keys);
+        Loop loop(sources_of(p, work, mask.seqlen_q, end), shared, kv_shared, exchange, first_row, tiles, full);
         WarpRows rows(p, work, mask, last_row);
         loop.run(rows);
         cta_barrier();

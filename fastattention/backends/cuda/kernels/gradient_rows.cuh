@@ -17,6 +17,7 @@
 #include "epilogue.cuh"
 #include "mask.cuh"
 #include "scores.cuh"
+#include "tile_walk.cuh"
 
 namespace fastattention {
 
@@ -29,6 +30,7 @@ static_assert(kColumnWarps == 1 && !kGroupedRows && !kPaged, "a backward has no 
 constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
 constexpr int kWarpRows = kSteps * Arch::kStepRows;
 static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
+static_assert(!kMixesBlocks || kLeastBlock % kWarpRows == 0, "a warp skips what its rows do not keep");
 
 static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gradients would be shared out differently");
 
@@ -68,6 +70,9 @@ public:
 
     FA_DEVICE TileKind kind_of(int column) const {
         if (warp_row_ > last_row_) return TileKind::kSkipped;
+        if constexpr (kMixesBlocks) {
+            if (!block_grid(p_, work_.batch, head_, kRowsAreKeys).keeps(warp_row_, column)) return TileKind::kSkipped;
+        }
         // Asked anew for each tile: four registers less to keep.
         const int first = opaque(warp_row_);
         return mask_.rows(first, smaller(first + kWarpRows - 1, last_row_)).classify(column, column + kTileN - 1);

@@ -1,6 +1,7 @@
 // How keys and values pass through shared memory, tile by tile, and what is done with each tile.
 #pragma once
 
+#include "tile_walk.cuh"
 #include "warp_rows.cuh"
 
 namespace fastattention {
@@ -14,10 +15,9 @@ struct AllSeen {
 // Modified scores are much code already, and it would have to fit the instruction cache twice. A few rows wait for memory.
 constexpr bool kSeparateFullTiles = Arch::kSeparateFullTiles && !kModifiesScores && !kGroupedRows;
 
-// Which tiles: every `step` keys from `begin` to `end`. All rows of the CTA see the keys from full_begin to full_end.
-struct KeyRange {
-    int begin, end, step;
-    int full_begin, full_end;
+// All rows of a CTA see these keys, as far as they are gone through.
+struct FullKeys {
+    int begin, end;
 };
 
 // Team: the warps that share tiles of keys and values.
@@ -34,9 +34,9 @@ public:
     static constexpr int kTeamBytes = kStages * (KeyCopy::kBytes + kValueBytes + ScalesCopy::kBytes);
 
     // q_shared: for the CTA's queries, from row first_row on; kv_shared: for the team's keys and values; exchange: of
-    // kExchangeBytes. Copies begin at once.
+    // kExchangeBytes; tiles: of keys, one at least. Copies begin at once.
     FA_DEVICE KeyLoop(const Sources& from, uint32_t q_shared, uint32_t kv_shared, uint32_t exchange, int first_row,
-                      const KeyRange& keys)
+                      const TileWalk& tiles, const FullKeys& full)
         : q_copy_(from.q),
           k_copy_(from.k),
           v_copy_(from.v),
@@ -44,11 +44,12 @@ public:
           q_shared_(q_shared),
           kv_shared_(kv_shared),
           exchange_(exchange),
-          keys_(keys),
-          ahead_(keys.begin) {
-        k_copy_.look_up(keys.begin);
-        if constexpr (!kValuesInKeys) v_copy_.look_up(keys.begin);
-        scales_copy_.look_up(keys.begin);
+          tiles_(tiles),
+          full_(full),
+          ahead_(tiles.begin()) {
+        k_copy_.look_up(ahead_);
+        if constexpr (!kValuesInKeys) v_copy_.look_up(ahead_);
+        scales_copy_.look_up(ahead_);
         if constexpr (kWideQueries) {
             q_copy_.copy(first_row, q_shared_);
         } else {
@@ -59,7 +60,7 @@ public:
 #pragma unroll
             for (int i = 0; i < kStages - 1; ++i) begin_next();
         } else {
-            begin_keys(keys.begin);
+            begin_keys(ahead_);
         }
     }
 
@@ -85,7 +86,7 @@ private:
         cta_barrier();
         rows.load_queries(q_shared_);
         int stage = 0;
-        for (int key = keys_.begin; key < keys_.end; key += keys_.step) {
+        for (int key = tiles_.begin(); key < tiles_.end(); key = kBlockSparse ? on_their_way_[0] : tiles_.next(key)) {
             copy_async_wait<kStages - 2>();
             Team::barrier();
             begin_next();
@@ -109,12 +110,17 @@ private:
 
     // The next tile of keys and values into the next place, if there is one more.
     FA_DEVICE void begin_next() {
-        if (ahead_ < keys_.end) {
+        if (ahead_ < tiles_.end()) {
             begin_keys(ahead_, stage_ahead_);
             begin_values(ahead_, stage_ahead_);
         }
         copy_async_commit();
-        ahead_ += keys_.step;
+        if constexpr (kBlockSparse) {
+#pragma unroll
+            for (int i = 0; i < kStages - 2; ++i) on_their_way_[i] = on_their_way_[i + 1];
+            on_their_way_[kStages - 2] = ahead_;
+        }
+        ahead_ = tiles_.next(ahead_);
         stage_ahead_ = stage_ahead_ + 1 == kStages ? 0 : stage_ahead_ + 1;
     }
 
@@ -126,9 +132,9 @@ private:
         arrive(k_copy_, k_shared(0));
         if constexpr (kKeyWarps > 1) cta_barrier();
         rows.load_queries(q_shared_);
-        for_each_tile([&](auto all_seen, int key) {
+        for_each_tile([&](auto all_seen, int key, int next) {
             begin_values(key);
-            const bool more = key + keys_.step < keys_.end;
+            const bool more = next < tiles_.end();
             const TileKind kind = all_seen.value ? TileKind::kFull : rows.kind_of(key);
             WarpRows::Scores scores = {};
             if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0));
@@ -141,12 +147,12 @@ private:
                 rows.prepare_scores(scores, scales, key, kind);
                 wait_for(v_copy_, v_shared(0));
                 rows.exchange_probabilities(scores, scales, key, exchange_);
-                if (more) begin_keys(key + keys_.step);
+                if (more) begin_keys(next);
                 rows.accumulate_exchanged(exchange_, v_shared(0));
             } else {
                 scales_copy_.finish(scales_shared(0));
                 arrive(v_copy_, v_shared(0));
-                if (more) begin_keys(key + keys_.step);
+                if (more) begin_keys(next);
                 if (kind != TileKind::kSkipped) {
                     const LaneScales scales(scales_shared(0));
                     rows.prepare_scores(scores, scales, key, kind);
@@ -161,27 +167,35 @@ private:
     // Calls `step` for one tile of keys after the other, and says when compiling whether all rows of the CTA see all of its
     // keys. The code for those that do is without a word about the mask, which lets the compiler place it more freely.
     template <class Step>
-    FA_DEVICE void for_each_tile(Step step) const {
-        for (int key = keys_.begin; key < keys_.end; key += keys_.step) {
-            if (kSeparateFullTiles && key >= keys_.full_begin && key + kTileN <= keys_.full_end) {
-                step(AllSeen<true>{}, key);
+    FA_DEVICE void for_each_tile(Step step) {
+        for (int key = tiles_.begin(), next; key < tiles_.end(); key = next) {
+            next = tiles_.next(key);
+            if (kSeparateFullTiles && key >= full_.begin && key + kTileN <= full_.end) {
+                step(AllSeen<true>{}, key, next);
             } else {
-                step(AllSeen<false>{}, key);
+                step(AllSeen<false>{}, key, next);
             }
         }
     }
 
     FA_DEVICE void begin_keys(int key, int stage = 0) {
         k_copy_.begin(key, k_shared(stage));
-        k_copy_.look_up(key + keys_.step);
+        look_ahead(k_copy_, key);
     }
     FA_DEVICE void begin_values(int key, int stage = 0) {
         if constexpr (!kValuesInKeys) {
             v_copy_.begin(key, v_shared(stage));
-            v_copy_.look_up(key + keys_.step);
+            look_ahead(v_copy_, key);
         }
         scales_copy_.begin(key, scales_shared(stage));
-        scales_copy_.look_up(key + keys_.step);
+        look_ahead(scales_copy_, key);
+    }
+
+    // Where the tile after the one at `key` lies. Only a decode asks, and it has no block mask.
+    template <class Copy>
+    FA_DEVICE void look_ahead(Copy& copy, int key) {
+        static_assert(!(kLooksAhead && kBlockSparse), "kept tiles are asked for once");
+        if constexpr (!kBlockSparse) copy.look_up(tiles_.next(key));
     }
 
     // Everyone is done with what lay in the place of this copy before: each waited at a barrier since.
@@ -214,8 +228,10 @@ private:
     ValueCopy v_copy_;
     ScalesCopy scales_copy_;
     const uint32_t q_shared_, kv_shared_, exchange_;
-    const KeyRange keys_;
+    TileWalk tiles_;
+    const FullKeys full_;
     int ahead_, stage_ahead_ = 0;  // the next tile to fetch, and its place
+    int on_their_way_[kBlockSparse && kStages > 1 ? kStages - 1 : 1];  // tiles that have been asked for, in order
 };
 
 }  // namespace fastattention

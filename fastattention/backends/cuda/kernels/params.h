@@ -25,6 +25,7 @@ struct AttentionParams {
     const void* attn_bias;           // null without
 
     const int64_t* dropout_seed;     // null without
+    const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept; null without
 
     const float* k_scale;  // of a quantised cache, as k without its last axis
     const float* v_scale;
@@ -43,6 +44,7 @@ struct AttentionParams {
     int64_t bias_stride_batch, bias_stride_head, bias_stride_row, bias_stride_key;
     int64_t alibi_stride_batch;
     int64_t block_table_stride;
+    int64_t block_stride_batch, block_stride_head, block_stride_row, block_stride_key;
 
     int32_t q_stride_row, k_stride_row, v_stride_row, out_stride_row;
     int32_t batch_size;
@@ -56,6 +58,7 @@ struct AttentionParams {
     int32_t page_block_size;
     int32_t page_multiplier, page_shift;
     int32_t window_left, window_right;  // keys visible on either side of the diagonal, -1 unlimited
+    int32_t block_m, block_n;           // tokens of a block of the block mask: queries, keys
     int32_t bias_is_float;              // otherwise it has the dtype of q
     int32_t num_m_tiles;                // of the longest sequence
     int32_t heads_per_l2_wave;          // heads whose tiles run at about the same time, see find_work

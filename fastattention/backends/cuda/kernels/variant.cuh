@@ -16,6 +16,8 @@ constexpr int kStages = FA_STAGES;              // tiles of keys, and of values,
 constexpr bool kModifiesScores = FA_MODIFIES;   // softcap, ALiBi or bias may be on
 constexpr bool kDrops = FA_DROPS;
 constexpr bool kPaged = FA_PAGED;
+constexpr bool kBlockSparse = FA_BLOCK_SPARSE;  // there is a block mask
+constexpr bool kMixesBlocks = FA_MIXES_BLOCKS;  // rows of a CTA lie in several of its rows; those of a warp never do
 // Rows are those of all query heads that share a key head, token by token, rather than the tokens of one head.
 constexpr bool kGroupedRows = FA_GROUPED_ROWS;
 // Every warp works on all rows, with keys of its own, rather than on rows of its own, with all keys.

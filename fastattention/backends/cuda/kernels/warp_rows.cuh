@@ -4,6 +4,7 @@
 #include "epilogue.cuh"
 #include "mask.cuh"
 #include "online_softmax.cuh"
+#include "tile_walk.cuh"
 
 namespace fastattention {
 
@@ -11,6 +12,8 @@ constexpr int kSteps = kTileM / (kRowWarps * Arch::kStepRows);
 constexpr int kWarpRows = kSteps * Arch::kStepRows;
 static_assert(kSteps * kRowWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
 static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "products take so many at once");
+
+static_assert(!kMixesBlocks || (kColumnWarps == 1 && kLeastBlock % kWarpRows == 0), "a warp skips what its rows do not keep");
 
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
@@ -44,6 +47,9 @@ public:
     // What these rows see of a tile of keys. Warps that exchange probabilities skip none: they would miss each other.
     FA_DEVICE TileKind kind_of(int key) const {
         if (warp_row_ > last_row_) return kColumnWarps > 1 ? TileKind::kPartial : TileKind::kSkipped;
+        if constexpr (kMixesBlocks) {
+            if (!block_grid(p_, work_.batch, work_.head).keeps(warp_row_, key)) return TileKind::kSkipped;
+        }
         const TileKind kind = seen_.classify(key, key + kTileN - 1);
         return kColumnWarps > 1 && kind == TileKind::kSkipped ? TileKind::kPartial : kind;
     }

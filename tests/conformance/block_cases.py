@@ -1,0 +1,60 @@
+"""Cases of block masks, for the list in cases.py."""
+
+from __future__ import annotations
+
+from conformance.case import Bias, Blocks, Case, DenseCase, VarlenCase
+
+BLOCKS: list[Case] = [
+    *(
+        DenseCase(name=f"blocks-{m}x{n}-{q}x{k}", seqlen_q=q, seqlen_k=k, blocks=Blocks(size=(m, n)))
+        for m, n in ((64, 64), (128, 128), (64, 128), (128, 64), (192, 256))
+        for q, k in ((300, 500), (129, 65))
+    ),
+    *(
+        DenseCase(name=f"blocks-density-{density}", seqlen_q=400, seqlen_k=700, causal=causal,
+                  blocks=Blocks(density=density, size=(128, 64)))
+        for density, causal in ((0.0, False), (0.1, False), (0.9, True), (1.0, True))
+    ),
+    *(
+        DenseCase(name=f"blocks-axes-{axes}", seqlen_q=200, seqlen_k=333, nheads=4, nheads_k=2, headdim=40,
+                  blocks=Blocks(axes, strided=axes == "1h"))
+        for axes in ("bh", "1h", "b1", "11")
+    ),
+    # Query heads that share keys keep blocks of their own.
+    *(
+        DenseCase(name=f"blocks-heads-{h}-of-{hk}", seqlen_q=150, seqlen_k=260, nheads=h, nheads_k=hk, causal=True,
+                  blocks=Blocks())
+        for h, hk in ((3, 1), (8, 2), (7, 1))
+    ),
+    *(
+        DenseCase(name=f"blocks-headdim-{d}-{dv}", seqlen_q=140, seqlen_k=270, headdim=d, headdim_v=dv, nheads=1,
+                  nheads_k=1, blocks=Blocks(density=0.4))
+        for d, dv in ((16, 16), (59, 111), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (257, 300),
+                      (512, 512))
+    ),
+    DenseCase(name="blocks-causal-square", seqlen_q=513, seqlen_k=513, causal=True, blocks=Blocks(size=(128, 128))),
+    DenseCase(name="blocks-causal-more-queries", seqlen_q=330, seqlen_k=140, causal=True, blocks=Blocks(density=0.7)),
+    DenseCase(name="blocks-window", seqlen_q=400, seqlen_k=430, window=(150, 20), blocks=Blocks(density=0.6)),
+    DenseCase(name="blocks-long", seqlen_q=1100, seqlen_k=1700, nheads=1, nheads_k=1, batch_size=1,
+              blocks=Blocks(size=(128, 128), density=0.2)),
+    DenseCase(name="blocks-one-query", seqlen_q=1, seqlen_k=700, nheads=4, nheads_k=2, blocks=Blocks()),
+    DenseCase(name="blocks-few-queries", seqlen_q=5, seqlen_k=300, nheads=8, nheads_k=1, blocks=Blocks(), causal=True),
+    DenseCase(name="blocks-scores", seqlen_q=200, seqlen_k=300, nheads=4, nheads_k=2, softcap=3.0, sinks=True,
+              alibi="per_sequence", causal=True, blocks=Blocks()),
+    DenseCase(name="blocks-sinks", seqlen_q=200, seqlen_k=300, sinks=True, blocks=Blocks(density=0.2)),
+    DenseCase(name="blocks-bias", seqlen_q=150, seqlen_k=200, blocks=Blocks(), bias=Bias("bhqk", hides="entries")),
+    DenseCase(name="blocks-scale-negative", seqlen_q=150, seqlen_k=200, blocks=Blocks(), softmax_scale=-0.3),
+    DenseCase(name="blocks-strides", seqlen_q=130, seqlen_k=200, blocks=Blocks(strided=True), memory_q="sliced_heads",
+              memory_k="every_second_token"),
+    DenseCase(name="blocks-empty-batch", seqlen_q=70, seqlen_k=70, batch_size=0, blocks=Blocks()),
+    DenseCase(name="blocks-no-queries", seqlen_q=0, seqlen_k=70, blocks=Blocks()),
+    DenseCase(name="blocks-no-keys", seqlen_q=70, seqlen_k=0, blocks=Blocks()),
+    VarlenCase(name="blocks-varlen", seqlens_q=(1, 200, 0, 130), seqlens_k=(90, 330, 5, 64), causal=True,
+               blocks=Blocks()),
+    VarlenCase(name="blocks-varlen-slack", seqlens_q=(70, 200), seqlens_k=(190, 30), slack=100, nheads=4, nheads_k=1,
+               blocks=Blocks("1h", (128, 64))),
+    VarlenCase(name="blocks-varlen-window-scores", seqlens_q=(70, 200), seqlens_k=(190, 230), window=(100, 0),
+               softcap=4.0, blocks=Blocks("b1")),
+    VarlenCase(name="blocks-varlen-pages", seqlens_q=(150, 3), seqlens_k=(283, 70), nheads=4, nheads_k=2,
+               page_block_size=16, causal=True, blocks=Blocks(size=(64, 128))),
+]  # fmt: skip

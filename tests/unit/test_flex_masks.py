@@ -1,0 +1,468 @@
+"""BlockMasks of flex_attention: kept blocks and the window show what mask_mod shows, pair by pair, or are refused."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from tiers import thin
+from torch import Tensor
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
+
+from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.validation import flex_masks
+from fastattention.validation.flex_masks import FlexBlocks, is_flex_mask, read_flex_mask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+SHAPES = [(300, 300), (129, 400), (400, 129), (1, 257), (257, 1), (64, 128), (50, 50)]
+LENGTHS = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), SHAPES, ids=[f"{q}x{k}" for q, k in SHAPES])
+
+
+@pytest.fixture(params=[1, 3, 256], ids=["tile", "tiles", "all"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(flex_masks, "_CHUNK_TILES", request.param)
+    return request.param
+
+
+def window(seqlen_q: int, seqlen_k: int, left: int, right: int) -> MaskMod:
+    """Aligned to the bottom right, inclusive, -1 is unlimited."""
+
+    def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        beyond = kv_idx - q_idx - (seqlen_k - seqlen_q)
+        visible = beyond == beyond
+        if left >= 0:
+            visible = visible & (beyond >= -left)
+        return visible & (beyond <= right) if right >= 0 else visible
+
+    return mod
+
+
+def blocks(kept: Tensor, block_size: tuple[int, int]) -> MaskMod:
+    """Pairs of the blocks of bool (batch_size, nheads, rows, columns)."""
+    block_m, block_n = block_size
+    return lambda b, h, q_idx, kv_idx: kept[b, h, q_idx // block_m, kv_idx // block_n]
+
+
+def made(
+    mod: MaskMod, seqlen_q: int, seqlen_k: int, block_size: tuple[int, int] = (64, 64), sizes: tuple[int, int] = (1, 1)
+) -> BlockMask:
+    """By torch, which evaluates all of mod."""
+    return flex_attention.create_block_mask(
+        mod, *sizes, seqlen_q, seqlen_k, device="cpu", BLOCK_SIZE=block_size, _compile=False
+    )
+
+
+def listed(
+    partial: Tensor | None,
+    full: Tensor | None,
+    lengths: tuple[int, int],
+    block_size: int | tuple[int, int] = 64,
+    mod: MaskMod | None = None,
+) -> BlockMask:
+    """From blocks of bool (batch_size, nheads, rows, columns), which mod need not agree with."""
+
+    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen.sum(-1).int(), chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+
+    if partial is None:
+        assert full is not None
+        partial = torch.zeros_like(full)
+    of_full = (None, None) if full is None else lists(full)
+    return BlockMask.from_kv_blocks(*lists(partial), *of_full, BLOCK_SIZE=block_size, mask_mod=mod, seq_lengths=lengths)
+
+
+def pairs(read: FlexBlocks, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """Bool (batch_size or 1, nheads or 1, seqlen_q, seqlen_k): what is visible by what was read."""
+    rows, columns = torch.arange(seqlen_q), torch.arange(seqlen_k)
+    beyond = columns - rows[:, None] - (seqlen_k - seqlen_q)
+    visible = read.kept[:, :, rows // read.block_size[0]][..., columns // read.block_size[1]]
+    if read.window_left >= 0:
+        visible = visible & (beyond >= -read.window_left)
+    return visible & (beyond <= read.window_right) if read.window_right >= 0 else visible
+
+
+def visible_by(mod: MaskMod, seqlen_q: int, seqlen_k: int, sizes: tuple[int, int] = (1, 1)) -> Tensor:
+    """The same, by torch."""
+    return flex_attention.create_mask(mod, *sizes, seqlen_q, seqlen_k, device="cpu")
+
+
+@thin(quick=9, all=3)
+@pytest.mark.parametrize("block_size", [(64, 64), (128, 64), (64, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [(-1, 0), (0, 0), (30, 0), (100, 0), (70, 3), (-1, 20), (10, -1), (-1, -1)],
+    ids=["causal", "diagonal", "causal30", "causal100", "window", "right", "left", "none"],
+)
+@LENGTHS
+def test_a_window_is_read_as_that_window(
+    seqlen_q: int, seqlen_k: int, left: int, right: int, block_size: tuple[int, int]
+) -> None:
+    mod = window(seqlen_q, seqlen_k, left, right)
+    expected = visible_by(mod, seqlen_q, seqlen_k)
+    read = read_flex_mask(made(mod, seqlen_q, seqlen_k, block_size), seqlen_q, seqlen_k)
+    assert read.kept.shape == (1, 1, -(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1]))
+    assert read.kept.dtype is torch.bool
+    assert read.block_size == block_size
+    assert torch.equal(pairs(read, seqlen_q, seqlen_k), expected)
+    # A side that hides nothing, or that blocks hide alone, is unlimited.
+    assert read.window_left in (left, -1)
+    assert read.window_right in (right, -1)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [(-1, 0), (0, 0), (70, 0), (70, 3), (10, -1), (-1, -1)], ids=lambda side: str(side)
+)
+def test_bounds_that_hide_keys_within_blocks_are_found(left: int, right: int, chunk: int) -> None:
+    read = read_flex_mask(made(window(300, 420, left, right), 300, 420, (128, 64)), 300, 420)
+    assert (read.window_left, read.window_right) == (left, right)
+
+
+@st.composite
+def windows_of_blocks(draw: st.DrawFn) -> tuple[MaskMod, tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """(mod, lengths, block_size, (batch_size, nheads)): some blocks of each head, and a window over them."""
+    seqlen_q, seqlen_k = draw(st.integers(1, 300)), draw(st.integers(1, 300))
+    block_size = draw(st.sampled_from([(64, 64), (64, 128), (128, 64)]))
+    sizes = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    shape = (*sizes, -(-seqlen_q // block_size[0]), -(-seqlen_k // block_size[1]))
+    kept = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.2, 0.7, 1.1]))
+    bounds = st.one_of(st.just(-1), st.integers(0, 320))
+    mod = and_masks(window(seqlen_q, seqlen_k, draw(bounds), draw(bounds)), blocks(kept, block_size))
+    return mod, (seqlen_q, seqlen_k), block_size, sizes
+
+
+@given(windows_of_blocks(), st.booleans())
+def test_blocks_of_each_head_under_a_window_are_served(
+    case: tuple[MaskMod, tuple[int, int], tuple[int, int], tuple[int, int]], all_listed: bool
+) -> None:
+    mod, lengths, block_size, sizes = case
+    mask = made(mod, *lengths, block_size, sizes)
+    if all_listed:
+        mask = listed(torch.ones_like(mask.to_dense(), dtype=torch.bool), None, lengths, block_size, mod)
+    read = read_flex_mask(mask, *lengths)
+    assert torch.equal(pairs(read, *lengths), visible_by(mod, *lengths, sizes))
+
+
+@given(windows_of_blocks(), st.data())
+def test_a_mask_with_a_pair_changed_is_right_or_refused(
+    case: tuple[MaskMod, tuple[int, int], tuple[int, int], tuple[int, int]], data: st.DataObject
+) -> None:
+    mod, lengths, block_size, sizes = case
+    query, key = (data.draw(st.integers(0, length - 1)) for length in lengths)
+
+    def changed(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mod(b, h, q_idx, kv_idx) ^ ((q_idx == query) & (kv_idx == key))
+
+    try:
+        read = read_flex_mask(made(changed, *lengths, block_size, sizes), *lengths)
+    except UnsupportedError:
+        return
+    assert torch.equal(pairs(read, *lengths), visible_by(changed, *lengths, sizes))
+
+
+def test_every_block_listed_as_partial_gives_the_same(chunk: int) -> None:
+    mod = window(300, 300, 100, 0)
+    every_block = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    read = read_flex_mask(listed(every_block, None, (300, 300), 64, mod), 300, 300)
+    assert torch.equal(read.kept, read_flex_mask(made(mod, 300, 300), 300, 300).kept)
+    assert (read.window_left, read.window_right) == (100, 0)
+
+
+def test_full_blocks_are_kept_whatever_mask_mod_says() -> None:
+    kept = torch.rand(2, 3, 4, 5) < 0.5
+    for mod in (None, noop_mask, lambda b, h, q_idx, kv_idx: q_idx < 0):
+        read = read_flex_mask(listed(None, kept, (250, 310), 64, mod), 250, 310)
+        assert torch.equal(read.kept, kept)
+        assert read[1:] == ((64, 64), -1, -1)
+
+
+def test_a_mask_without_a_mask_mod_keeps_what_it_lists() -> None:
+    partial = torch.rand(2, 3, 4, 5) < 0.4
+    full = (torch.rand(2, 3, 4, 5) < 0.5) & ~partial
+    read = read_flex_mask(listed(partial, full, (250, 310)), 250, 310)
+    assert torch.equal(read.kept, partial | full)
+    assert read[1:] == ((64, 64), -1, -1)
+
+
+def test_lists_broadcast_over_sequences_and_heads() -> None:
+    partial, full = torch.zeros(2, 1, 2, 2, dtype=torch.bool), torch.zeros(1, 3, 2, 2, dtype=torch.bool)
+    partial[1, 0, 0, 0], full[0, 2, 1, 1] = True, True
+    read = read_flex_mask(listed(partial, full, (128, 128)), 128, 128)
+    assert torch.equal(read.kept, partial | full)
+
+
+def test_lists_may_be_shorter_than_a_row_of_blocks() -> None:
+    num_blocks, indices = torch.tensor([[[1, 2]]]), torch.tensor([[[[4, 99], [0, 3]]]])
+    mask = BlockMask.from_kv_blocks(
+        num_blocks, indices, BLOCK_SIZE=64, seq_lengths=(128, 320), compute_q_blocks=False
+    )  # what stands behind the first num_blocks means nothing
+    assert read_flex_mask(mask, 128, 320).kept[0, 0].nonzero().tolist() == [[0, 4], [1, 0], [1, 3]]
+
+
+def test_blocks_beyond_the_keys_are_dropped() -> None:
+    mask = listed(None, torch.ones(1, 1, 2, 4, dtype=torch.bool), (128, 130))
+    assert read_flex_mask(mask, 128, 130).kept.shape == (1, 1, 2, 3)
+
+
+def test_partial_blocks_that_show_nothing_are_dropped_and_hide_nothing() -> None:
+    """The block in front of the diagonal is hidden; were it kept, the window would have to end before it."""
+    shown = torch.tensor([[1, 0, 1], [1, 1, 0], [0, 1, 1]], dtype=torch.bool)[None, None]
+    every_block = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    read = read_flex_mask(listed(every_block, None, (190, 180), 64, blocks(shown, (64, 64))), 190, 180)
+    assert torch.equal(read.kept, shown)
+    assert read[2:] == (-1, -1)
+
+
+def test_a_mask_that_shows_nothing_keeps_nothing() -> None:
+    nothing = lambda b, h, q_idx, kv_idx: q_idx < 0  # noqa: E731
+    for mask in (
+        made(nothing, 200, 100),
+        listed(torch.ones(1, 1, 4, 2, dtype=torch.bool), None, (200, 100), 64, nothing),
+        listed(torch.zeros(1, 1, 4, 2, dtype=torch.bool), None, (200, 100)),
+    ):
+        read = read_flex_mask(mask, 200, 100)
+        assert read.kept.shape == (1, 1, 4, 2)
+        assert not read.kept.any()
+        assert read[2:] == (-1, -1)
+
+
+@pytest.mark.parametrize("size", [192, 512, 1 << 40])
+def test_blocks_may_be_larger_than_the_score_matrix(size: int, chunk: int) -> None:
+    mask = listed(torch.ones(1, 1, 1, 1, dtype=torch.bool), None, (100, 190), size, window(100, 190, 30, 0))
+    assert read_flex_mask(mask, 100, 190)[1:] == ((size, size), 30, 0)
+
+
+def test_heads_and_sequences_share_a_window_over_blocks_of_their_own() -> None:
+    kept = torch.rand(2, 3, 4, 5) < 0.6
+    kept[..., 0] = True
+    mod = and_masks(blocks(kept, (64, 64)), window(256, 320, -1, 0))
+    read = read_flex_mask(made(mod, 256, 320, sizes=(2, 3)), 256, 320)
+    assert read[2:] == (-1, 0)
+    assert torch.equal(pairs(read, 256, 320), visible_by(mod, 256, 320, (2, 3)))
+
+
+def test_documents_that_blocks_divide_are_served() -> None:
+    document = torch.arange(320) // 128
+    mod: MaskMod = lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]  # noqa: E731
+    causal = and_masks(mod, window(320, 320, -1, 0))
+    for each, right in ((mod, -1), (causal, 0)):
+        read = read_flex_mask(made(each, 320, 320), 320, 320)
+        assert read[2:] == (-1, right)
+        assert torch.equal(pairs(read, 320, 320), visible_by(each, 320, 320))
+
+
+def test_mask_mod_may_look_up_a_table_row_by_row() -> None:
+    """Tables that end with the call, read by one index after the other, as torch lets a mask_mod do."""
+    table = visible_by(window(130, 150, 40, 0), 130, 150)[0, 0]
+    mask = made(lambda b, h, q_idx, kv_idx: table[q_idx][kv_idx], 130, 150)
+    read = read_flex_mask(mask, 130, 150)
+    assert read[2:] == (40, 0)
+    assert torch.equal(pairs(read, 130, 150)[0, 0], table)
+
+
+def top_left(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+def test_a_causal_mask_aligned_to_the_top_left_is_a_wider_window_or_refused() -> None:
+    read = read_flex_mask(made(top_left, 300, 200), 300, 200)
+    assert read[2:] == (-1, 100)
+    assert torch.equal(pairs(read, 300, 200), visible_by(top_left, 300, 200))
+    with pytest.raises(UnsupportedError, match=r"bottom right: kv_idx = q_idx \+ 100"):
+        read_flex_mask(made(top_left, 200, 300), 200, 300)
+
+
+def tile_of_a_block(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx < 64) & (kv_idx < 64)
+
+
+DOCUMENT = torch.tensor([0] * 100 + [1] * 120 + [2] * 80)
+REFUSED: dict[str, tuple[MaskMod, str]] = {
+    "documents": (lambda b, h, q_idx, kv_idx: DOCUMENT[q_idx] == DOCUMENT[kv_idx], "not one causal mask or window"),
+    "prefix": (lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) | (kv_idx < 100), "not one causal mask or window"),
+    "sinks": (lambda b, h, q_idx, kv_idx: (q_idx - kv_idx).abs() * kv_idx < 9, "not one causal mask or window"),
+    "window of a head": (lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= 70 + h, "not one causal mask or window"),
+    "window of a sequence": (lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= 70 + b, "not one causal mask or window"),
+    "hole": (lambda b, h, q_idx, kv_idx: (q_idx != 201) | (kv_idx != 203), "not one causal mask or window"),
+    "hole on the diagonal": (
+        lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & ((q_idx != 201) | (kv_idx != 201)),
+        "not one causal mask or window",
+    ),
+    "hole at the left end": (
+        lambda b, h, q_idx, kv_idx: (q_idx - kv_idx <= 30) & ((q_idx != 201) | (kv_idx != 171)),
+        "not one causal mask or window",
+    ),
+    "stripes": (lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0, "not one causal mask or window"),
+    "tile": (tile_of_a_block, "not one causal mask or window"),
+    "padding": (lambda b, h, q_idx, kv_idx: kv_idx < 290, "not one causal mask or window"),
+    "strictly before": (lambda b, h, q_idx, kv_idx: kv_idx < q_idx, "window without the diagonal"),
+    "strictly behind": (lambda b, h, q_idx, kv_idx: kv_idx > q_idx, "window without the diagonal"),
+}
+
+
+@pytest.mark.parametrize(("mod", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_mask_that_no_window_makes_is_refused(mod: MaskMod, reason: str) -> None:
+    mask = made(mod, 300, 300, (128, 128), sizes=(2, 2))
+    for _ in range(2):  # that it was refused is no result to keep
+        with pytest.raises(UnsupportedError, match=reason) as refused:
+            read_flex_mask(mask, 300, 300)
+        for text in ("block_mask", "dense bool tensor", "flex_attention"):
+            assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_full_block_is_within_the_window_to_its_corners(side: str) -> None:
+    """It ends 127 keys from the diagonal. A partial block further out makes the window binding."""
+    partial, full = (torch.zeros(1, 1, 3, 3, dtype=torch.bool) for _ in range(2))
+    partial[0, 0, 0, 2], full[0, 0, 0, 1] = True, True
+    if side == "left":
+        partial, full = partial.mT, full.mT
+    for width in (127, 126):
+        bounds = (width, -1) if side == "left" else (-1, width)
+        mask = listed(partial, full, (192, 192), 64, window(192, 192, *bounds))
+        if width == 127:
+            assert read_flex_mask(mask, 192, 192)[2:] == bounds
+            continue
+        with pytest.raises(UnsupportedError, match="not one causal mask or window"):
+            read_flex_mask(mask, 192, 192)
+
+
+def test_a_full_block_counts_as_far_as_there_are_keys() -> None:
+    """The last block holds one query and the key on its diagonal."""
+    partial, full = (torch.zeros(1, 1, 2, 2, dtype=torch.bool) for _ in range(2))
+    partial[0, 0, 0, 0], full[0, 0, 1, 1] = True, True
+    mask = listed(partial, full, (65, 65), 64, window(65, 65, -1, 0))
+    assert read_flex_mask(mask, 65, 65)[2:] == (-1, 0)
+
+
+def test_a_mask_mod_that_fails_is_refused_with_its_reason() -> None:
+    def fails(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        raise KeyError("table")
+
+    every_block = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    with pytest.raises(UnsupportedError, match="block_mask cannot be read: its mask_mod raised KeyError: 'table'"):
+        read_flex_mask(listed(every_block, None, (128, 128), 64, fails), 128, 128)
+
+
+def test_a_slice_needs_its_mask_mod_back() -> None:
+    causal = window(128, 128, -1, 0)
+    whole = made(causal, 128, 128, sizes=(2, 3))
+    part = whole[:, 1:2]
+    with pytest.raises(UnsupportedError, match=r"Cannot use mask_mod from a sliced BlockMask"):
+        read_flex_mask(part, 128, 128)
+    part.mask_mod = causal
+    read = read_flex_mask(part, 128, 128)
+    assert read.kept.shape == (2, 1, 2, 2)
+    assert read[2:] == (-1, 0)
+    rows = whole[:, :, torch.tensor([1])]
+    with pytest.raises(ArgumentError, match="1 rows of blocks in kv_indices; 128 queries in blocks of 64 have 2"):
+        read_flex_mask(rows, 128, 128)
+
+
+@pytest.mark.parametrize("block_size", [(32, 64), (64, 96), (1, 1)], ids=str)
+def test_other_block_sizes_are_refused(block_size: tuple[int, int]) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"BLOCK_SIZE={block_size}; both must be multiples of 64")):
+        read_flex_mask(made(noop_mask, 128, 192, block_size), 128, 192)
+
+
+@pytest.mark.parametrize("lengths", [(127, 192), (128, 191), (192, 128)], ids=str)
+def test_other_lengths_are_refused(lengths: tuple[int, int]) -> None:
+    mask = made(noop_mask, 128, 192)
+    read_flex_mask(mask, 128, 192)
+    with pytest.raises(ArgumentError, match=f"128 queries and 192 keys, the call has {lengths[0]} and {lengths[1]}"):
+        read_flex_mask(mask, *lengths)
+
+
+def test_lists_that_cannot_be_are_refused() -> None:
+    def mask(indices: list[int], full: list[int]) -> BlockMask:
+        counts = (torch.tensor([[[len(each)]]], dtype=torch.int32) for each in (indices, full))
+        lists = (torch.tensor([[[each]]], dtype=torch.int32) for each in (indices, full))
+        (num, num_full), (kv, kv_full) = counts, lists
+        return BlockMask.from_kv_blocks(
+            num, kv, num_full, kv_full, BLOCK_SIZE=64, seq_lengths=(64, 192), compute_q_blocks=False
+        )
+
+    assert read_flex_mask(mask([0, 2], [1]), 64, 192).kept.all()
+    for indices, full, reason in (
+        ([0, 0], [1], "twice in a row of kv_indices"),
+        ([0, 2], [1, 1], "twice in a row of full_kv_indices"),
+        ([-1, 2], [1], "or a negative one"),
+        ([0, 2], [2], "in kv_indices and in full_kv_indices"),
+    ):
+        with pytest.raises(ArgumentError, match=reason):
+            read_flex_mask(mask(indices, full), 64, 192)
+
+
+def test_a_mask_is_read_once() -> None:
+    calls = []
+    causal = window(128, 128, -1, 0)
+
+    def counted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        calls.append(None)
+        return causal(b, h, q_idx, kv_idx)
+
+    first, second = made(counted, 128, 128), made(counted, 128, 128)
+    calls.clear()
+    read = read_flex_mask(first, 128, 128)
+    assert len(calls) == 1
+    assert read_flex_mask(first, 128, 128) is read
+    assert len(calls) == 1
+    assert read_flex_mask(second, 128, 128) is not read
+    assert len(calls) == 2
+
+
+def test_what_was_read_goes_with_the_mask() -> None:
+    mask = made(window(128, 128, -1, 0), 128, 128)
+    alive = weakref.ref(mask)
+    kept = weakref.ref(read_flex_mask(mask, 128, 128).kept)
+    assert kept() is not None
+    del mask
+    gc.collect()
+    assert alive() is None
+    assert kept() is None
+
+
+def test_a_mask_read_in_inference_mode_serves_training_later() -> None:
+    with torch.inference_mode():
+        mask = made(window(128, 128, -1, 0), 128, 128)
+        kept = read_flex_mask(mask, 128, 128).kept
+    assert not kept.is_inference()
+    weight = torch.ones(1, 1, 2, 2, requires_grad=True)
+    (weight * kept).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, kept.float())
+
+
+def test_a_mask_is_not_read_under_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = made(noop_mask, 128, 128)
+    read_flex_mask(mask, 128, 128)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"block_mask.*under torch\.compile.*dense bool tensor"):
+        read_flex_mask(mask, 128, 128)
+
+
+def test_masks_are_told_from_everything_else() -> None:
+    mask = made(noop_mask, 64, 64)
+    assert is_flex_mask(mask)
+    for other in (None, mask.to_dense(), mask.as_tuple(), BlockMask, noop_mask, "BlockMask"):
+        assert not is_flex_mask(other)
+
+
+def test_flex_attention_is_not_imported_to_look() -> None:
+    code = (
+        "import sys, torch\n"
+        "from fastattention.validation.flex_masks import is_flex_mask\n"
+        "assert not is_flex_mask(torch.ones(1, 1, 1, 1, dtype=torch.bool))\n"
+        "assert 'torch.nn.attention.flex_attention' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -30,30 +30,31 @@ struct BlockRow {
     }
 };
 
-// Tiles of at most `most` neighbouring keys: the kept ones from `begin` to `end`, in order.
-class KeyTiles {
+// Runs of neighbouring keys: the kept ones from `begin` to `end`, in order, in pieces as long as whoever asks can take.
+class KeyRuns {
 public:
-    FA_HOST_DEVICE KeyTiles(const BlockRow& row, long long begin, long long end, long long most)
-        : row_(row), end_(end), most_(most), first_(begin), past_last_(begin), run_end_(begin) {}
+    FA_HOST_DEVICE KeyRuns(const BlockRow& row, long long begin, long long end)
+        : row_(row), end_(end), first_(begin), past_last_(begin), run_end_(begin) {}
 
-    // Moves to the first tile, then to the next; false when there is none.
-    FA_HOST_DEVICE bool next() {
+    // Moves to the first piece, then to the next, of at most `most` keys; false when there is none.
+    FA_HOST_DEVICE bool next(long long most) {
         first_ = past_last_;
         if (first_ >= run_end_) {
             first_ = row_.next(first_, end_);
             if (first_ >= end_) return false;
             run_end_ = row_.run_end(first_, end_);
         }
-        past_last_ = run_end_ - first_ < most_ ? run_end_ : first_ + most_;
+        past_last_ = run_end_ - first_ < most ? run_end_ : first_ + most;
         return true;
     }
 
     FA_HOST_DEVICE long long first() const { return first_; }
     FA_HOST_DEVICE long long past_last() const { return past_last_; }
+    FA_HOST_DEVICE long long count() const { return past_last_ - first_; }
 
 private:
     const BlockRow& row_;
-    const long long end_, most_;
+    const long long end_;
     long long first_, past_last_, run_end_;
 };
 

@@ -334,8 +334,8 @@ private:
         if (blocks.next(begin, end) >= end) return;
         const int64_t rows = round_up(tile_rows.count, larger(Unit::kRowStep, Unit::kDepthStep * Unit::kElements));
         const auto for_each_run = [&](auto use) {
-            KeyTiles runs(blocks, begin, end, layout_.keys);
-            while (runs.next())
+            KeyRuns runs(blocks, begin, end);
+            while (runs.next(layout_.keys))
                 use((runs.first() - first_key_) / kPanel * kPanel, round_up(runs.past_last() - first_key_, kPanel));
         };
         for_each_run([&](int64_t from, int64_t to) { add_run(tile, tile_rows, rows, from, to, seen); });

@@ -7,9 +7,10 @@ namespace FA_NAMESPACE {
 // A mask that moves with the rows hides more of a tall tile, so that it takes more rows to pay.
 static constexpr int64_t kTileRows = 48, kMostTileRows = Vec::kWidth == 16 ? 96 : 48;
 static constexpr int64_t kManyRows = 1024, kManyMaskedRows = 4096;
-// Of a tile that is within a row of blocks of a block mask: sizes of blocks are multiples of it.
-static constexpr int64_t kBlockTileRows = 64;
-static constexpr int64_t kRoomForRows = 96;  // of any of these, and what a product takes at once
+// Of a tile that is within a row of blocks of a block mask: sizes of blocks are multiples of the one, often of the other.
+static constexpr int64_t kBlockTileRows = 64, kMostBlockTileRows = 128;
+static constexpr int64_t kWidestOfTallTiles = 256;  // head dimension up to which the L2 cache has room for these
+static constexpr int64_t kRoomForRows = 144;        // of any of these, and what a product takes at once
 // Keys of a tile. At a time the L2 cache holds a panel of keys, or as many columns of the tile's values, and queries, scores
 // and results of the tile's rows: with heads of 512 floats about 700 KB with AVX-512, whose processors have 1 MB and more, and
 // 280 KB elsewhere.
@@ -34,7 +35,10 @@ FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     const bool masked = p.window_left >= 0 || p.window_right >= 0;
     const int64_t rows = p.seqlen_q * (p.nheads / p.nheads_k);
     g.tile_rows = rows < (masked ? kManyMaskedRows : kManyRows) ? kTileRows : kMostTileRows;
-    if (p.block_mask) g.tile_rows = kBlockTileRows;
+    if (p.block_mask) {
+        const bool tall = Vec::kWidth == 16 && larger(p.headdim, p.headdim_v) <= kWidestOfTallTiles;
+        g.tile_rows = tall && p.block_m % kMostBlockTileRows == 0 ? kMostBlockTileRows : kBlockTileRows;
+    }
     const int64_t padded_rows = round_up(g.tile_rows, Unit::kRowStep);
     const int64_t query_stride = g.key_units + kRowPadding;
     // A query is widened before it is narrowed to pairs: the last row needs room for that.
@@ -194,14 +198,12 @@ public:
         const auto seen = mask.rows(first.token, at(rows_.count - 1).token);
         const int64_t step = p_.dropout_p > 0.0 ? kDropoutKeys : kPanel;
         const BlockRow blocks = call_.block_row(sequence_, first.token, first.head);
-        KeyTiles tiles(blocks, seen.seen_begin / step * step, seen.seen_end, kTileKeys);
-        while (tiles.next()) {
-            const int64_t key = tiles.first(), n = tiles.past_last() - key;
-            const TileKind kind = seen.classify(key, key + n - 1);
-            if (kind == TileKind::kSkipped) continue;
-            multiply_queries(key, n);
-            for (int64_t row = 0; row < rows_.count; ++row) softmax(row, key, n, kind);
-            accumulate_values(key, n);
+        KeyRuns kept(blocks, seen.seen_begin / step * step, seen.seen_end);
+        while (gather(kept)) {
+            const bool full = seen.classify(runs_[0].key, kept.past_last() - 1) == TileKind::kFull;
+            multiply_queries();
+            for (int64_t row = 0; row < rows_.count; ++row) softmax(row, full);
+            accumulate_values();
         }
         finish();
         Unit::end();
@@ -209,6 +211,29 @@ public:
 
 private:
     QueryRow at(int64_t row) const { return query_row(call_, head_.kv_head, rows_, row); }
+
+    // Neighbouring keys, and where their scores are.
+    struct Run {
+        int64_t key, column, count;
+    };
+
+    // Takes as many kept keys as a tile has room for; false when there are none left. Every run but the last of all is a
+    // multiple of kPanel.
+    bool gather(KeyRuns& kept) {
+        num_runs_ = columns_ = 0;
+        while (columns_ + kPanel <= kTileKeys && kept.next(kTileKeys - columns_)) {
+            runs_[num_runs_++] = {kept.first(), columns_, kept.count()};
+            columns_ += kept.count();
+        }
+        return num_runs_ > 0;
+    }
+
+    // Where the scores of keys from `key` on begin: keys ascend.
+    int64_t column_of(int64_t key) const {
+        for (int64_t i = 0; i < num_runs_; ++i)
+            if (key < runs_[i].key + runs_[i].count) return runs_[i].column + larger(key - runs_[i].key, 0);
+        return columns_;
+    }
 
     // Keys of a tile, filled up to what the product with the values takes at once.
     static int64_t padded_keys(int64_t n) { return round_up(n, larger(Vec::kWidth, Unit::kDepthStep * Unit::kElements)); }
@@ -232,40 +257,46 @@ private:
         memset(acc_o_, 0, padded_rows_ * geometry_.value_stride * sizeof(float));
     }
 
-    void multiply_queries(int64_t key, int64_t n) {
+    void multiply_queries() {
         const int64_t units = geometry_.key_units;
-        for (int64_t j = 0; j < n; j += kPanel)
-            multiply_key_panel<Unit>(queries_, query_stride_, head_.keys + (key + j) * units, units, scores_ + j,
-                                     kScoreStride, padded_rows_, smaller(kPanel, round_up(n - j, Vec::kWidth)));
+        for (int64_t i = 0; i < num_runs_; ++i)
+            for (int64_t j = 0; j < runs_[i].count; j += kPanel)
+                multiply_key_panel<Unit>(queries_, query_stride_, head_.keys + (runs_[i].key + j) * units, units,
+                                         scores_ + runs_[i].column + j, kScoreStride, padded_rows_,
+                                         smaller(kPanel, round_up(runs_[i].count - j, Vec::kWidth)));
     }
 
-    void softmax(int64_t row, int64_t key, int64_t n, TileKind kind) {
+    void softmax(int64_t row, bool full) {
         const QueryRow where = at(row);
-        int64_t begin = 0, end = n;
-        if (kind == TileKind::kPartial) {
-            begin = larger(sequence_.mask.row_begin(where.token) - key, 0);
-            end = smaller(sequence_.mask.row_end(where.token) - key, n);
-        }
-        TileScales scales;
-        if (head_.key_scales) scales = {head_.key_scales + key, head_.value_scales + key};
+        const int64_t begin = full ? 0 : column_of(sequence_.mask.row_begin(where.token));
+        const int64_t end = full ? columns_ : column_of(sequence_.mask.row_end(where.token));
+        float* scores = scores_ + row * kScoreStride;
         float factors[kTileKeys];
+        const float* value_scales = nullptr;
         if (p_.dropout_p > 0.0) {
-            dropout_factors(dropout_, sequence_.batch, where, key, round_up(n, kDropoutKeys), factors);
-            scales.values = factors;
+            for (int64_t i = 0; i < num_runs_; ++i)
+                dropout_factors(dropout_, sequence_.batch, where, runs_[i].key, round_up(runs_[i].count, kDropoutKeys),
+                                factors + runs_[i].column);
+            value_scales = factors;
         }
-        softmax_.update(
-            where, scores_ + row * kScoreStride, key, begin, end, padded_keys(n),
+        if (head_.value_scales) value_scales = head_.value_scales + runs_[0].key;  // of a cache, which has no block mask
+        for (int64_t i = 0; i < num_runs_ && runs_[i].column < end; ++i)
+            softmax_.modify(where, scores + runs_[i].column, runs_[i].key, smaller(runs_[i].count, end - runs_[i].column),
+                            head_.key_scales ? head_.key_scales + runs_[i].key : nullptr);
+        softmax_.weigh(
+            scores, begin, end, padded_keys(columns_),
             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},
-            scales);
+            value_scales);
     }
 
-    void accumulate_values(int64_t key, int64_t n) {
+    void accumulate_values() {
         const int64_t columns = geometry_.value_columns, stride = geometry_.value_stride;
-        const float* values = head_.values + key / Unit::kElements * stride;
-        const int64_t depth = padded_keys(n) / Unit::kElements;
         for (int64_t c = 0; c < columns; c += kPanel)
-            multiply_panel<true>(Unit{}, scores_, kScoreStride, values + c, stride, depth, acc_o_ + c, stride, padded_rows_,
-                                 smaller(kPanel, columns - c));
+            for (int64_t i = 0; i < num_runs_; ++i)
+                multiply_panel<true>(Unit{}, scores_ + runs_[i].column / Unit::kElements, kScoreStride,
+                                     head_.values + runs_[i].key / Unit::kElements * stride + c, stride,
+                                     padded_keys(runs_[i].count) / Unit::kElements, acc_o_ + c, stride, padded_rows_,
+                                     smaller(kPanel, columns - c));
     }
 
     void finish() {
@@ -284,6 +315,8 @@ private:
     const Dropout dropout_;
     const RowTile rows_;
     const int64_t padded_rows_, query_stride_;
+    Run runs_[kTileKeys / kPanel];  // of the tile
+    int64_t num_runs_ = 0, columns_ = 0;
     float *queries_, *scores_, *acc_o_, *row_sum_;
     float row_max_[kRoomForRows];
 };

@@ -30,8 +30,19 @@ public:
     void update(QueryRow at, float* scores, int64_t key, int64_t begin, int64_t end, int64_t padded, RunningRow row,
                 TileScales scales = {}) const {
         if (begin >= end) return clear(scores, padded);
-        if (scales.keys) multiply(scores, scales.keys, end);
-        if (units_.modified) modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, end);
+        modify(at, scores, key, end, scales.keys);
+        weigh(scores, begin, end, padded, row, scales.values);
+    }
+
+    // The first half of that, of n keys from `key` on: products become scores.
+    void modify(QueryRow at, float* scores, int64_t key, int64_t n, const float* key_scales) const {
+        if (key_scales) multiply(scores, key_scales, n);
+        if (units_.modified) modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, n);
+    }
+
+    // The second: scores become weights, times the scales of values unless these are null.
+    void weigh(float* scores, int64_t begin, int64_t end, int64_t padded, RunningRow row, const float* value_scales) const {
+        if (begin >= end) return clear(scores, padded);
         for (int64_t j = 0; j < begin; ++j) scores[j] = -kInfinity;
         for (int64_t j = end; j < padded; ++j) scores[j] = -kInfinity;
 
@@ -44,8 +55,8 @@ public:
             *row.max = new_max;
             if (old_max != -kInfinity) rescale(row, units_.rescaling(old_max, new_max));
         }
-        const Vec sum = scales.values ? exponentiate<true>(scores, padded, new_max, scales.values)
-                                      : exponentiate<false>(scores, padded, new_max, nullptr);
+        const Vec sum = value_scales ? exponentiate<true>(scores, padded, new_max, value_scales)
+                                     : exponentiate<false>(scores, padded, new_max, nullptr);
         store(row.sum, load(row.sum) + sum);
     }
 

@@ -1,8 +1,8 @@
 """Floating-point operations of the operators, for torch.utils.flop_counter, counted as torch counts its own attention.
 
-Masks do not lessen them: torch counts causal attention, windows and biases as full attention, and so we count block
-masks. Sequences of a varlen
-batch count with their own lengths, and those of a cache with the tokens that it holds after the call.
+Masks do not lessen them: torch counts causal attention, windows and biases as full attention, and so are block masks
+counted. Sequences of a varlen batch count with their own lengths, and those of a cache with the tokens that it holds
+after the call.
 """
 
 from __future__ import annotations

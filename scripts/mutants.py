@@ -44,11 +44,7 @@ RESULTS = LISTS / "results.md"
 COPY = ROOT / "build" / "mutants" / "tree"
 NATIVE = ROOT / "build" / "mutants" / "native"
 LIBRARY = "libfastattention_cpu.so"
-CPU_KERNELS = (
-    "fastattention/backends/cpu/kernels/",
-    "fastattention/backends/common/tile_range.hpp",
-    "fastattention/backends/common/block_row.hpp",
-)
+CPU_KERNELS = ("fastattention/backends/cpu/kernels/", "fastattention/backends/common/tile_range.hpp")
 LIMIT = 120  # seconds a selection may take, in each tier
 TIERS = ("quick", "all")
 ENVIRONMENTS = {"main": ".venv", "ascend": ".venv-ascend"}

@@ -76,7 +76,8 @@ class Backend(abc.ABC):
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Main-memory traffic of a problem that `why_not` accepted; its bounds alone where kernels are not modelled.
 
-        None with attn_bias, whose memory may be shared by heads and rows, and with block_mask, whose numbers decide.
+        None with attn_bias, whose memory may be shared by heads and rows, and with block_mask, on whose values it
+        depends.
         """
         return None if problem.has_bias or problem.block_size else traffic_of(problem, extent, self.name, None, None)
 

@@ -71,6 +71,7 @@ def may_cut_sequences(problem: Problem) -> bool:
 @functools.lru_cache(maxsize=4096)
 def piece_call(problem: Problem, piece: Piece, backend: str) -> PieceCall:
     """The call that a piece is. Wherever cutting is exact, that is where `may_cut_sequences`, or none is cut."""
+    assert problem.block_size is None, "rows of a piece are counted anew, and those of a block mask are not"
     after = problem.seqlen_q - piece.end_row
     kept = after if problem.window_right == -1 else min(after, problem.window_right)
     batch_size, seqlen_q = piece.end_sequence - piece.first_sequence, piece.end_row - piece.first_row

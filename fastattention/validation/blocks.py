@@ -15,6 +15,8 @@ from fastattention.validation.flex_masks import is_flex_mask, read_flex_mask
 BlockSize = int | Sequence[int] | None
 
 DEFAULT_BLOCK_SIZE = (128, 128)
+_MOST_TOKENS = 2**24  # of a block: kernels count in 32 bits
+_SIZES = f"one or two multiples of {BLOCK_STEP} from {BLOCK_STEP} to {_MOST_TOKENS}"
 
 
 def read_block_mask(
@@ -60,11 +62,11 @@ def read_block_size(block_size: BlockSize) -> tuple[int, int]:
     """(block_m, block_n) from one size for both, a pair, or None for the default."""
     if block_size is None:
         return DEFAULT_BLOCK_SIZE
-    allowed = f"one or two positive multiples of {BLOCK_STEP}"
-    given = block_size if isinstance(block_size, Sequence) else (block_size, block_size)
-    sizes = [read_int("block_size", size, allowed) for size in given]
-    if len(sizes) != 2 or any(size < BLOCK_STEP or size % BLOCK_STEP for size in sizes):
-        raise ArgumentError(f"block_size={block_size!r} must be {allowed}")
+    is_pair = isinstance(block_size, Sequence) and not isinstance(block_size, str)
+    given: Sequence[object] = block_size if is_pair else (block_size, block_size)  # type: ignore[assignment]
+    sizes = [read_int("block_size", size, _SIZES) for size in given]
+    if len(sizes) != 2 or not _are_sizes(*sizes):
+        raise ArgumentError(f"block_size={block_size!r} must be {_SIZES}")
     return sizes[0], sizes[1]
 
 
@@ -82,6 +84,8 @@ def check_block_mask(
     if mask.device != q.device:
         raise ArgumentError(f"block_mask is on {mask.device} and q on {q.device}; they must be on the same device")
     sizes = options.block_m, options.block_n
+    if not _are_sizes(*sizes):  # of the operator, which takes any integers
+        raise ArgumentError(f"block_m={sizes[0]} and block_n={sizes[1]} must be {_SIZES}")
     rows, columns = (-(-seqlen // size) for seqlen, size in zip(seqlens, sizes, strict=True))
     shape = tuple(mask.shape)
     fits = len(shape) == 4 and shape[0] in (1, batch_size) and shape[1] in (1, nheads) and shape[2:] == (rows, columns)
@@ -91,6 +95,10 @@ def check_block_mask(
             f"({batch_size} or 1, {nheads} or 1, {rows}, {columns}) with block_size={sizes}, got shape {shape}"
         )
     return sizes
+
+
+def _are_sizes(block_m: int, block_n: int) -> bool:
+    return all(BLOCK_STEP <= size <= _MOST_TOKENS and size % BLOCK_STEP == 0 for size in (block_m, block_n))
 
 
 def _narrower(one: int, other: int) -> int:

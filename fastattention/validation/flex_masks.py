@@ -60,12 +60,12 @@ def read_flex_mask(block_mask: BlockMask, seqlen_q: int, seqlen_k: int) -> FlexB
     mask_mod, nor a tensor that mask_mod reads may change.
 
     Raises ArgumentError for other lengths, for a BLOCK_SIZE that is no multiple of 64, and for lists of blocks that
-    cannot be. Raises UnsupportedError where no window does what mask_mod does, where mask_mod raises, and under
-    torch.compile.
+    cannot be. Raises UnsupportedError where no window does what mask_mod does, where mask_mod raises, and while
+    torch.compile or a dispatch mode follows.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         raise UnsupportedError(
-            "block_mask is a BlockMask, whose mask_mod cannot be read under torch.compile; read it outside and give "
+            "block_mask is a BlockMask, whose mask_mod cannot be read while torch traces; read it outside and give "
             "the dense bool tensor of its blocks, with causal or window_size"
         )
     lengths = tuple(block_mask.shape[-2:])

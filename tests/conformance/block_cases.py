@@ -37,6 +37,9 @@ BLOCKS: list[Case] = [
     DenseCase(name="blocks-window", seqlen_q=400, seqlen_k=430, window=(150, 20), blocks=Blocks(density=0.6)),
     DenseCase(name="blocks-long", seqlen_q=1100, seqlen_k=1700, nheads=1, nheads_k=1, batch_size=1,
               blocks=Blocks(size=(128, 128), density=0.2)),
+    # More blocks of keys than a warp has lanes, and few that are kept.
+    DenseCase(name="blocks-71-of-keys", seqlen_q=70, seqlen_k=4500, nheads=1, nheads_k=1, batch_size=1,
+              blocks=Blocks(density=0.05)),
     DenseCase(name="blocks-one-query", seqlen_q=1, seqlen_k=700, nheads=4, nheads_k=2, blocks=Blocks()),
     DenseCase(name="blocks-few-queries", seqlen_q=5, seqlen_k=300, nheads=8, nheads_k=1, blocks=Blocks(), causal=True),
     DenseCase(name="blocks-scores", seqlen_q=200, seqlen_k=300, nheads=4, nheads_k=2, softcap=3.0, sinks=True,
@@ -57,4 +60,19 @@ BLOCKS: list[Case] = [
                softcap=4.0, blocks=Blocks("b1")),
     VarlenCase(name="blocks-varlen-pages", seqlens_q=(150, 3), seqlens_k=(283, 70), nheads=4, nheads_k=2,
                page_block_size=16, causal=True, blocks=Blocks(size=(64, 128))),
+]  # fmt: skip
+
+# As TILES and MANY_QUERIES of cases.py: every kernel that is compiled ahead for block masks.
+BLOCK_TILES: list[Case] = [
+    *(
+        DenseCase(name=f"blocks-tiles-{d}-{q}", seqlen_q=q, seqlen_k=150, headdim=d, nheads=1, nheads_k=1,
+                  batch_size=1, causal=q == 101, blocks=Blocks(size=(128, 128), density=0.8))
+        for d in (32, 64, 96, 128, 192, 256, 512)
+        for q in ((35, 101, 270) if d < 512 else (35,))
+    ),
+    *(
+        DenseCase(name=f"blocks-many-queries-{d}", seqlen_q=8200, seqlen_k=70, headdim=d, nheads=1, nheads_k=1,
+                  batch_size=1, window=(20, 8150), blocks=Blocks(size=(128, 128)))
+        for d in (32, 64)
+    ),
 ]  # fmt: skip

@@ -34,10 +34,13 @@ def assert_near(got: tuple[Tensor, ...], right: tuple[Tensor, ...], dtype: torch
         assert error <= TOLERANCES[dtype] * max(1.0, float(exact.abs().max()))
 
 
-# One head whose chunks of keys wait for each other; a window, which skips chunks; groups; a batch of several waves.
+KEPT = torch.rand(1, 1, 15, 18, generator=torch.Generator().manual_seed(0)) < 0.25
+# One head whose chunks of keys wait for each other; a window, and a block mask, which skip chunks; groups; a batch of
+# several waves.
 CALLS = {
     "one-head": ((1, 1000, 1, 64), (1, 1000, 1, 64), {"causal": True}),
     "window": ((1, 900, 2, 32), (1, 1100, 2, 32), {"window_size": (150, 20)}),
+    "blocks": ((1, 900, 1, 32), (1, 1100, 1, 32), {"block_mask": KEPT, "block_size": 64}),
     "few-keys": ((1, 700, 4, 40), (1, 70, 1, 40), {}),
     "waves": ((96, 3, 2, 64), (96, 5, 2, 64), {"causal": True}),
     "wide": ((1, 130, 1, 256), (1, 300, 1, 256), {"softcap": 3.0}),
@@ -95,6 +98,19 @@ def test_rows_that_a_finite_mask_hides_have_the_gradients_of_equal_weights(engin
         out = fast_attn_func(q, k, v, attn_bias=mask, backend=engine.backend)
         grad_v = torch.autograd.grad(out[0, 1].sum(), v)[0]
     torch.testing.assert_close(grad_v, torch.full_like(v, 1 / 40))
+
+
+@every_backward
+def test_a_finite_mask_hides_rows_of_kept_blocks_alone(engine: Engine) -> None:
+    q, k, v = tensors((1, 3, 1, 16), (1, 200, 1, 16), (1, 200, 1, 16))
+    lowest = torch.full((3, 200), torch.finfo(torch.float32).min)
+    kept = torch.tensor([True, False, True, True]).view(1, 1, 1, 4)
+    with engine.active():
+        out = fast_attn_func(q, k, v, attn_bias=lowest, block_mask=kept, block_size=64, backend=engine.backend)
+        grad_v = torch.autograd.grad(out[0, 1].sum(), v)[0]
+    expected = torch.full_like(v, 1 / (200 - 64))
+    expected[:, 64:128] = 0.0
+    torch.testing.assert_close(grad_v, expected)
 
 
 def test_nothing_of_the_size_of_the_scores_is_kept() -> None:

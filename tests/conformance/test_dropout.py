@@ -23,6 +23,7 @@ DROPOUT_P = 0.3
 NAMES = [
     "seqlens-129x127", "seqlens-1x1", "causal-300x128", "heads-6-of-2", "everything", "sinks", "varlen-sinks",
     "varlen-window-gqa", "varlen-pages-16", "few-queries-rows", "few-queries-scores",
+    "blocks-scores",
 ]  # fmt: skip
 DROPOUT_CASES = [case for case in CASES if case.name in NAMES]
 every_case = pytest.mark.parametrize("case", DROPOUT_CASES, ids=[case.name for case in DROPOUT_CASES])

@@ -11,6 +11,7 @@ from unittest import mock
 import emulator
 import pytest
 import torch
+from conformance.block_cases import BLOCK_TILES, BLOCKS
 from conformance.calls import Call, build_call
 from conformance.case import Case, KvCacheCase
 from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
@@ -141,11 +142,12 @@ def runs_in(tier: Tier) -> list[Run]:
     runs_of_cases = [(case, list(runs)) for case, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
     if tier is Tier.QUICK:
         return [runs[i % len(runs)] for i, (_, runs) in enumerate(runs_of_cases) if i % 6 == 0]
+    many_kernels = (*WIDE, *LATENT, *BLOCKS, *BLOCK_TILES)  # nearly each has its own, and takes seconds to compile
     return [
         run
         for i, (case, runs) in enumerate(runs_of_cases)
-        if i % 3 == 0 or case not in (*WIDE, *LATENT)  # every one of them is a kernel that takes ten seconds to compile
-        for run in (runs[i % 2 :: 2] if case in FOR_GPUS else runs[i % len(runs) :][:1])
+        if i % 3 == 0 or case not in many_kernels
+        for run in (runs[i % 2 :: 2] if case in FOR_GPUS and case not in many_kernels else runs[i % len(runs) :][:1])
     ]
 
 
@@ -165,6 +167,12 @@ def test_the_list_has_caches_for_both_kernels(backend: type[EmulatedCudaBackend]
 
 def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
     check(EmulatedEngine(run.backend.name), run.case, run.dtype)
+
+
+@pytest.mark.parametrize("backend", emulator.EMULATED, ids=lambda backend: backend.name)
+def test_more_blocks_than_a_warp_has_lanes(backend: type[EmulatedCudaBackend]) -> None:
+    case = next(case for case in BLOCKS if case.name == "blocks-71-of-keys")
+    check(EmulatedEngine(backend.name), case, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

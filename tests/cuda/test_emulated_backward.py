@@ -94,6 +94,21 @@ def test_rows_that_a_finite_mask_hides_have_the_gradients_of_equal_weights(
 
 
 @every_backend
+def test_a_finite_mask_hides_rows_of_kept_blocks_alone(backend: type[EmulatedCudaBackend]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 1, 16, generator=generator).half().requires_grad_() for n in (3, 200, 200))
+    lowest = torch.full((3, 200), torch.finfo(torch.float32).min)
+    kept = torch.tensor([True, False, True, True]).view(1, 1, 1, 4)
+    engine = EmulatedEngine(backend.name)
+    with engine.active():
+        out = fast_attn_func(q, k, v, attn_bias=lowest, block_mask=kept, block_size=64, backend=engine.backend)
+        grad_v = torch.autograd.grad(out[0, 1].sum(), v)[0]
+    expected = torch.full_like(v, 1 / (200 - 64))
+    expected[:, 64:128] = 0.0
+    torch.testing.assert_close(grad_v, expected, atol=1e-4, rtol=0)
+
+
+@every_backend
 @pytest.mark.parametrize("of_out", [1.0, 1e-8, 0.0])
 def test_gradients_of_bfloat16_neither_vanish_nor_overflow_in_float16(
     backend: type[EmulatedCudaBackend], of_out: float

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 INSTALLATION = (ROOT / "docs" / "get-started" / "installation.md").read_text()
 CONFIG = (ROOT / "fastattention" / "config.py").read_text()
 RUNNABLE = ["README.md", "docs/index.md", "docs/get-started/first-calls.md"]
-RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "flash-attn")]
+RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "block-masks", "flash-attn")]
 DOCUMENTED_EXTRAS = ("transformers", "plot", "cuda12")
 
 

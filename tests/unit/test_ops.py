@@ -126,6 +126,14 @@ def test_attention_passes_opcheck(sample: str) -> None:
     torch.library.opcheck(torch.ops.fastattention.attention, attention_samples()[sample])
 
 
+@pytest.mark.parametrize(("block_m", "block_n"), [(0, 64), (32, 64), (64, 48), (-64, 64), (64, 2**25)])
+def test_the_operator_refuses_sizes_of_blocks_that_no_function_gives(block_m: int, block_n: int) -> None:
+    q, mask = torch.randn(1, 5, 2, 8), torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    arguments = scalars(block_mask=mask, block_m=block_m, block_n=block_n)
+    with pytest.raises(ArgumentError, match=f"block_m={block_m} and block_n={block_n}"):
+        torch.ops.fastattention.attention(q, q, q, *(None,) * 7, *arguments)
+
+
 @pytest.mark.parametrize("sample", list(kvcache_samples()))
 def test_attention_kvcache_passes_opcheck(sample: str) -> None:
     # torch's check of schemas multiplies arguments, which it cannot do with float8. The schema is that of int8.

@@ -44,6 +44,8 @@ TENSORS = {
     "attn_bias-shape": {"attn_bias": torch.ones(7)},
     "attn_bias-strides": {"attn_bias": torch.ones(2, 4, 7, 5).mT},
     "attn_bias-dtype": {"attn_bias": torch.ones(2, 4, 5, 7).bfloat16()},
+    "block_mask": {"block_mask": torch.ones(1, 4, 1, 1) > 0},
+    "block_mask-shape": {"block_mask": torch.ones(2, 4, 1, 1) > 0},
     "sinks": {"sinks": torch.ones(4)},
     "sinks-dtype": {"sinks": torch.ones(4).double()},
 }
@@ -62,6 +64,13 @@ SCALARS: dict[str, Arguments] = {
 }
 
 
+@torch.no_grad()
+def test_another_size_of_blocks_is_another_plan() -> None:
+    kept = torch.ones(1, 1, 1, 1) > 0
+    fast_attn_func(**dense(block_mask=kept, block_size=64))
+    assert_new(fast_attn_func, dense(block_mask=kept, block_size=192))
+
+
 @pytest.mark.parametrize("changes", (TENSORS | SCALARS).values(), ids=TENSORS | SCALARS)
 @torch.no_grad()
 def test_a_dense_call_that_differs_is_validated(changes: Arguments) -> None:
@@ -69,6 +78,7 @@ def test_a_dense_call_that_differs_is_validated(changes: Arguments) -> None:
     fast_attn_func(**dense(alibi_slopes=torch.ones(8)[::2]))
     fast_attn_func(**dense(attn_bias=torch.ones(2, 1, 5, 7)))
     fast_attn_func(**dense(sinks=torch.ones(8)[::2]))
+    fast_attn_func(**dense(block_mask=torch.ones(1, 1, 1, 1) > 0))
     assert_new(fast_attn_func, dense(**changes))
 
 

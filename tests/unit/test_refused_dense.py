@@ -132,6 +132,31 @@ BIAS = (
     Refusal("bias_rank", {"attn_bias": torch.zeros(1, 1, 1, 5, 7)}, ("attn_bias", "(2, 4, 5, 7)", "(1, 1, 1, 5, 7)")),
 )
 
+KEPT = torch.ones(2, 4, 1, 1, dtype=torch.bool)
+BLOCKS = (
+    Refusal("blocks_list", {"block_mask": [[True]]}, ("block_mask must be a torch.Tensor", "list")),
+    Refusal("blocks_float", {"block_mask": KEPT.float()}, ("block_mask must be bool", "True where", "torch.float32")),
+    Refusal("blocks_meta", {"block_mask": KEPT.to(META)}, ("block_mask is on meta", "q on cpu", "same device")),
+    Refusal(
+        "blocks_heads",
+        {"block_mask": KEPT[:, :3]},
+        ("block_mask must be (batch_size or 1, nheads or 1", "(2 or 1, 4 or 1, 1, 1)", "(128, 128)", "(2, 3, 1, 1)"),
+    ),
+    Refusal("blocks_rank", {"block_mask": KEPT[0, 0]}, ("block_mask must be", "(2 or 1, 4 or 1, 1, 1)", "(1, 1)")),
+    Refusal("blocks_rows", {"block_mask": KEPT.repeat(1, 1, 5, 1)}, ("block_mask must be", "shape (2, 4, 5, 1)")),
+    Refusal(
+        "block_size_96",
+        {"block_mask": KEPT, "block_size": 96},
+        ("block_size=96", "one or two multiples of 64 from 64 to 16777216"),
+    ),
+    Refusal("block_size_0", {"block_mask": KEPT, "block_size": (64, 0)}, ("block_size=(64, 0)", "multiples of 64")),
+    Refusal("block_size_three", {"block_mask": KEPT, "block_size": (64, 64, 64)}, ("block_size=", "one or two")),
+    Refusal("block_size_float", {"block_mask": KEPT, "block_size": 64.0}, ("block_size must be", "64.0")),
+    Refusal("block_size_huge", {"block_mask": KEPT, "block_size": 2**25}, ("block_size=33554432", "to 16777216")),
+    Refusal("block_size_text", {"block_mask": KEPT, "block_size": "64"}, ("block_size must be", "'64'")),
+    Refusal("block_size_alone", {"block_size": 64}, ("block_size=64 was given without block_mask",)),
+)
+
 SCALARS = (
     Refusal("scale_nan", {"softmax_scale": float("nan")}, ("softmax_scale=nan", "finite")),
     Refusal("scale_inf", {"softmax_scale": float("inf")}, ("softmax_scale=inf", "finite")),
@@ -171,7 +196,7 @@ WINDOWS = (
 )
 
 
-@refusals(*TENSORS, *DTYPES_AND_DEVICES, *SHAPES, *PER_HEAD, *BIAS, *SCALARS, *WINDOWS)
+@refusals(*TENSORS, *DTYPES_AND_DEVICES, *SHAPES, *PER_HEAD, *BIAS, *BLOCKS, *SCALARS, *WINDOWS)
 def test_wrong_argument_is_refused(refusal: Refusal) -> None:
     # Checks are cached by shape, dtype, device and options: the entry of a good call must not let a wrong one through.
     fast_attn_func(**arguments())

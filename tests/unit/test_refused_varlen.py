@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
 from fastattention import (
     fast_attn_kvpacked_func,
@@ -85,6 +86,16 @@ def test_the_call_without_changes_is_accepted(given: dict[str, Any]) -> None:
     Refusal("bias_rank", {"attn_bias": torch.zeros(1, 4, 5, 4)}, ("attn_bias", "(4, 5, 4)", "(1, 4, 5, 4)")),
     Refusal("alibi_batch", {"alibi_slopes": torch.zeros(3, 4)}, ("alibi_slopes must be", "(2, 4)", "(3, 4)")),
     Refusal("sinks", {"sinks": torch.zeros(5)}, ("sinks must be (nheads) = (4,)", "(5,)")),
+    Refusal(
+        "blocks",
+        {"block_mask": torch.ones(2, 4, 1, 2, dtype=torch.bool), "block_size": 64},
+        ("block_mask must be", "(2 or 1, 4 or 1, 1, 1) with block_size=(64, 64)", "got shape (2, 4, 1, 2)"),
+    ),
+    Refusal(
+        "blocks_of_torch",
+        {"block_mask": create_block_mask(noop_mask, None, None, 5, 5, device="cpu")},
+        ("block_mask is a BlockMask", "varlen call a bool tensor"),
+    ),
     Refusal("scale", {"softmax_scale": float("nan")}, ("softmax_scale=nan", "finite")),
     Refusal("dropout", {"dropout_p": 2.0}, ("dropout_p=2.0", "below 1")),
     Refusal("window", {"window_size": (-3, 0)}, ("window_size=(-3, 0)", "-1 (unlimited)")),

@@ -60,6 +60,7 @@ struct BackwardLayout {
 };
 
 // With a block mask they are within a row of blocks.
+static_assert(kBlockTileRows <= kBackwardRows);
 FA_INLINE int64_t rows_of_tile(const FaAttentionParams& p) { return p.block_mask ? kBlockTileRows : kBackwardRows; }
 
 template <class Unit>

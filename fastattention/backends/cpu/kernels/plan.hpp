@@ -6,8 +6,8 @@
 
 // Compiled for several instruction sets: an out-of-line copy of these functions could end up on a processor without them.
 #define FA_HOST_DEVICE __attribute__((always_inline))
-#include "../../common/block_row.hpp"
 #include "../../common/tile_range.hpp"
+#include "block_row.hpp"
 #include "params.h"
 
 namespace fastattention {

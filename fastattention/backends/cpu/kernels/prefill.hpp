@@ -8,7 +8,8 @@ namespace FA_NAMESPACE {
 static constexpr int64_t kTileRows = 48, kMostTileRows = Vec::kWidth == 16 ? 96 : 48;
 static constexpr int64_t kManyRows = 1024, kManyMaskedRows = 4096;
 // Of a tile that is within a row of blocks of a block mask: sizes of blocks are multiples of the one, often of the other.
-static constexpr int64_t kBlockTileRows = 64, kMostBlockTileRows = 128;
+static constexpr int64_t kBlockTileRows = kBlockStep, kMostBlockTileRows = 2 * kBlockStep;
+static_assert(kBlockStep % kPanel == 0 && kBlockStep % kDropoutKeys == 0, "panels and groups of keys are within a block");
 static constexpr int64_t kWidestOfTallTiles = 256;  // head dimension up to which the L2 cache has room for these
 static constexpr int64_t kRoomForRows = 144;        // of any of these, and what a product takes at once
 // Keys of a tile. At a time the L2 cache holds a panel of keys, or as many columns of the tile's values, and queries, scores
@@ -183,6 +184,7 @@ public:
           rows_(call.tile(sequence_, tile, geometry_.tile_rows)),
           padded_rows_(round_up(rows_.count, Unit::kRowStep)),
           query_stride_(geometry_.key_units + kRowPadding) {
+        static_assert((kMostBlockTileRows + Unit::kRowStep - 1) / Unit::kRowStep * Unit::kRowStep <= kRoomForRows);
         queries_ = scratch;
         const int64_t room = round_up(geometry_.tile_rows, Unit::kRowStep);
         scores_ = queries_ + room * query_stride_ + kMaxHeaddim;

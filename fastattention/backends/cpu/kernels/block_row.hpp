@@ -1,29 +1,30 @@
-// Which keys a row of blocks of a block mask keeps, and the tiles of keys that a kernel goes through: the same steps for dense,
-// causal, windowed and block-sparse attention. Plain C++ without includes, for host and device compilers.
+// Which keys a row of blocks of a block mask keeps, in runs of neighbours. Without a block mask there is one run: prefill and
+// backward take the same steps with and without.
 #pragma once
 
-#ifndef FA_HOST_DEVICE
-#define FA_HOST_DEVICE
-#endif
+#include <cstdint>
 
 namespace fastattention {
 
+// Tokens of a block are a multiple of it; fastattention/problem.py says the same.
+constexpr int64_t kBlockStep = 64;
+
 // The keys that a block mask leaves to the queries of one row of blocks.
 struct BlockRow {
-    const unsigned char* kept = nullptr;  // of block 0, then `stride` bytes on; null without a block mask: all are kept
-    long long stride = 0;
-    long long block_n = 0;  // keys of a block
+    const uint8_t* kept = nullptr;  // of block 0, then `stride` bytes on; null without a block mask: all are kept
+    int64_t stride = 0;
+    int64_t block_n = 0;  // keys of a block
 
-    FA_HOST_DEVICE bool keeps(long long key) const { return kept == nullptr || kept[key / block_n * stride] != 0; }
+    FA_HOST_DEVICE bool keeps(int64_t key) const { return kept == nullptr || kept[key / block_n * stride] != 0; }
 
     // The first key from `key` on that is kept; `end` when there is none before.
-    FA_HOST_DEVICE long long next(long long key, long long end) const {
+    FA_HOST_DEVICE int64_t next(int64_t key, int64_t end) const {
         while (key < end && !keeps(key)) key = (key / block_n + 1) * block_n;
         return key < end ? key : end;
     }
 
     // One past the last of the keys from `key` on that are kept without a gap; `end` at most.
-    FA_HOST_DEVICE long long run_end(long long key, long long end) const {
+    FA_HOST_DEVICE int64_t run_end(int64_t key, int64_t end) const {
         if (kept == nullptr) return end;
         while (key < end && keeps(key)) key = (key / block_n + 1) * block_n;
         return key < end ? key : end;
@@ -33,11 +34,11 @@ struct BlockRow {
 // Runs of neighbouring keys: the kept ones from `begin` to `end`, in order, in pieces as long as whoever asks can take.
 class KeyRuns {
 public:
-    FA_HOST_DEVICE KeyRuns(const BlockRow& row, long long begin, long long end)
+    FA_HOST_DEVICE KeyRuns(const BlockRow& row, int64_t begin, int64_t end)
         : row_(row), end_(end), first_(begin), past_last_(begin), run_end_(begin) {}
 
     // Moves to the first piece, then to the next, of at most `most` keys; false when there is none.
-    FA_HOST_DEVICE bool next(long long most) {
+    FA_HOST_DEVICE bool next(int64_t most) {
         first_ = past_last_;
         if (first_ >= run_end_) {
             first_ = row_.next(first_, end_);
@@ -48,14 +49,14 @@ public:
         return true;
     }
 
-    FA_HOST_DEVICE long long first() const { return first_; }
-    FA_HOST_DEVICE long long past_last() const { return past_last_; }
-    FA_HOST_DEVICE long long count() const { return past_last_ - first_; }
+    FA_HOST_DEVICE int64_t first() const { return first_; }
+    FA_HOST_DEVICE int64_t past_last() const { return past_last_; }
+    FA_HOST_DEVICE int64_t count() const { return past_last_ - first_; }
 
 private:
     const BlockRow& row_;
-    const long long end_;
-    long long first_, past_last_, run_end_;
+    const int64_t end_;
+    int64_t first_, past_last_, run_end_;
 };
 
 }  // namespace fastattention

@@ -35,10 +35,11 @@ Shared arguments beyond flash-attn's, keyword-only:
 - `sinks`: float (nheads,), one logit a head that takes part in the softmax without a value. lse includes it, so a row
     without keys has lse = sink.
 - `block_mask`: bool (batch_size or 1, nheads or 1, seqlen_q / block_m, seqlen_k / block_n), rounded up: True where a
-    block of scores is kept. Blocks are counted from query 0 and key 0; of varlen calls each sequence has its own, and
-    the last two sizes are those of the longest. Exact: scores outside kept blocks are hidden, and kernels skip them.
-    It joins the other masks. A row whose blocks are all hidden gives out 0 and lse -inf. A dense call also takes a `BlockMask` of torch.nn.attention.flex_attention whose mask_mod
-    is a causal mask or a window. `fastattention.sparse` makes masks. Not for caches.
+    block of scores is kept. Exact: scores outside kept blocks are hidden, and kernels skip them. It joins the other
+    masks. Blocks are counted from query 0 and key 0; of varlen calls each sequence has its own, and the last two sizes
+    are those of the longest. A row whose blocks are all hidden gives out 0 and lse -inf. A dense call also takes a
+    `BlockMask` of torch.nn.attention.flex_attention whose mask_mod is a causal mask or a window. `fastattention.sparse`
+    makes masks. Caches take none.
 - `block_size`: (block_m, block_n) in tokens, or one number for both; multiples of 64. Default 128.
 - `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
     natural logarithm of the softmax's denominator, which `merge_attn_states` needs.

@@ -7,7 +7,8 @@ Two functions are registered under that name. The mask function (mask_function.p
 kind of layer: it knows offsets, cache sizes and padding, and returns a mask of masks.py, or a bool tensor for patterns
 that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
 cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
-of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. model_source.py looks at the
+of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. block_sparse.py has
+`sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. model_source.py looks at the
 code of models for what they do about attention. versions.py knows what Transformers has renamed, and warns of one that
 is too old.
 docs/guides/transformers.md tells users what is covered and what costs what.
@@ -23,6 +24,7 @@ except ImportError as error:
     ) from error
 
 from fastattention.integrations.transformers.attention import fast_attention_forward
+from fastattention.integrations.transformers.block_sparse import PrefillLayer, sparse_prefill
 from fastattention.integrations.transformers.cache import FastAttentionCache
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
@@ -33,10 +35,12 @@ __all__ = [
     "NAME",
     "FastAttentionCache",
     "MicroBatchedCache",
+    "PrefillLayer",
     "fast_attention_forward",
     "fast_attention_mask",
     "overlapped",
     "register",
+    "sparse_prefill",
 ]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.integrations.transformers.block_sparse import prefill_functions
 from fastattention.integrations.transformers.masks import (
     AT_ONCE,
     DenseMask,
@@ -70,6 +71,7 @@ def fast_attention_forward(
         _refuse_unsupported(kwargs)
     if indices is not None:
         attention_mask = _selected(attention_mask, indices, query, key)
+    functions = prefill_functions(functions, module, query, key, attention_mask)
     scores = Scores(scaling, softcap or 0.0, s_aux, dropout, functions)
     if isinstance(key, StoredTokens):
         return key.attend(query.transpose(1, 2), attention_mask, position_bias, scores), None

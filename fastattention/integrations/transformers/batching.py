@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
 from fastattention.integrations.transformers.attention import fast_attention_forward
+from fastattention.integrations.transformers.block_sparse import refuse_pattern
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.page_allocators import FullPages, SlidingPages
 from fastattention.integrations.transformers.versions import NAME
@@ -32,6 +33,7 @@ from fastattention.interface import fast_attn_varlen_func, fast_attn_with_kvcach
 # graphs; without a 2 or 3 behind it nobody looks for a kernel of that name.
 BATCHED_NAME = "fast_flash_attention"
 
+_WITH_PATTERN = "continuous batching, whose prompts have variable lengths; call model.generate for each of them"
 
 _undo: list[Callable[[], None]] = []  # what puts Transformers back as it was
 
@@ -69,6 +71,7 @@ def _replace(owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Call
 def _switching(switch: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def wrapped(original: Callable[..., None]) -> Callable[..., None]:
         def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
+            refuse_pattern(_WITH_PATTERN)  # here: batches are computed in a thread of their own
             name = model.config._attn_implementation
             if name == NAME or (switch and auto_switch_to_flash and name in ("sdpa", "eager")):
                 model.config._attn_implementation = BATCHED_NAME
@@ -159,6 +162,7 @@ def batched_attention_forward(
             q, kwargs["k_cache"], kwargs["v_cache"], k, v, cache_seqlens=kwargs["cache_seqlens"], **options
         )
         return out.transpose(0, 1), None
+    refuse_pattern(_WITH_PATTERN)
     if kwargs["block_table"] is not None:
         k, v = kwargs["k_cache"], kwargs["v_cache"]
     lengths = (kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))

@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from fastattention import explain, fast_attn_func
 from fastattention.cli.bench.report import SCHEMA, title
-from fastattention.cli.bench.timing import interleaved
+from fastattention.cli.bench.timing import interleaved, time_call
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
@@ -138,24 +137,24 @@ def mask_seconds(device: str, seqlen: int, nheads: int) -> dict[str, float]:
     mask = random_mask(seqlen, nheads, 0.1, torch.Generator(device).manual_seed(0))
     short, one = q[:, :64], mask[:, :, :1, :1]
 
-    def median_of(call: Callable[[], object], count: int) -> float:
-        taken = []
+    def medians_of(calls: Sequence[Callable[[], object]], count: int) -> list[float]:
+        taken: list[list[float]] = [[] for _ in calls]
         for _ in range(count):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
+            for call, seconds in zip(calls, taken, strict=True):
+                seconds.append(time_call(call))
+        return [statistics.median(seconds) for seconds in taken]
 
-    without = median_of(lambda: fast_attn_func(short, short, short), 1000)
-    with_mask = median_of(lambda: fast_attn_func(short, short, short, block_mask=one), 1000)
-    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device=device)
+    def short_call(**masked: Any) -> object:
+        return fast_attn_func(short, short, short, **masked)
 
     def explained(**masked: Any) -> object:
         return explain(q, q, q, **masked)
 
-    first = median_of(lambda: explained(block_mask=block_mask), 1)
-    later = median_of(lambda: explained(block_mask=block_mask), 20) - median_of(explained, 20)
-    return {"dense_mask": with_mask - without, "block_mask_first": first, "block_mask_later": later}
+    with_mask, without = medians_of((lambda: short_call(block_mask=one), short_call), 5000)
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, seqlen, seqlen, device=device)
+    first = time_call(lambda: explained(block_mask=block_mask))
+    later, other = medians_of((lambda: explained(block_mask=block_mask), explained), 200)
+    return {"dense_mask": with_mask - without, "block_mask_first": first, "block_mask_later": later - other}
 
 
 def show(records: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pages import (
     ascend_plan,
+    block_sparse,
     cpu,
     gpu,
     index,
@@ -42,6 +43,7 @@ BUILDERS = {
     "benchmarks/long-contexts.md": long_contexts.build,
     "benchmarks/tensor-parallel.md": tensor_parallel.build,
     "benchmarks/quantised-caches.md": quantised_caches.build,
+    "benchmarks/block-sparse.md": block_sparse.build,
     "benchmarks/ascend-plan.md": ascend_plan.build,
     "benchmarks/volta-model.md": volta_model.build,
     "assets/speed.svg": speed_chart.build,

@@ -472,7 +472,7 @@ def test_continuous_batching_is_refused() -> None:
     for name in ("fast_attention", batching.BATCHED_NAME):
         model.config._attn_implementation = name
         with sparse_blocks(Pattern()), pytest.raises(UnsupportedError, match="continuous batching"):
-            model.generate_batch([[3, 4, 5]])
+            model.init_continuous_batching()
 
 
 @pytest.mark.usefixtures("_batching")

@@ -30,7 +30,7 @@ def _params_header_fields() -> list[str]:
     body = re.sub(r"//[^\n]*", "", body)
     fields = []
     for declaration in body.split(";"):
-        names = re.sub(r"^\s*(const )?(void|float|int32_t|int64_t|double)\b", "", declaration.strip())
+        names = re.sub(r"^\s*(const )?(void|float|uint8_t|int32_t|int64_t|double)\b", "", declaration.strip())
         fields += [name.strip(" *\n") for name in names.split(",") if name.strip(" *\n")]
     return fields
 

@@ -86,7 +86,10 @@ def test_only_biases_block_masks_quantised_caches_and_wide_heads_are_refused(dty
     masked = {case.name for case in CASES if case.bias is not None or case.blocks is not None}
     assert refused.keys() == wide | quantised | masked
     for reason in refused.values():
-        assert any(word in reason for word in ("quantised cache", "attn_bias", f"at most {MAX_HEADDIM} is served"))
+        assert any(
+            word in reason
+            for word in ("quantised cache", "attn_bias", "block_mask", f"at most {MAX_HEADDIM} is served")
+        )
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "token", "head"])

@@ -142,12 +142,13 @@ def runs_in(tier: Tier) -> list[Run]:
     runs_of_cases = [(case, list(runs)) for case, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
     if tier is Tier.QUICK:
         return [runs[i % len(runs)] for i, (_, runs) in enumerate(runs_of_cases) if i % 6 == 0]
-    many_kernels = (*WIDE, *LATENT, *BLOCKS, *BLOCK_TILES)  # nearly each has its own, and takes seconds to compile
+    # Nearly each of these has a kernel of its own, which takes seconds to compile.
+    one_in = dict.fromkeys((*WIDE, *LATENT), 3) | dict.fromkeys((*BLOCKS, *BLOCK_TILES), 6)
     return [
         run
         for i, (case, runs) in enumerate(runs_of_cases)
-        if i % 3 == 0 or case not in many_kernels
-        for run in (runs[i % 2 :: 2] if case in FOR_GPUS and case not in many_kernels else runs[i % len(runs) :][:1])
+        if i % one_in.get(case, 1) == 0
+        for run in (runs[i % 2 :: 2] if case in FOR_GPUS and case not in one_in else runs[i % len(runs) :][:1])
     ]
 
 

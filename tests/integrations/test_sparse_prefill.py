@@ -492,13 +492,6 @@ def test_a_batch_of_prompts_is_refused_and_a_batched_decode_step_is_not() -> Non
         fast_attention_forward(**_layer(1))
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["parts", "fullgraph"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "compiled before"])

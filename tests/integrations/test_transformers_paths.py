@@ -6,7 +6,7 @@ import copy
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -270,13 +270,6 @@ def test_one_query_without_a_mask_sees_every_key() -> None:
     out, _ = integration.fast_attention_forward(Layer(), q, k, v, None)
     expected = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
-
-
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

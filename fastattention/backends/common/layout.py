@@ -57,17 +57,12 @@ def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
     return batch, row, head
 
 
-def block_strides(block_mask: Tensor | None) -> tuple[int, int, int, int]:
-    """(batch, head, row, column) strides of a block mask; zeros for None."""
-    if block_mask is None:
-        return 0, 0, 0, 0
-    batch, head, row, column = block_mask.stride()
-    return batch, head, row, column
+def score_strides(tensor: Tensor | None) -> tuple[int, int, int, int]:
+    """(batch, head, row, key) strides of a bias or block mask with these axes, or of a varlen bias (head, row, key).
 
-
-def bias_strides(bias: Tensor | None) -> tuple[int, int, int, int]:
-    """(batch, head, row, key) strides of (batch, head, row, key) or varlen (head, row, key); zeros for None."""
-    if bias is None:
+    Zeros for None.
+    """
+    if tensor is None:
         return 0, 0, 0, 0
-    *batch, head, row, key = bias.stride()
+    *batch, head, row, key = tensor.stride()
     return (batch[0] if batch else 0), head, row, key

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import bias_strides, block_strides, scale_strides, token_strides
+from fastattention.backends.common.layout import scale_strides, score_strides, token_strides
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.problem import Inputs, Layout, Problem
 
@@ -67,8 +67,8 @@ def attention_params(problem: Problem, inputs: Inputs) -> AttentionParams:
         *token_strides(inputs.k_new), *token_strides(inputs.v_new),
         *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
         0 if table is None else table.stride(0), 0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
-        *bias_strides(bias),
-        *block_strides(inputs.block_mask), *(problem.block_size or (0, 0)),
+        *score_strides(bias),
+        *score_strides(inputs.block_mask), *(problem.block_size or (0, 0)),
         problem.window_left, problem.window_right, problem.rotary_dim, problem.rotary_interleaved,
         problem.num_splits, 0,
         problem.softmax_scale, problem.softcap, problem.dropout_p,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import bias_strides, block_strides, pointers, scale_strides, token_strides
+from fastattention.backends.common.layout import pointers, scale_strides, score_strides, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.decode_heuristics import Split
@@ -97,10 +97,10 @@ def attention_template(
         *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
         0 if varlen else problem.seqlen_q * out_row, inputs.v.shape[-1],
         0 if varlen else problem.nheads * lse_head, lse_head,
-        *bias_strides(bias),
+        *score_strides(bias),
         0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         0 if table is None else table.stride(0),
-        *block_strides(inputs.block_mask),
+        *score_strides(inputs.block_mask),
         q_row, k_row, v_row, out_row,
         problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
         max_cache_seqlen(problem, inputs), problem.nheads, problem.group_size, *divisor(problem.group_size),

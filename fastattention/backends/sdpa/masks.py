@@ -40,10 +40,8 @@ def band(problem: Problem, part: Part) -> TileRange:
 
 
 def sees_everything(problem: Problem, part: Part) -> bool:
-    """True when no mask hides a key of `part` from any of its queries, as far as shapes tell."""
-    return part.blocks is None and hides_nothing(
-        part.q.shape[2], part.k.shape[2], problem.window_left, problem.window_right
-    )
+    """True when the causal mask and the window hide no key of `part` from any of its queries."""
+    return hides_nothing(part.q.shape[2], part.k.shape[2], problem.window_left, problem.window_right)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -67,7 +67,6 @@ template <class Unit>
 FA_INLINE BackwardGeometry backward_geometry(const FaAttentionParams& p) {
     const BackwardLayout<Unit> l(p);
     BackwardGeometry g;
-    g.rows = l.rows;
     g.tile_rows = rows_of_tile(p);
     g.keys = l.keys;
     g.tile_floats = l.tile_floats();

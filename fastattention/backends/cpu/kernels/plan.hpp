@@ -171,8 +171,7 @@ struct DecodeSplit {
 
 // How an instruction set goes through a backward of a dtype and head dimension. A tile of rows meets a chunk of keys.
 struct BackwardGeometry {
-    int64_t rows;            // a tile has room for
-    int64_t tile_rows;       // a tile has at most
+    int64_t tile_rows;       // of a tile, at most
     int64_t keys;            // of a chunk
     int64_t tile_floats;     // of a tile packed by pack_rows
     int64_t grad_q_floats;   // of a tile's gradient of q

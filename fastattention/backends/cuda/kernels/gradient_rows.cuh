@@ -30,7 +30,7 @@ static_assert(kColumnWarps == 1 && !kGroupedRows && !kPaged, "a backward has no 
 constexpr int kSteps = kTileM / (kWarps * Arch::kStepRows);
 constexpr int kWarpRows = kSteps * Arch::kStepRows;
 static_assert(kSteps * kWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
-static_assert(!kMixesBlocks || kLeastBlock % kWarpRows == 0, "a warp skips what its rows do not keep");
+static_assert(!kMixesBlocks || kBlockStep % kWarpRows == 0, "a warp skips what its rows do not keep");
 
 static_assert(kValueParts == 1 || kGradFirst != kGradSecond, "columns of two gradients would be shared out differently");
 

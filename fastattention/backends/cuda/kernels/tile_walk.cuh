@@ -7,7 +7,7 @@
 namespace fastattention {
 
 // Tokens of a block are a multiple of it; fastattention/problem.py says the same.
-constexpr int kLeastBlock = 64;
+constexpr int kBlockStep = 64;
 
 // Those of a CTA, one sequence and one head of queries.
 struct MaskedRows {
@@ -51,7 +51,7 @@ public:
 
     // The tile after the one at `column`, which was asked for last; `end` or more behind the last.
     FA_DEVICE int next(int column) {
-        static_assert(!kBlockSparse || kLeastBlock % kTileN == 0, "a tile is within a block");
+        static_assert(!kBlockSparse || kBlockStep % kTileN == 0, "a tile is within a block");
         column += kTileN;
         return column < block_end_ ? column : enter_next_block();
     }

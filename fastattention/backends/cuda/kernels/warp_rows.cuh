@@ -13,7 +13,7 @@ constexpr int kWarpRows = kSteps * Arch::kStepRows;
 static_assert(kSteps * kRowWarps * Arch::kStepRows == kTileM, "warps must share the rows evenly");
 static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 16 == 0, "products take so many at once");
 
-static_assert(!kMixesBlocks || (kColumnWarps == 1 && kLeastBlock % kWarpRows == 0), "a warp skips what its rows do not keep");
+static_assert(!kMixesBlocks || (kColumnWarps == 1 && kBlockStep % kWarpRows == 0), "a warp skips what its rows do not keep");
 
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);

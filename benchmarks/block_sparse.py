@@ -6,7 +6,8 @@
 Random masks of 128 x 128 blocks, another one for each head, the diagonal always kept. They take turns with the dense
 call, with a mask that keeps nothing, and with torch's compiled FlexAttention on the same blocks. What the mask that
 keeps nothing takes is the rest of a call: inputs are read and, on a CPU, keys and values are packed; results are
-written. Also measured: what a mask adds to the Python side of a call, and what reading a BlockMask takes.
+written. On a GPU a turn is several calls in a row, so that they are enqueued while others run. Also measured: what a
+mask adds to the Python side of a call, and what reading a BlockMask takes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fastattention import explain, fast_attn_func
+from fastattention.cli.bench import gpu
 from fastattention.cli.bench.report import SCHEMA, title
 from fastattention.cli.bench.timing import interleaved, time_call
 from fastattention.cli.bench.workload import DTYPES
@@ -35,6 +37,7 @@ from fastattention.threads import get_num_threads
 RESULTS = Path(__file__).parent / "results"
 DENSITIES = (0.5, 0.2, 0.1, 0.05)
 BLOCK, HEADDIM = 128, 128
+GPU_ROUNDS = 25
 
 
 def main(
@@ -45,7 +48,7 @@ def main(
     seconds: float = 60.0,
     output: Path = RESULTS,
 ) -> None:
-    """Spend about `seconds` on each dtype; write block_sparse_cpu.json or block_sparse_gpu.json into `output`."""
+    """Write block_sparse_cpu.json or block_sparse_gpu.json into `output`. seconds: about so many a dtype, on a CPU."""
     torch.set_num_threads(get_num_threads())
     records = [measure(device, seqlen, nheads, dtype, seconds) for dtype in dtypes.split(",")]
     show(records)
@@ -76,14 +79,20 @@ def measure(device: str, seqlen: int, nheads: int, dtype: str, seconds: float) -
     for density, mask in masks.items():
         calls[f"ours {density}"] = functools.partial(attend, block_mask=mask)
         calls[f"flex {density}"] = flex_call(q, k, v, mask)
-    timings = interleaved({name: synchronised(call, device) for name, call in calls.items()}, seconds)
     return {
         "dtype": dtype,
         "densities": {str(density): float(mask.float().mean()) for density, mask in masks.items()},
-        "seconds": {name: timing.median for name, timing in timings.items()},
-        "lower_quartile": {name: timing.lower_quartile for name, timing in timings.items()},
-        "calls": {name: timing.calls for name, timing in timings.items()},
+        "seconds": median_seconds(calls, device, seconds),
     }
+
+
+def median_seconds(calls: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
+    """Of a call, all of them in turns."""
+    if device != "cpu":
+        return gpu.interleaved(calls, GPU_ROUNDS)
+    for call in calls.values():
+        call()
+    return {name: timing.median for name, timing in interleaved(calls, seconds).items()}
 
 
 def random_mask(seqlen: int, nheads: int, density: float, generator: torch.Generator) -> Tensor:
@@ -116,19 +125,6 @@ def blocks_of_torch(mask: Tensor, seqlen: int) -> BlockMask:
     return BlockMask.from_kv_blocks(
         torch.zeros_like(counts), torch.zeros_like(indices), counts, indices, BLOCK_SIZE=BLOCK, seq_lengths=lengths
     )
-
-
-def synchronised(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """A call that has ended when it returns, already warm."""
-
-    def run() -> object:
-        result = call()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        return result
-
-    run()
-    return run
 
 
 def mask_seconds(device: str, seqlen: int, nheads: int) -> dict[str, float]:

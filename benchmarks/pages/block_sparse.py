@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .markdown import number, page, ratio, seconds, table, tokens
-from .results import RESULTS, Result
+from .results import Result
 
 CPU, GPU = "block_sparse_cpu", "block_sparse_gpu"
 BLOCKS = (128, 64)
@@ -28,7 +28,6 @@ In bfloat16 FlexAttention's CPU kernel uses AMX as well: our gain there falls sh
 READING = """\
 On the Python side of a call, a mask {adds}. Reading a causal `BlockMask` of {seqlen} tokens takes {first} the first
 time, and {later} in later calls."""
-NOT_TIMED = "On GPUs block masks have not been timed."
 TEXT = """\
 The demo model (4 layers, 4 heads of 64, byte level) reads {tokens} bytes of a source file that it has not seen. It was
 trained without masks. Density is of the blocks that a causal mask shows. Recall is the share of the softmax in kept
@@ -70,10 +69,7 @@ query among others nearly does so too. Blocks of 64 keep more of the needles of 
 def build() -> str:
     """block-sparse.md."""
     blocks = [INTRODUCTION, "## Times on a CPU", *_times(Result.load(CPU))]
-    if (RESULTS / f"{GPU}.json").exists():
-        blocks += ["## Times on a GPU", *_times(Result.load(GPU))]
-    else:
-        blocks.append(NOT_TIMED)
+    blocks += ["## Times on a GPU", *_times(Result.load(GPU))]
     patterns = Result.load("block_patterns")
     return page("Block masks", *blocks, *_text(patterns), *_identifiers(patterns), *_needles(patterns))
 

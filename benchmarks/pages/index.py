@@ -19,7 +19,7 @@ PAGES = (
      ("tiled_allreduce_tp2", "tiled_allreduce_tp4")),
     ("[Quantised caches](quantised-caches.md)", "errors and times of int8 and float8", ("quantised_cache",)),
     ("[Block masks](block-sparse.md)", "times by density, and what patterns lose",
-     ("block_sparse_cpu",)),
+     ("block_sparse_cpu", "block_sparse_gpu")),
 )  # fmt: skip
 INTRODUCTION = """\
 Every figure here comes from a file in benchmarks/results, which names the device, the versions, the commit and the

@@ -37,9 +37,9 @@ BLOCKS: list[Case] = [
     DenseCase(name="blocks-window", seqlen_q=400, seqlen_k=430, window=(150, 20), blocks=Blocks(density=0.6)),
     DenseCase(name="blocks-long", seqlen_q=1100, seqlen_k=1700, nheads=1, nheads_k=1, batch_size=1,
               blocks=Blocks(size=(128, 128), density=0.2)),
-    # More blocks of keys than a warp has lanes, and few that are kept.
-    DenseCase(name="blocks-71-of-keys", seqlen_q=70, seqlen_k=4500, nheads=1, nheads_k=1, batch_size=1,
-              blocks=Blocks(density=0.05)),
+    # More blocks of keys than a CTA has threads, and few that are kept.
+    DenseCase(name="blocks-285-of-keys", seqlen_q=70, seqlen_k=18200, nheads=1, nheads_k=1, batch_size=1,
+              blocks=Blocks(density=0.02)),
     DenseCase(name="blocks-one-query", seqlen_q=1, seqlen_k=700, nheads=4, nheads_k=2, blocks=Blocks()),
     DenseCase(name="blocks-few-queries", seqlen_q=5, seqlen_k=300, nheads=8, nheads_k=1, blocks=Blocks(), causal=True),
     DenseCase(name="blocks-scores", seqlen_q=200, seqlen_k=300, nheads=4, nheads_k=2, softcap=3.0, sinks=True,

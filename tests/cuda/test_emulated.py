@@ -171,8 +171,8 @@ def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
 
 
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=lambda backend: backend.name)
-def test_more_blocks_than_a_warp_has_lanes(backend: type[EmulatedCudaBackend]) -> None:
-    case = next(case for case in BLOCKS if case.name == "blocks-71-of-keys")
+def test_more_blocks_than_a_cta_has_threads(backend: type[EmulatedCudaBackend]) -> None:
+    case = next(case for case in BLOCKS if case.name == "blocks-285-of-keys")
     check(EmulatedEngine(backend.name), case, torch.float16)
 
 

@@ -130,7 +130,8 @@ class KernelConfig:
         exchange = self._pitch(self.tile_n, 2) + 4 * self.column_warps if self.column_warps > 1 else 0
         if self.decodes:
             return self.tile_m * (query_pitch + exchange + 8 * self.key_warps) + stages
-        return self.tile_m * (max(query_pitch, self._pitch(self.headdim_v, 2)) + exchange) + stages
+        rows = self.tile_m * (max(query_pitch, self._pitch(self.headdim_v, 2)) + exchange)
+        return rows + stages + _block_list_bytes(self)
 
     @property
     def combine_bytes(self) -> int:
@@ -237,7 +238,7 @@ class BackwardConfig:
         stats = 4 * (1 + self.differentiates_scores + self.modifies_scores)
         of_row, of_column = (0, stats) if self.rows_are_keys else (stats, 0)
         tiles = self.num_stages * self.tile_n * (first + second + of_column)
-        return self.tile_m * (rows + of_row) + tiles
+        return self.tile_m * (rows + of_row) + tiles + _block_list_bytes(self)
 
     @property
     def accumulators(self) -> int:
@@ -289,6 +290,12 @@ class BackwardConfig:
             "FA_GRAD_FIRST": str(int(self.differentiates_scores)),
             "FA_GRAD_SECOND": str(int("v" in self.gradients)),
         }
+
+
+def _block_list_bytes(config: KernelConfig | BackwardConfig) -> int:
+    """The list of kept blocks of kernels/tile_walk.cuh, in shared memory."""
+    entries = config.num_warps + config.num_threads + 1
+    return -(-entries // 4) * 16 if config.block_sparse else 0
 
 
 def _tile_macros(config: KernelConfig | BackwardConfig) -> dict[str, str]:

@@ -49,8 +49,8 @@ FA_DEVICE uint32_t lanes_where(bool x) {
     for (int lane = 0; lane < emulator::kLanes; ++lane) lanes |= emulator::shuffle(x, lane) << lane;
     return lanes;
 }
-FA_DEVICE int count_lanes(bool x) { return __builtin_popcount(lanes_where(x)); }
-FA_DEVICE int lowest_bit(uint32_t x) { return __builtin_ctz(x); }
+FA_DEVICE int count_bits(uint32_t x) { return __builtin_popcount(x); }
+FA_DEVICE int count_lanes(bool x) { return count_bits(lanes_where(x)); }
 // A shuffle, as on a GPU: all lanes must ask.
 FA_DEVICE int warp_index() { return static_cast<int>(emulator::shuffle(thread_index() / 32, 0)); }
 

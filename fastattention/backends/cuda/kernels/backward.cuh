@@ -98,7 +98,7 @@ constexpr int kFirstBytes =
     kGradFirst || FirstRows::kBytes > kGradientOfValueBytes ? FirstRows::kBytes : kGradientOfValueBytes;
 constexpr int kSecondBytes = kGradFirst ? SecondRows::kBytes : 0;
 constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : RowStatsCopy::kBytes);
-constexpr int kSharedMemory = kRowBytes + kStages * PassingTiles::kBytes;
+constexpr int kSharedMemory = kRowBytes + kStages * PassingTiles::kBytes + TileWalk::kSharedBytes;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "kernel_config.py computes the same");
 
 class BackwardTile {
@@ -167,7 +167,8 @@ private:
                            vectors(kRowsAreKeys ? Kind::kGradients : Kind::kValues, head, num_columns),
                            {params_, params_.stats + stats_offset(head), num_columns});
         const int first_row = work_.m_tile * kTileM, last_row = smaller(first_row + kTileM, num_rows()) - 1;
-        TileWalk walk(p_, {work_.batch, head, kRowsAreKeys, first_row, last_row}, begin, end);
+        const uint32_t list_shared = shared_ + kSharedMemory - TileWalk::kSharedBytes;
+        TileWalk walk(p_, {work_.batch, head, kRowsAreKeys, first_row, last_row}, begin, end, list_shared);
         if (walk.begin() >= walk.end()) return;
         if constexpr (kPipelined) {
             pass_pipelined(rows, tiles, walk);

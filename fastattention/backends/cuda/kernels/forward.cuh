@@ -10,7 +10,7 @@ using Loop = KeyLoop<WholeCta>;
 
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kQueryBytes = Loop::kQueryBytes > kTileM* kOutPitch ? Loop::kQueryBytes : kTileM * kOutPitch;
-constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes + kExchangeBytes;
+constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes + kExchangeBytes + TileWalk::kSharedBytes;
 static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
 
 FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask) {
@@ -21,8 +21,8 @@ FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const Ba
     const int full_end = any_rests ? 0 : mask.row_end(first_row);
     const FullKeys full{mask.row_begin(last_row), full_end};
     const int begin = mask.row_begin(first_row) / kTileN * kTileN, end = mask.row_end(last_row);
-    const TileWalk tiles(p, {work.batch, work.head, false, first_row, last_row}, begin, end);
-    const uint32_t shared = shared_memory();
+    const uint32_t shared = shared_memory(), list_shared = shared + kSharedMemory - TileWalk::kSharedBytes;
+    const TileWalk tiles(p, {work.batch, work.head, false, first_row, last_row}, begin, end, list_shared);
     if (tiles.begin() < tiles.end()) {
         const uint32_t kv_shared = shared + kQueryBytes, exchange = kv_shared + Loop::kTeamBytes;
         Loop loop(sources_of(p, work, mask.seqlen_q, end), shared, kv_shared, exchange, first_row, tiles, full);

@@ -74,7 +74,7 @@ FA_DEVICE const T* opaque(const T* x) {
 FA_DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 FA_DEVICE int count_lanes(bool x) { return __popc(__ballot_sync(0xffffffffu, x)); }
 FA_DEVICE uint32_t lanes_where(bool x) { return __ballot_sync(0xffffffffu, x); }
-FA_DEVICE int lowest_bit(uint32_t x) { return __ffs(static_cast<int>(x)) - 1; }  // of those that are set
+FA_DEVICE int count_bits(uint32_t x) { return __popc(x); }
 
 FA_DEVICE uint32_t shared_memory() {
     extern __shared__ __align__(16) char memory[];

@@ -132,12 +132,13 @@ private:
         arrive(k_copy_, k_shared(0));
         if constexpr (kKeyWarps > 1) cta_barrier();
         rows.load_queries(q_shared_);
-        for_each_tile([&](auto all_seen, int key, int next) {
+        for_each_tile([&](auto all_seen, int key) {
             begin_values(key);
-            const bool more = next < tiles_.end();
             const TileKind kind = all_seen.value ? TileKind::kFull : rows.kind_of(key);
             WarpRows::Scores scores = {};
             if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0));
+            const int next = tiles_.next(key);
+            const bool more = next < tiles_.end();
             if constexpr (kColumnWarps > 1) {
                 if constexpr (kQuantised) {  // scales come with the values
                     scales_copy_.finish(scales_shared(0));
@@ -161,6 +162,7 @@ private:
             }
             // After the last tile too, for nothing: a branch here would part the code that the compiler interleaves.
             arrive(k_copy_, k_shared(0));
+            return next;
         });
     }
 
@@ -168,13 +170,9 @@ private:
     // keys. The code for those that do is without a word about the mask, which lets the compiler place it more freely.
     template <class Step>
     FA_DEVICE void for_each_tile(Step step) {
-        for (int key = tiles_.begin(), next; key < tiles_.end(); key = next) {
-            next = tiles_.next(key);
-            if (kSeparateFullTiles && key >= full_.begin && key + kTileN <= full_.end) {
-                step(AllSeen<true>{}, key, next);
-            } else {
-                step(AllSeen<false>{}, key, next);
-            }
+        for (int key = tiles_.begin(); key < tiles_.end();) {
+            const bool all_seen = kSeparateFullTiles && key >= full_.begin && key + kTileN <= full_.end;
+            key = all_seen ? step(AllSeen<true>{}, key) : step(AllSeen<false>{}, key);
         }
     }
 

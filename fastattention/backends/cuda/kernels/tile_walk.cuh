@@ -19,8 +19,11 @@ struct MaskedRows {
 // Every `step` columns from `begin` to before `end`.
 class EveryTile {
 public:
+    static constexpr int kSharedBytes = 0;
+
     FA_DEVICE EveryTile(int begin, int end, int step) : begin_(begin), end_(end), step_(step) {}
-    FA_DEVICE EveryTile(const AttentionParams&, const MaskedRows&, int begin, int end) : EveryTile(begin, end, kTileN) {}
+    FA_DEVICE EveryTile(const AttentionParams&, const MaskedRows&, int begin, int end, uint32_t)
+        : EveryTile(begin, end, kTileN) {}
 
     FA_DEVICE int begin() const { return begin_; }
     FA_DEVICE int end() const { return end_; }
@@ -30,63 +33,85 @@ private:
     const int begin_, end_, step_;
 };
 
-// Tiles of kTileN columns from `begin`, where one begins, to before `end`, in kept blocks. A lane looks at a block, so that a
-// warp finds the next kept one of 32 in a word of bits. Where rows of the CTA lie in several rows of blocks, what any of these
-// keeps counts.
+// Tiles of kTileN columns from `begin`, where one begins, to before `end`, in kept blocks. Where rows of the CTA lie in several
+// rows of blocks, what any of these keeps counts. Threads look at as many blocks together, one each, and list the kept ones in
+// shared memory: a register says how far the walk has come.
 class KeptTiles {
 public:
-    FA_DEVICE KeptTiles(const AttentionParams& p, const MaskedRows& rows, int begin, int end)
-        : p_(p),
-          rows_(rows),
-          column_tokens_(rows.are_keys ? p.block_m : p.block_n),
-          num_blocks_((end + column_tokens_ - 1) / column_tokens_),
-          end_(end) {
-        look_at(begin / column_tokens_);
-        const int column = enter_next_block();
+    // Of each warp, how many blocks it keeps; their first columns; behind them how the walk goes on.
+    static constexpr int kSharedBytes = (kWarps + kThreads + 1 + 3) / 4 * 16;
+
+    // Nobody reads what lies at `shared` any more.
+    FA_DEVICE KeptTiles(const AttentionParams& p, const MaskedRows& rows, int begin, int end, uint32_t shared)
+        : p_(p), rows_(rows), list_(shared + kWarps * 4), at_(list_), end_(end) {
+        list_blocks(begin / column_tokens());
+        const int column = column_at_list();
         begin_ = column < begin ? begin : column;
     }
 
     FA_DEVICE int begin() const { return begin_; }
     FA_DEVICE int end() const { return end_; }
 
-    // The tile after the one at `column`, which was asked for last; `end` or more behind the last.
+    // The tile after the one at `column`, which was asked for last; `end` or more behind the last. All threads ask together.
     FA_DEVICE int next(int column) {
         static_assert(!kBlockSparse || kBlockStep % kTileN == 0, "a tile is within a block");
         column += kTileN;
-        return column < block_end_ ? column : enter_next_block();
+        if (column < static_cast<int>(load_shared_32(at_)) + column_tokens()) return column;
+        at_ += 4;
+        return column_at_list();
     }
 
 private:
-    // Its first column.
-    FA_DEVICE int enter_next_block() {
-        while (word_ == 0 && looked_at_ < num_blocks_) look_at(looked_at_ + 32);
-        const int column = (word_ == 0 ? num_blocks_ : looked_at_ + lowest_bit(word_)) * column_tokens_;
-        word_ &= word_ - 1;
-        block_end_ = column + column_tokens_;
+    // The first column of a block, or ~column where blocks from there on have not been looked at.
+    FA_DEVICE int column_at_list() {
+        int column = load_shared_32(at_);
+        while (column < 0) {
+            cta_barrier();  // everyone has read it
+            list_blocks(~column / column_tokens());
+            at_ = list_;
+            column = load_shared_32(at_);
+        }
         return column;
     }
 
-    // 32 blocks, a bit each.
-    FA_DEVICE void look_at(int first) {
-        // Asked anew each time: registers less to keep.
-        const BlockGrid grid = block_grid(p_, opaque(rows_.batch), opaque(rows_.head), rows_.are_keys);
-        const int block = first + lane_index(),
+    // Kept ones among the kThreads blocks from `first` on.
+    FA_DEVICE void list_blocks(int first) {
+        const BlockGrid grid = block_grid(p_, rows_.batch, rows_.head, rows_.are_keys);
+        const int block = first + thread_index(), num_blocks = (end_ + column_tokens() - 1) / column_tokens(),
                   num_rows = kMixesBlocks ? grid.row_of(rows_.last) - grid.row_of(rows_.first) + 1 : 1;
         bool kept = false;
-        if (block < num_blocks_) {
-            const uint8_t* at = grid.block(grid.row_of(opaque(rows_.first)), block);
+        if (block < num_blocks) {
+            const uint8_t* at = grid.block(grid.row_of(rows_.first), block);
             for (int row = 0; row < num_rows; ++row) kept = kept || at[row * grid.stride_row] != 0;
         }
-        looked_at_ = first;
-        word_ = lanes_where(kept);
+        const uint32_t word = lanes_where(kept), counts = list_ - kWarps * 4;
+        const int this_warp = warp_index();
+        if (lane_index() == 0) store_shared_32(counts + this_warp * 4, count_bits(word));
+        cta_barrier();
+        int before = count_bits(word & ((1u << lane_index()) - 1)), all = 0;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) {
+            const int count = load_shared_32(counts + warp * 4);
+            if (warp < this_warp) before += count;
+            all += count;
+        }
+        if (kept) store_shared_32(list_ + before * 4, block * column_tokens());
+        const int behind = first + kThreads;
+        if (thread_index() == 0) {
+            const bool goes_on = behind < num_blocks;
+            store_shared_32(list_ + all * 4, goes_on ? ~(behind * column_tokens()) : num_blocks * column_tokens());
+        }
+        cta_barrier();
     }
+
+    FA_DEVICE int column_tokens() const { return rows_.are_keys ? p_.block_m : p_.block_n; }
 
     const AttentionParams& p_;
     const MaskedRows rows_;
-    const int column_tokens_, num_blocks_, end_;
-    int begin_, block_end_;
-    int looked_at_;  // the first of 32 blocks
-    uint32_t word_;  // those that are kept and still to come
+    const uint32_t list_;
+    uint32_t at_;  // the block of the last tile
+    const int end_;
+    int begin_;
 };
 
 template <bool kSparse>

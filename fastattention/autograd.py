@@ -104,6 +104,6 @@ def _gradients_by_operator(
     found = torch.ops.fastattention.attention_backward(
         *grads, *(getattr(inputs, name) for name in OPERATOR_TENSORS), result.out, result.lse, *longest,
         problem.softmax_scale, False, problem.window_left, problem.window_right, problem.softcap, problem.dropout_p,
-        problem.deterministic, *(problem.block_size or (0, 0)), " ".join(problem.grads), backend.name,
+        problem.deterministic, *(problem.block_size or (0, 0)), None, " ".join(problem.grads), backend.name,
     )  # fmt: skip
     return dict(zip(problem.grads, found, strict=True))

@@ -41,6 +41,10 @@ Shared arguments beyond flash-attn's, keyword-only:
     `BlockMask` of torch.nn.attention.flex_attention whose mask_mod is a causal mask or a window. `fastattention.sparse`
     makes masks. Caches take none.
 - `block_size`: (block_m, block_n) in tokens, or one number for both; multiples of 64. Default 128.
+- `qk_dtype`: "int8" multiplies queries and keys as 8-bit integers, which is faster and approximate: the one argument
+    that trades exactness, never chosen unless it is given. Keys lose their mean over a sequence's tokens, which no
+    softmax sees; then each query and key is rounded to multiples of its largest element / 127. Values and weights stay
+    as they are. On CPUs with VNNI or AMX, and GPUs from Turing on; without gradients. docs/numerics.md has the errors.
 - `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
     natural logarithm of the softmax's denominator, which `merge_attn_states` needs.
 - `backend`: "auto", or the name of the only backend to use (`fastattention info` lists them).
@@ -112,6 +116,7 @@ def fast_attn_func(
     sinks: Tensor | None = None,
     block_mask: Tensor | BlockMask | None = None,
     block_size: BlockSize = None,
+    qk_dtype: str | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
@@ -128,7 +133,7 @@ def fast_attn_func(
     """
     with_lse = return_lse or return_attn_probs
     options = read_options(
-        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs
+        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
     )
     blocks: Tensor | None = None
     if block_mask is not None or block_size is not None:
@@ -217,6 +222,7 @@ def fast_attn_varlen_func(
     sinks: Tensor | None = None,
     block_mask: Tensor | None = None,
     block_size: BlockSize = None,
+    qk_dtype: str | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Any:
@@ -238,7 +244,7 @@ def fast_attn_varlen_func(
     """
     with_lse = return_lse or return_attn_probs
     options = read_options(
-        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs
+        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
     )
     if block_mask is not None or block_size is not None:
         block_mask, options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)

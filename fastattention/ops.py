@@ -80,6 +80,7 @@ def attention(
     deterministic: bool,
     block_m: int,
     block_n: int,
+    qk_dtype: str | None,
     return_lse: bool,
     backend: str,
     grads: str = "",
@@ -99,6 +100,7 @@ def attention(
         deterministic,
         block_m,
         block_n,
+        qk_dtype,
         return_lse,
     )
     tensors = (
@@ -177,14 +179,16 @@ def _(
     deterministic: bool,
     block_m: int,
     block_n: int,
+    qk_dtype: str | None,
     return_lse: bool,
     backend: str,
     grads: str = "",
 ) -> tuple[Tensor, Tensor]:
     if type(q) is Tensor:  # on the meta device: nothing will run, and nothing else would check
         options = Options(
-            softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, block_m, block_n
-        )
+            softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, block_m, block_n,
+            qk_dtype,
+        )  # fmt: skip
         if max_seqlen_k is None and cu_seqlens_q is not None:
             attn_bias = block_mask = None  # nobody knows how many keys they are for
         if max_seqlen_q is None and cu_seqlens_q is not None:
@@ -258,6 +262,7 @@ def attention_backward(
     deterministic: bool,
     block_m: int,
     block_n: int,
+    qk_dtype: str | None,
     grads: str,
     backend: str,
 ) -> List[Tensor]:  # noqa: UP006
@@ -267,7 +272,7 @@ def attention_backward(
     """
     options = Options(
         softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic, block_m, block_n,
-        return_lse=grad_lse is not None,
+        qk_dtype, return_lse=grad_lse is not None,
     )  # fmt: skip
     tensors = (
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, dropout_seed, block_mask,

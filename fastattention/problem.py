@@ -56,6 +56,7 @@ class Problem:
     block_size: tuple[int, int] | None = None  # (block_m, block_n) of the block mask in tokens; None without one
     dropout_p: float = 0.0
     deterministic: bool = False
+    qk_dtype: torch.dtype | None = None  # of numbers that q @ k^T multiplies: int8; None when they have `dtype`
     grads: tuple[str, ...] = ()  # fields of Inputs whose gradients autograd will ask for
     in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
     return_lse: bool = False

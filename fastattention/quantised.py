@@ -1,6 +1,7 @@
-"""Quantised caches: int8 or float8 (e4m3) with one float32 scale per token and key head.
+"""Quantised numbers: int8 or float8 (e4m3) with one float32 scale per token and head.
 
-A key or value is its stored numbers times its scale. The formula is that of `quantise`; native kernels repeat it.
+A key or value of a cache is its stored numbers times its scale. So are queries and keys that are multiplied in int8
+(`qk_dtype`), where keys have lost `key_mean` before. The formula is that of `quantise`; native kernels repeat it.
 """
 
 from __future__ import annotations
@@ -35,3 +36,14 @@ def quantise(x: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def dequantise(stored: Tensor, scale: Tensor) -> Tensor:
     """The float32 numbers that `stored` (..., headdim) and `scale` (...) stand for."""
     return stored.float() * scale.unsqueeze(-1)
+
+
+def key_mean(k: Tensor) -> Tensor:
+    """The mean over the tokens of one sequence, k (seqlen_k, nheads_k, headdim): float32 (nheads_k, headdim).
+
+    Keys without their mean have smaller elements to round, and a softmax does not see it: all scores of a query lose
+    the same number. It is rounded to bfloat16, which hides in what order it was summed up. Elements that are not
+    finite count as 0: they spoil the scores of their own key alone.
+    """
+    finite = torch.where(k.isfinite(), k.double(), 0.0)
+    return (finite.sum(dim=0) / max(len(k), 1)).bfloat16().float()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.quantised import quantise
+from fastattention.quantised import dequantise, key_mean, quantise
 
 
 class _Precision(NamedTuple):
@@ -221,6 +221,8 @@ def _attend(
     Returns out (seqlen_q, nheads, headdim_v), lse (nheads, seqlen_q) and the softmax weights before dropout
     (nheads, seqlen_q, seqlen_k).
     """
+    if problem.qk_dtype is not None:
+        sequence = _multiplied_as(problem.qk_dtype, sequence)
     q = sequence.q.to(precision.matmul).transpose(0, 1)  # (nheads, seqlen_q, headdim)
     # Query head h reads key/value head h // group_size.
     k, v = (
@@ -249,6 +251,20 @@ def _attend(
         kept = torch.where(sequence.keep, weights, 0.0) / (1.0 - problem.dropout_p)
     out = kept.to(precision.matmul) @ v
     return out.transpose(0, 1), lse, weights
+
+
+def _multiplied_as(qk_dtype: torch.dtype, sequence: _Sequence) -> _Sequence:
+    """With the queries and keys that quantised numbers stand for: q . k becomes stored_q . stored_k + q . mean.
+
+    The last product, which quantises nothing, is that of one more element of each query with a 1 in each key.
+    """
+    mean = key_mean(sequence.k)
+    of_mean = sequence.q.double() * mean.double().repeat_interleave(sequence.q.shape[1] // len(mean), dim=0)
+    q, k = (dequantise(*quantise(x, qk_dtype)).double() for x in (sequence.q, sequence.k.float() - mean))
+    return sequence._replace(
+        q=torch.cat((q, of_mean.sum(dim=-1, keepdim=True)), dim=-1),
+        k=torch.nn.functional.pad(k, (0, 1), value=1.0),
+    )
 
 
 def _hidden_keys(problem: Problem, distance: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Inputs, Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
+QK_DTYPES = {"int8": torch.int8}  # in which queries and keys may be multiplied, but for their own
+_QK_DTYPE_NAMES = " or ".join(map(repr, QK_DTYPES))
 
 
 class Options(NamedTuple):
@@ -31,6 +33,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     block_m: int = 0  # tokens of a block of the block mask; 0 without one
     block_n: int = 0
+    qk_dtype: str | None = None
     return_lse: bool = False
     return_mask: bool = False  # of dropout; no scalar of the operators, which cannot return it
 
@@ -85,6 +88,7 @@ class Scores(NamedTuple):
     softcap: float
     dropout_p: float
     deterministic: bool
+    qk_dtype: torch.dtype | None
     return_lse: bool
     return_mask: bool
 
@@ -117,8 +121,11 @@ def read_options(
     deterministic: object = False,
     return_lse: bool = False,
     return_mask: bool = False,
+    qk_dtype: object = None,
 ) -> Options:
     """Options from arguments as given: reads window_size and raises ArgumentError for anything of a wrong type."""
+    if not (qk_dtype is None or isinstance(qk_dtype, str)):
+        raise ArgumentError(f"qk_dtype must be None or {_QK_DTYPE_NAMES}, got {qk_dtype!r}")
     left, right = window_size if type(window_size) is tuple and len(window_size) == 2 else (None, None)
     if not type(left) is type(right) is int:
         left, right = _window_pair(window_size)
@@ -132,6 +139,7 @@ def read_options(
         softcap if type(softcap) is float else _number("softcap", softcap),
         dropout_p if type(dropout_p) is float else _number("dropout_p", dropout_p),
         deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
+        qk_dtype=qk_dtype,
         return_lse=return_lse,
         return_mask=return_mask,
     )
@@ -194,6 +202,8 @@ def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) 
         )
     if not 0.0 <= options.dropout_p < 1.0:
         raise ArgumentError(f"dropout_p={options.dropout_p} must be at least 0 and below 1")
+    if options.qk_dtype is not None and options.qk_dtype not in QK_DTYPES:
+        raise ArgumentError(f"qk_dtype must be None or {_QK_DTYPE_NAMES}, got {options.qk_dtype!r}")
     # A side this wide hides nothing; kernels hold it in 32 bits.
     widest = seqlen_q + seqlen_k
     return Scores(
@@ -203,6 +213,7 @@ def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) 
         softcap=options.softcap,
         dropout_p=options.dropout_p,
         deterministic=options.deterministic,
+        qk_dtype=None if options.qk_dtype is None else QK_DTYPES[options.qk_dtype],
         return_lse=bool(options.return_lse),
         return_mask=bool(options.return_mask and options.dropout_p),
     )

@@ -77,19 +77,18 @@ def test_is_right_repeats_and_writes_nothing_else(run: Run) -> None:
 
 
 @pytest.mark.parametrize("dtype", BACKENDS, ids=str)
-def test_only_biases_block_masks_quantised_caches_and_wide_heads_are_refused(dtype: torch.dtype) -> None:
+def test_only_what_the_kernels_lack_is_refused(dtype: torch.dtype) -> None:
     """The other tests leave out what is refused."""
     reasons = {case.name: refusal(case, dtype) for case in CASES}
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     wide = {case.name for case in CASES if max(case.headdim, case.headdim_of_v) > MAX_HEADDIM}
     quantised = {case.name for case in CASES if isinstance(case, KvCacheCase) and case.stored != "as_q"}
     masked = {case.name for case in CASES if case.bias is not None or case.blocks is not None}
-    assert refused.keys() == wide | quantised | masked
+    rounded = {case.name for case in CASES if case.qk_dtype is not None}
+    assert refused.keys() == wide | quantised | masked | rounded
+    words = "quantised cache", "attn_bias", "block_mask", "qk_dtype", f"at most {MAX_HEADDIM} is served"
     for reason in refused.values():
-        assert any(
-            word in reason
-            for word in ("quantised cache", "attn_bias", "block_mask", f"at most {MAX_HEADDIM} is served")
-        )
+        assert any(word in reason for word in words)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "token", "head"])

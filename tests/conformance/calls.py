@@ -49,7 +49,7 @@ class Call:
         block_m, block_n = rest.pop("block_size", (0, 0))
         options = Options(
             **scalars, window_left=window_left, window_right=window_right, block_m=block_m, block_n=block_n,
-            return_lse=True,
+            qk_dtype=rest.pop("qk_dtype", None), return_lse=True,
         )  # fmt: skip
         if self.function is fast_attn_func:
             return prepare_dense(options=options, **rest)
@@ -76,7 +76,9 @@ class _Builder:
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case = case
         self.dtype = dtype
-        words = repr(case).replace(", blocks=None", "")  # cases that are older than this word keep their numbers
+        words = repr(case)
+        for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0"):
+            words = words.replace(newer, "")  # cases that are older than this word keep their numbers
         self.generator = torch.Generator().manual_seed(zlib.crc32(words.encode()))
         self.buffers: dict[str, Tensor] = {}
 
@@ -89,6 +91,7 @@ class _Builder:
             **self._keys_and_values("", self._keys(stored_k, sk), self._values(stored_k, sk), case.memory_k),
             "attn_bias": self._bias(sizes, torch.ones(b, case.nheads, sq, sk, dtype=torch.bool)),
             **self._shared_arguments(b),
+            **self._products(),
             **self._blocks(b, sq, sk),
         }
         arguments |= {name: arguments[name].expand(b, -1, -1, -1) for name in ("k", "v")}
@@ -115,6 +118,7 @@ class _Builder:
             "block_table": self._kept("block_table", table),
             "attn_bias": self._bias({"h": case.nheads, "t": total_q, "k": max_seqlen_k}, used),
             **self._shared_arguments(case.batch_size),
+            **self._products(),
             **self._blocks(case.batch_size, max_seqlen_q, max_seqlen_k),
         }
         return Call(fast_attn_varlen_func, arguments, self.buffers)
@@ -216,6 +220,10 @@ class _Builder:
             "sinks": self._kept("sinks", sinks),
         }
 
+    def _products(self) -> dict[str, Any]:
+        """qk_dtype; nothing without."""
+        return {} if self.case.qk_dtype is None else {"qk_dtype": self.case.qk_dtype}
+
     def _blocks(self, batch_size: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
         """block_mask and block_size; nothing without."""
         blocks = self.case.blocks
@@ -252,7 +260,10 @@ class _Builder:
         return self._normal(self.case.magnitude, *tokens, self.case.nheads, self.case.headdim)
 
     def _keys(self, *tokens: int) -> Tensor:
-        return self._normal(self.case.magnitude, *tokens, self.case.nheads_k, self.case.headdim)
+        keys = self._normal(self.case.magnitude, *tokens, self.case.nheads_k, self.case.headdim)
+        if self.case.key_offset == 0.0:
+            return keys
+        return keys + self._normal(self.case.key_offset, self.case.nheads_k, self.case.headdim)
 
     def _values(self, *tokens: int) -> Tensor:
         return self._normal(1.0, *tokens, self.case.nheads_k, self.case.headdim_of_v)

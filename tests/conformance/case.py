@@ -68,6 +68,8 @@ class Case:
     sinks: bool = False
     bias: Bias | None = None
     blocks: Blocks | None = None  # of calls without a cache
+    qk_dtype: Literal["int8"] | None = None  # likewise
+    key_offset: float = 0.0  # standard deviation of what all keys have in common
 
     @property
     def headdim_of_v(self) -> int:

@@ -37,6 +37,7 @@ def scalars(**changes: Any) -> tuple[Any, ...]:
         "deterministic": False,
         "block_m": 0,
         "block_n": 0,
+        "qk_dtype": None,
         "return_lse": False,
         "backend": "sdpa",
     }

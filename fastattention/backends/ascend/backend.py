@@ -184,6 +184,8 @@ def why_not_kernels(problem: Problem) -> str | None:
         )
     if problem.block_size is not None:
         return "block_mask is not served; use window_size where it says the same, or backend='sdpa'"
+    if problem.qk_dtype is not None:
+        return "qk_dtype is not served: no tiling has been made for the Cube's int8 products; leave it out"
     if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:
         widths = f"headdim={problem.headdim}, headdim_v={problem.headdim_v}"
         return f"{widths}; at most {call.MAX_HEADDIM} is served"

@@ -13,6 +13,8 @@ def why_not_backward(problem: Problem, name: str) -> str | None:
         return None
     if problem.layout is Layout.KVCACHE:
         return "fast_attn_with_kvcache has no backward; call it under torch.no_grad(), or use fast_attn_func"
+    if problem.qk_dtype is not None:
+        return "gradients are not served with qk_dtype; leave it out, or call under torch.no_grad()"
     if problem.in_transform:
         return "torch.func or forward-mode differentiation follows operations of torch alone; use backend='sdpa'"
     if problem.is_paged:

@@ -38,6 +38,8 @@ class CpuBackend(Backend):
             return f"tensors are on {problem.device}; the cpu backend takes tensors on cpu"
         if (reason := why_not_backward(problem, self.name)) is not None:
             return reason
+        if problem.qk_dtype is not None:
+            return "qk_dtype is not served"
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return None

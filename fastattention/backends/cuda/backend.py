@@ -75,6 +75,8 @@ class CudaBackend(Backend):
             return REFUSAL
         if problem.dtype is torch.float32:
             return "float32 is not served; use float16 or bfloat16, or backend='sdpa'"
+        if problem.qk_dtype is not None:
+            return "qk_dtype is not served"
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return why_not_backward(problem, self.name) or (why_not_widths(problem) if problem.grads else None)

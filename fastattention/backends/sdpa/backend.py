@@ -29,9 +29,11 @@ class SdpaBackend(Backend):
         return None
 
     def why_not(self, problem: Problem) -> str | None:
-        """Only gradients through an append, and caches in panels, are refused."""
+        """Only gradients through an append, caches in panels, and products in int8 are refused."""
         if problem.panel_size:
             return REFUSAL
+        if problem.qk_dtype is not None:
+            return "qk_dtype is not served: torch's kernels multiply queries and keys in their own dtype; leave it out"
         if problem.layout is Layout.KVCACHE and problem.needs_grad:
             return (
                 "fast_attn_with_kvcache has no backward and an argument requires grad; "

@@ -65,6 +65,7 @@ def why_not_features(problem: Problem) -> str | None:
         "attn_bias": problem.has_bias,
         "alibi_slopes": problem.has_alibi,
         "block_mask": problem.block_size is not None,
+        "qk_dtype": problem.qk_dtype is not None,
         f"softcap={problem.softcap}": problem.softcap != 0.0,
     }
     given = [name for name, is_given in refused.items() if is_given]

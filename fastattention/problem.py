@@ -163,6 +163,8 @@ class Inputs(NamedTuple):
     block_mask: Tensor | None = None  # bool, expanded: Problem.blocks_shape, any strides; True where a block is kept
     k_scale: Tensor | None = None  # float32, as k without its last axis: the scales of a quantised cache
     v_scale: Tensor | None = None
+    q_scale: Tensor | None = None  # float32, as lse: of queries that a backend has made int8 for products in it
+    q_shift: Tensor | None = None  # likewise: their products with the mean that keys have lost
 
 
 class OutputGradients(NamedTuple):

@@ -1,7 +1,7 @@
 """Quantised numbers: int8 or float8 (e4m3) with one float32 scale per token and head.
 
-A key or value of a cache is its stored numbers times its scale. So are queries and keys that are multiplied in int8
-(`qk_dtype`), where keys have lost `key_mean` before. The formula is that of `quantise`; native kernels repeat it.
+A key or value of a cache is its stored numbers times its scale, by the formula of `quantise`. So are queries that are
+multiplied in int8 (`qk_dtype`); keys then are by `quantise_keys`. Native kernels repeat these formulas.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 # What a quantised cache may hold, and the largest number that its elements are scaled to.
 LARGEST_STORED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+KEYS_OF_SCALE = 64  # neighbours from token 0 on that share a scale in `quantise_keys`
 
 
 def quantise(x: Tensor, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -38,12 +39,19 @@ def dequantise(stored: Tensor, scale: Tensor) -> Tensor:
     return stored.float() * scale.unsqueeze(-1)
 
 
-def key_mean(k: Tensor) -> Tensor:
-    """The mean over the tokens of one sequence, k (seqlen_k, nheads_k, headdim): float32 (nheads_k, headdim).
+def quantise_keys(k: Tensor, qk_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(stored, scale, mean) of the keys of one sequence, k (seqlen_k, nheads_k, headdim), for products with queries.
 
-    Keys without their mean have smaller elements to round, and a softmax does not see it: all scores of a query lose
-    the same number. It is rounded to bfloat16, which hides in what order it was summed up. Elements that are not
-    finite count as 0: they spoil the scores of their own key alone.
+    Keys lose their mean over the tokens, float32 (nheads_k, headdim): the rest is smaller, and a softmax does not see
+    what all scores of a query have in common. The mean is rounded to bfloat16, which hides in what order it was summed
+    up; elements that are not finite count as 0. Then KEYS_OF_SCALE keys in turn are quantised as one row of `quantise`.
+    scale: float32 (seqlen_k, nheads_k)
     """
     finite = torch.where(k.isfinite(), k.double(), 0.0)
-    return (finite.sum(dim=0) / max(len(k), 1)).bfloat16().float()
+    mean = (finite.sum(dim=0) / max(len(k), 1)).bfloat16().float()
+    # As rows (groups, nheads_k, keys * headdim): zeros behind the last key change no scale.
+    smoothed = torch.nn.functional.pad(k.float() - mean, (0, 0, 0, 0, 0, -len(k) % KEYS_OF_SCALE))
+    groups = smoothed.unflatten(0, (-1, KEYS_OF_SCALE)).transpose(1, 2)  # type: ignore[no-untyped-call]
+    stored, scale = quantise(groups.flatten(2), qk_dtype)
+    stored = stored.view(groups.shape).transpose(1, 2).flatten(0, 1)[: len(k)]
+    return stored, scale.repeat_interleave(KEYS_OF_SCALE, dim=0)[: len(k)], mean

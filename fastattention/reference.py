@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastattention.errors import ArgumentError
 from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.quantised import dequantise, key_mean, quantise
+from fastattention.quantised import dequantise, quantise, quantise_keys
 
 
 class _Precision(NamedTuple):
@@ -258,9 +258,9 @@ def _multiplied_as(qk_dtype: torch.dtype, sequence: _Sequence) -> _Sequence:
 
     The last product, which quantises nothing, is that of one more element of each query with a 1 in each key.
     """
-    mean = key_mean(sequence.k)
+    *stored_keys, mean = quantise_keys(sequence.k, qk_dtype)
     of_mean = sequence.q.double() * mean.double().repeat_interleave(sequence.q.shape[1] // len(mean), dim=0)
-    q, k = (dequantise(*quantise(x, qk_dtype)).double() for x in (sequence.q, sequence.k.float() - mean))
+    q, k = (dequantise(*x).double() for x in (quantise(sequence.q, qk_dtype), stored_keys))
     return sequence._replace(
         q=torch.cat((q, of_mean.sum(dim=-1, keepdim=True)), dim=-1),
         k=torch.nn.functional.pad(k, (0, 1), value=1.0),

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, MergeConfig
-from fastattention.backends.cuda.params import AttentionParams, BackwardParams, MergeParams
+from fastattention.backends.cuda.params import AttentionParams, BackwardParams, MergeParams, QuantiseParams
 from fastattention.backends.cuda.plan import Plan
 from fastattention.backends.cuda.scratch import Scratch
 from fastattention.gpu_runtime.cache import HEADERS, hash_sources
@@ -193,6 +193,17 @@ def ranges_of_backward(params: BackwardParams, problem: Problem) -> list[Range]:
     return ranges
 
 
+def ranges_of_quantise(params: QuantiseParams, problem: Problem) -> list[Range]:
+    """Likewise what makes bytes of queries and keys: both, and the bytes."""
+    varlen, batches = problem.layout is Layout.VARLEN, 1 if problem.layout is Layout.VARLEN else problem.batch_size
+    ranges = []
+    for name, seqlen, heads in (("q", problem.seqlen_q, problem.nheads), ("k", problem.seqlen_k, problem.nheads_k)):
+        tokens = _int32s(getattr(params, f"cu_seqlens_{name}"), problem.batch_size + 1)[-1] if varlen else seqlen
+        ranges.append(_range(params, name, 0, batches, tokens, heads, params.headdim))
+        ranges.append(Range(getattr(params, f"{name}_stored") or 0, batches * tokens * heads * params.columns))
+    return [part for part in ranges if part.bytes > 0]
+
+
 def ranges_of_merge(params: Params, item: int, out_item: int) -> list[Range]:
     """Likewise a merge: what its parts and their out span, in elements of so many bytes."""
     assert isinstance(params, MergeParams)
@@ -238,7 +249,7 @@ def _pages(params: AttentionParams, lengths: Sequence[int]) -> list[int]:
 
 
 def _range(
-    params: AttentionParams, name: str, block: int, batches: int, tokens: int, heads: int, columns: int, item: int = 2
+    params: Params, name: str, block: int, batches: int, tokens: int, heads: int, columns: int, item: int = 2
 ) -> Range:
     """The memory of one tensor from a page, or a row of the batch, on."""
     stride_batch, stride_row, stride_head = (
@@ -282,6 +293,9 @@ class EmulatedCudaBackend(CudaBackend):
     def _emulate(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem, num_slots: int) -> None:
         if isinstance(params, BackwardParams):
             ranges = ranges_of_backward(params, problem)
+        elif isinstance(params, QuantiseParams):
+            assert isinstance(problem, Problem)
+            ranges = ranges_of_quantise(params, problem)
         elif isinstance(step.variant, MergeConfig):
             items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
             ranges = ranges_of_merge(params, *items)

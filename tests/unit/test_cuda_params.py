@@ -13,7 +13,13 @@ import pytest
 import fastattention
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
-from fastattention.backends.cuda.params import AppendParams, AttentionParams, BackwardParams, MergeParams
+from fastattention.backends.cuda.params import (
+    AppendParams,
+    AttentionParams,
+    BackwardParams,
+    MergeParams,
+    QuantiseParams,
+)
 from fastattention.backends.cuda.plan import divisor
 from fastattention.distributed.transports.all_reduce import AllReduceParams
 
@@ -23,6 +29,7 @@ ALL_REDUCE = PACKAGE / "distributed" / "kernels" / "all_reduce_params.h"
 # BackwardParams holds another struct, and is filled field by field.
 TEMPLATES: dict[type[Params], Path] = {
     AttentionParams: PARAMS,
+    QuantiseParams: PARAMS,
     AppendParams: PARAMS,
     MergeParams: PARAMS,
     AllReduceParams: ALL_REDUCE,

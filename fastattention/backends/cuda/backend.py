@@ -28,6 +28,7 @@ from fastattention.backends.cuda.merging import (
 )
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.backends.cuda.plan import Plan, make_plan
+from fastattention.backends.cuda.quantise import Int8Call, why_not_int8
 from fastattention.backends.cuda.scratch import Scratch, scratch_of
 from fastattention.backends.cuda.traffic import tiled_keys
 from fastattention.gpu_runtime import module
@@ -49,7 +50,7 @@ class CudaBackend(Backend):
         self._forced_arch = arch
         self._plans: BoundedDict[tuple[Problem, bool], Plan] = BoundedDict()  # and whether values are in the keys
         self._backward_plans: BoundedDict[Problem, BackwardPlan] = BoundedDict()
-        self._calls: BoundedDict[tuple[Problem, bool, Strides], PlannedCall] = BoundedDict()
+        self._calls: BoundedDict[tuple[Problem, bool, Strides], PlannedCall | Int8Call] = BoundedDict()
         self._merge_plans: BoundedDict[tuple[object, ...], MergePlan] = BoundedDict()
 
     def why_unavailable(self) -> str | None:
@@ -75,14 +76,16 @@ class CudaBackend(Backend):
             return REFUSAL
         if problem.dtype is torch.float32:
             return "float32 is not served; use float16 or bfloat16, or backend='sdpa'"
-        if problem.qk_dtype is not None:
-            return "qk_dtype is not served"
+        if (reason := why_not_int8(problem, self._arch(self._limits(problem)))) is not None:
+            return reason
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return why_not_backward(problem, self.name) or (why_not_widths(problem) if problem.grads else None)
 
     def how(self, problem: Problem) -> str:
         """Whether it computes the gradients too; else the kernel: one for few queries, or one for many."""
+        if problem.qk_dtype is not None:
+            return "int8 products of queries and keys, approximate"
         if problem.grads:
             return "kernels of its own, forward and backward"
         if self._plan(problem).split is not None:
@@ -148,14 +151,15 @@ class CudaBackend(Backend):
             self._launcher(plan.launch, problem)(merge_params(plan.template, outs, lses, out, lse))
         return out, lse
 
-    def _call(self, problem: Problem, inputs: Inputs) -> PlannedCall:
+    def _call(self, problem: Problem, inputs: Inputs) -> PlannedCall | Int8Call:
         in_keys = values_in_keys(problem, inputs)
         key = problem, in_keys, strides_of(inputs)
         call = self._calls.get(key)
         if call is None:
             plan = self._plan(problem, in_keys)
             launcher = functools.partial(self._launcher, problem=problem)
-            call = self._calls[key] = PlannedCall(problem, inputs, plan, launcher, self._scratch(problem))
+            kind = PlannedCall if problem.qk_dtype is None else Int8Call
+            call = self._calls[key] = kind(problem, inputs, plan, launcher, self._scratch(problem))
         return call
 
     def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:

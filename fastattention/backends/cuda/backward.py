@@ -13,7 +13,7 @@ from fastattention.backends.common.layout import pointers
 from fastattention.backends.cuda.backward_heuristics import choose_backward
 from fastattention.backends.cuda.call import Launcher
 from fastattention.backends.cuda.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
 from fastattention.backends.cuda.memory import aligned_as, prepared
 from fastattention.backends.cuda.params import AttentionParams, BackwardParams
 from fastattention.backends.cuda.plan import DTYPES, attention_template
@@ -52,7 +52,7 @@ class BackwardPlan:
 def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardPlan:
     """The plan on a GPU. Raises CompileError when no kernel fits it."""
     dtype = computed_dtype(problem, arch)
-    delta = DeltaConfig(dtype, DeltaConfig.lanes_for(problem.headdim_v))
+    delta = DeltaConfig(dtype, lanes_for(problem.headdim_v))
     passes = []
     for config in choose_backward(problem, arch, limits):
         rows, heads = (
@@ -122,7 +122,7 @@ def _params(
         *pointers(
             inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
             None, None, None, None, inputs.alibi_slopes, inputs.sinks, inputs.attn_bias, inputs.dropout_seed,
-            inputs.block_mask, None, None, None, None, None,
+            inputs.block_mask, None, None, None, None, None, None, None,
         ),
     )  # fmt: skip
     params.grad_out, params.grad_lse, params.stats = pointers(grads.out, grads.lse, stats)

@@ -141,7 +141,8 @@ def num_rows(problem: Problem) -> int:
 
 def is_decode(problem: Problem, limits: Limits) -> bool:
     """Whether the decode kernel serves a problem, rather than the forward kernel."""
-    if problem.layout is Layout.VARLEN or problem.dropout_p > 0.0 or problem.block_size:  # the decode kernel has none
+    # What the decode kernel has not.
+    if problem.layout is Layout.VARLEN or problem.dropout_p > 0.0 or problem.block_size or problem.qk_dtype:
         return False
     if problem.cache_dtype is not None:
         return True  # the forward kernel reads no quantised caches

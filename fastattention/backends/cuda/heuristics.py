@@ -20,6 +20,7 @@ from fastattention.backends.cuda.kernel_config import (
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.problem import BLOCK_STEP, MAX_HEADDIM, MAX_HEADDIM_V, Problem
+from fastattention.quantised import KEYS_OF_SCALE
 
 
 class _Tiles(NamedTuple):
@@ -121,6 +122,7 @@ def configs_for(
     paged: bool,
     drops: bool = False,
     block_size: tuple[int, int] | None = None,
+    int8_products: bool = False,
 ) -> list[KernelConfig]:
     """The candidates for a call, best first: those for fewer queries serve it too, if nothing else fits the GPU.
 
@@ -154,9 +156,11 @@ def configs_for(
             drops=drops,
             block_sparse=block_size is not None,
             mixes_blocks=mixes_blocks(sizes),
+            int8_products=int8_products,
         )
         for sizes in sorted(tiles, key=demerits)
         if (sizes.serves_scores or not (modifies_scores or drops))
+        and (not int8_products or KEYS_OF_SCALE % sizes.tile_n == 0)
         and (block_size is None or serves_blocks(sizes.tile_m, sizes.tile_n, sizes.num_warps // sizes.column_warps))
     ]
 
@@ -173,6 +177,7 @@ def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         problem.is_paged,
         problem.dropout_p > 0.0,
         problem.block_size,
+        problem.qk_dtype is not None,
     )
     return first_that_fits(candidates, limits)
 

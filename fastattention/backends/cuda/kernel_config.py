@@ -47,6 +47,7 @@ APPEND_WARPS = 4  # likewise kernels/append.cuh
 MERGE_WARPS = 4  # likewise kernels/merge.cuh
 MERGE_COLUMNS = 128  # that each of them takes
 DELTA_WARPS = 4  # likewise kernels/delta.cuh
+QUANTISE_THREADS = 128  # likewise kernels/quantise_rows.cuh
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class KernelConfig:
     values_in_keys: bool = False  # v is the first columns of k, in the same memory
     block_sparse: bool = False  # there is a block mask
     mixes_blocks: bool = False  # rows of a CTA lie in several of its rows
+    int8_products: bool = False  # queries and keys are bytes (kernels/quantise_rows.cuh)
 
     @property
     def source(self) -> str:
@@ -120,10 +122,10 @@ class KernelConfig:
     def shared_bytes(self) -> int:
         """Shared memory of a CTA; the kernels assert the same."""
         size = self.element_bytes
-        query_pitch = self._pitch(self.headdim, size)
+        query_pitch = self._pitch(self._key_columns, size)
         # Asynchronous copies leave a quantised cache as it is.
         cache_size = 1 if self.cache_format and self.arch >= 80 else size
-        key_bytes = self._pitch(self.headdim, cache_size)
+        key_bytes = self._pitch(self._key_columns, cache_size)
         if not self.values_in_keys:
             key_bytes += self._pitch(self.headdim_v, cache_size)
         stages = self.key_warps * self.num_stages * self.tile_n * (key_bytes + 8 * bool(self.cache_format))
@@ -132,6 +134,11 @@ class KernelConfig:
             return self.tile_m * (query_pitch + exchange + 8 * self.key_warps) + stages
         rows = self.tile_m * (max(query_pitch, self._pitch(self.headdim_v, 2)) + exchange)
         return rows + stages + _block_list_bytes(self)
+
+    @property
+    def _key_columns(self) -> int:
+        """Of tiles of queries and keys, 16 bits each: two bytes where these are multiplied."""
+        return self.headdim // 2 if self.int8_products else self.headdim
 
     @property
     def combine_bytes(self) -> int:
@@ -164,7 +171,7 @@ class KernelConfig:
         layout = "r" * self.split_keys_across_warps + "q" * self.queries_in_registers + parts + columns
         cache = f"_{self.cache_format}" if self.cache_format else ""
         features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged + "_drops" * self.drops
-        features += "_blocks" * self.block_sparse + "_mixed" * self.mixes_blocks
+        features += "_blocks" * self.block_sparse + "_mixed" * self.mixes_blocks + "_int8products" * self.int8_products
         return (
             f"{'decode' if self.decodes else 'forward'}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
             f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}{layout}{features}"
@@ -174,6 +181,8 @@ class KernelConfig:
         """What kernels/variant.cuh is compiled with."""
         return {
             **_tile_macros(self),
+            "FA_HEADDIM": str(self._key_columns),
+            "FA_INT8_PRODUCTS": str(int(self.int8_products)),
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
             "FA_QUERIES_IN_REGISTERS": str(int(self.queries_in_registers)),
             "FA_PAGED": str(int(self.paged)),
@@ -272,6 +281,7 @@ class BackwardConfig:
         """What kernels/variant.cuh and kernels/gradient_rows.cuh are compiled with."""
         off = dict.fromkeys(
             (
+                "FA_INT8_PRODUCTS",
                 "FA_CACHE_FORMAT",
                 "FA_QUERIES_IN_REGISTERS",
                 "FA_PAGED",
@@ -320,6 +330,11 @@ def _tile_macros(config: KernelConfig | BackwardConfig) -> dict[str, str]:
     }
 
 
+def lanes_for(columns: int) -> int:
+    """Lanes that read a row, eight elements each: a power of two, so that a warp has whole rows."""
+    return 1 << (-(-columns // 8) - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class DeltaConfig:
     """One variant of kernels/delta.cuh."""
@@ -329,11 +344,6 @@ class DeltaConfig:
     lanes_of_row: int  # neighbours that read a row, eight elements each
 
     source: ClassVar[str] = "delta.cuh"
-
-    @staticmethod
-    def lanes_for(headdim_v: int) -> int:
-        """A power of two, so that a warp has whole rows."""
-        return 1 << (-(-headdim_v // 8) - 1).bit_length()
 
     @property
     def rows_of_cta(self) -> int:
@@ -356,6 +366,41 @@ class DeltaConfig:
             "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
             "FA_LANES_OF_ROW": str(self.lanes_of_row),
+        }
+
+
+@dataclass(frozen=True)
+class QuantiseConfig:
+    """One variant of kernels/quantise_rows.cuh."""
+
+    include_folders: ClassVar = KERNEL_FOLDERS
+    dtype: str  # of queries and keys
+    lanes_of_row: int  # neighbours that read a row, eight elements each
+
+    source: ClassVar[str] = "quantise_rows.cuh"
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"quantise_{self.dtype}_{self.lanes_of_row}"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The sums of keys; then queries and keys become bytes."""
+        names = "fastattention_sum_keys", "fastattention_quantise_rows"
+        return tuple(Entry(name, QUANTISE_THREADS, self._shared_bytes) for name in names)
+
+    @property
+    def _shared_bytes(self) -> int:
+        return QUANTISE_THREADS * 8 * 4
+
+    def macros(self) -> dict[str, str]:
+        """What kernels/element.cuh and kernels/quantise_rows.cuh are compiled with."""
+        return {
+            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
+            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS["int8"],
+            "FA_LANES_OF_ROW": str(self.lanes_of_row),
+            "FA_SHARED_BYTES": str(self._shared_bytes),
         }
 
 

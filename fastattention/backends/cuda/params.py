@@ -16,7 +16,8 @@ class AttentionParams(Params):
 
     _fields_ = fields(
         Q="""q k v out lse cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad block_table
-        alibi_slopes sinks attn_bias dropout_seed block_mask k_scale v_scale partial_out partial_stats counters""",
+        alibi_slopes sinks attn_bias dropout_seed block_mask k_scale v_scale q_scale q_shift
+        partial_out partial_stats counters""",
         q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
         k_scale_stride_batch k_scale_stride_row k_scale_stride_head
         v_scale_stride_batch v_scale_stride_row v_scale_stride_head
@@ -44,6 +45,18 @@ class BackwardParams(Params):
             f="exponents_of_lse",
         ),
     ]
+
+
+class QuantiseParams(Params):
+    """Of quantise_rows.cuh."""
+
+    _fields_ = fields(
+        Q="q k cu_seqlens_q cu_seqlens_k sums q_stored k_stored q_scale q_shift k_scale",
+        q="q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head",
+        i="""batch_size seqlen_q seqlen_k total_q nheads nheads_k headdim columns num_chunks
+        q_tiles k_tiles""",
+    )
+    _pointers, _rest = formats(_fields_)
 
 
 class AppendParams(Params):

@@ -127,6 +127,29 @@ void run_mma_m16n8(Warp& warp) {
             std::memcpy(of_lane<Mma>(warp, lane).c + 2 * i, &c[lane / 4 + 8 * i][lane % 4 * 2], 2 * sizeof(float));
 }
 
+// Of kHalves times 8 rows. A word holds four neighbouring columns of a, or rows of b; c holds the bits of integers.
+template <int kHalves>
+void run_mma_int8(Warp& warp) {
+    constexpr int kRows = 8 * kHalves, kK = 16 * kHalves;
+    std::int8_t a[kRows][kK], b[8][kK];  // b by columns
+    std::int32_t c[kRows][8];
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const Mma& mma = of_lane<Mma>(warp, lane);
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < kHalves; ++i) {
+            for (int j = 0; j < kHalves; ++j) std::memcpy(&a[g + 8 * i][4 * t + 16 * j], &mma.a[i + kHalves * j], 4);
+            std::memcpy(&b[g][4 * t + 16 * i], &mma.b[i], 4);
+            std::memcpy(&c[g + 8 * i][2 * t], mma.c + 2 * i, 8);
+        }
+    }
+    for (int row = 0; row < kRows; ++row)
+        for (int column = 0; column < 8; ++column)
+            for (int k = 0; k < kK; ++k) c[row][column] += a[row][k] * b[column][k];
+    for (int lane = 0; lane < kLanes; ++lane)
+        for (int i = 0; i < kHalves; ++i)
+            std::memcpy(of_lane<Mma>(warp, lane).c + 2 * i, &c[lane / 4 + 8 * i][lane % 4 * 2], 8);
+}
+
 // Row and column of element i of an accumulator of 8 x 8 x 4.
 int row_m8n8k4(int lane, int i) { return lane % 2 + (i & 2) + lane / 16 * 4; }
 int column_m8n8k4(int lane, int i) { return (i & 4) + (lane & 2) + i % 2; }
@@ -169,6 +192,8 @@ const Collective kLoadMatricesTransposed{"load_matrices_transposed", run_load_ma
 const Collective kMmaM16N8K8Float16{"mma_m16n8k8_float16", run_mma_m16n8<Float16, 8>};
 const Collective kMmaM16N8K16Float16{"mma_m16n8k16_float16", run_mma_m16n8<Float16, 16>};
 const Collective kMmaM16N8K16Bfloat16{"mma_m16n8k16_bfloat16", run_mma_m16n8<Bfloat16, 16>};
+const Collective kMmaM16N8K32Int8{"mma_m16n8k32_int8", run_mma_int8<2>};
+const Collective kMmaM8N8K16Int8{"mma_m8n8k16_int8", run_mma_int8<1>};
 const Collective kMmaM8N8K4RowCol{"mma_m8n8k4_row_col", run_mma_m8n8k4<false>};
 const Collective kMmaM8N8K4RowRow{"mma_m8n8k4_row_row", run_mma_m8n8k4<true>};
 
@@ -212,6 +237,8 @@ void mma_m16n8k16_float16(float* c, const std::uint32_t* a, const std::uint32_t*
 void mma_m16n8k16_bfloat16(float* c, const std::uint32_t* a, const std::uint32_t* b) {
     arrive_at_mma(kMmaM16N8K16Bfloat16, c, a, b);
 }
+void mma_m16n8k32_int8(float* c, const std::uint32_t* a, const std::uint32_t* b) { arrive_at_mma(kMmaM16N8K32Int8, c, a, b); }
+void mma_m8n8k16_int8(float* c, const std::uint32_t* a, const std::uint32_t* b) { arrive_at_mma(kMmaM8N8K16Int8, c, a, b); }
 void mma_m8n8k4_row_col(float* c, const std::uint32_t* a, const std::uint32_t* b) {
     arrive_at_mma(kMmaM8N8K4RowCol, c, a, b);
 }

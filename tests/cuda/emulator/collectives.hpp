@@ -20,6 +20,8 @@ void load_matrices_transposed(std::uint32_t (&x)[4], std::uint32_t address);
 void mma_m16n8k8_float16(float* c, const std::uint32_t* a, const std::uint32_t* b);
 void mma_m16n8k16_float16(float* c, const std::uint32_t* a, const std::uint32_t* b);
 void mma_m16n8k16_bfloat16(float* c, const std::uint32_t* a, const std::uint32_t* b);
+void mma_m16n8k32_int8(float* c, const std::uint32_t* a, const std::uint32_t* b);
+void mma_m8n8k16_int8(float* c, const std::uint32_t* a, const std::uint32_t* b);
 void mma_m8n8k4_row_col(float* c, const std::uint32_t* a, const std::uint32_t* b);
 void mma_m8n8k4_row_row(float* c, const std::uint32_t* a, const std::uint32_t* b);
 

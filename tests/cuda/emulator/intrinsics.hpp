@@ -181,6 +181,16 @@ FA_DEVICE void mma_m16n8k16_bfloat16(float (&c)[4], const uint32_t (&a)[4], uint
     const uint32_t b[2] = {b0, b1};
     emulator::mma_m16n8k16_bfloat16(c, a, b);
 }
+FA_DEVICE void mma_m16n8k32_int8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    const uint32_t b[2] = {b0, b1};
+    emulator::mma_m16n8k32_int8(c, a, b);
+}
+FA_DEVICE void mma_m8n8k16_int8(float& c0, float& c1, uint32_t a, uint32_t b) {
+    float c[2] = {c0, c1};
+    emulator::mma_m8n8k16_int8(c, &a, &b);
+    c0 = c[0];
+    c1 = c[1];
+}
 FA_DEVICE void mma_m8n8k4_row_col(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
     const uint32_t a[2] = {a0, a1}, b[2] = {b0, b1};
     emulator::mma_m8n8k4_row_col(c, a, b);

@@ -305,6 +305,26 @@ FA_MMA_M16N8K16(mma_m16n8k16_float16, "f16")
 FA_MMA_M16N8K16(mma_m16n8k16_bfloat16, "bf16")
 #undef FA_MMA_M16N8K16
 
+// Of bytes with a sign; c holds the bits of integers.
+FA_DEVICE void mma_m16n8k32_int8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    uint32_t d[4] = {as_bits(c[0]), as_bits(c[1]), as_bits(c[2]), as_bits(c[3])};
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] = as_float(d[i]);
+}
+FA_DEVICE void mma_m8n8k16_int8(float& c0, float& c1, uint32_t a, uint32_t b) {
+    uint32_t d0 = as_bits(c0), d1 = as_bits(c1);
+    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+r"(d0), "+r"(d1)
+                 : "r"(a), "r"(b));
+    c0 = as_float(d0);
+    c1 = as_float(d1);
+}
+
 // Four independent products, one for each quadpair of lanes. docs/internals/volta.md draws who holds what.
 #define FA_MMA_M8N8K4(name, layout_b)                                                                                 \
     FA_DEVICE void name(float (&c)[8], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {                          \

@@ -93,7 +93,7 @@ private:
             const TileKind kind = rows.kind_of(key);
             if (kind != TileKind::kSkipped) {
                 WarpRows::Scores scores = {};
-                rows.multiply_queries(scores, k_shared(stage));
+                rows.multiply_queries(scores, k_shared(stage), key);
                 const LaneScales scales(scales_shared(stage));
                 rows.prepare_scores(scores, scales, key, kind);
                 if constexpr (kColumnWarps > 1) {
@@ -136,7 +136,7 @@ private:
             begin_values(key);
             const TileKind kind = all_seen.value ? TileKind::kFull : rows.kind_of(key);
             WarpRows::Scores scores = {};
-            if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0));
+            if (kind != TileKind::kSkipped) rows.multiply_queries(scores, k_shared(0), key);
             const int next = tiles_.next(key);
             const bool more = next < tiles_.end();
             if constexpr (kColumnWarps > 1) {

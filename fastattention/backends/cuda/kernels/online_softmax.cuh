@@ -10,6 +10,11 @@ namespace fastattention {
 
 using LaneScales = ScalesOfLane<Arch>;
 
+// Where products of int8 begin: the bits of 1.5 * 2^23 as a float. With a product of up to 2^22 added, they are those of the
+// float that is as much more, so that no conversion is needed.
+constexpr uint32_t kInt8Origin = 0x4b400000u;
+constexpr bool kScoresHaveOrigin = kInt8Products && !kModifiesScores;  // until exponentials are taken
+
 // Probabilities are relative to the running maximum, which may stay below the highest score by kSlack: what was accumulated
 // needs to be rescaled only when a score is higher by more, which after the first tiles is rare.
 template <int kSteps>
@@ -20,17 +25,23 @@ public:
     using Kept = DropoutOfLane<Arch, kSteps, kWarpKeys / 8>;
 
     // max_of_score: what turns scores into the unit of maxima.
-    FA_DEVICE explicit OnlineSoftmax(float max_of_score) : max_of_score_(max_of_score) {
+    FA_DEVICE explicit OnlineSoftmax(float max_of_score) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
+                max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0] = max_of_score;
                 max_[step][which] = -infinity();
                 sum_[step][which] = 0.0f;
             }
     }
 
     FA_DEVICE float max(int step, int which) const { return max_[step][which]; }
+
+    // Of a row, from now on. Only products in int8 need it: elsewhere all rows have one.
+    FA_DEVICE void set_max_of_score(int step, int which, float max_of_score) {
+        max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0] = max_of_score;
+    }
 
     // Of all keys so far.
     FA_DEVICE float total(int step, int which) const { return Arch::reduce_row(sum_[step][which], add); }
@@ -71,14 +82,16 @@ public:
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                const float shift = shift_of(max_[step][which]);
+                const float times = max_of_score(step, which);
+                float shift = shift_of(max_[step][which]);
+                if constexpr (kScoresHaveOrigin) shift += as_float(kInt8Origin) * times;
 #pragma unroll
                 for (int n = first; n < first + kTiles; ++n) {
                     float sum = 0.0f;
 #pragma unroll
                     for (int i = 0; i < Arch::kElements; ++i)
                         if (Arch::row_of_element(i) == which) {
-                            const float s = exp2_approximate((scores[step][n][i] * max_of_score_ - shift) * kLog2OfMax);
+                            const float s = exp2_approximate((scores[step][n][i] * times - shift) * kLog2OfMax);
                             sum = i == first_element(which) ? s : sum + s;
                             probabilities[step][n][i] = kept.weight(scales.weight(s, n, i), step, n, i);
                         }
@@ -91,14 +104,17 @@ private:
     // The highest score of a row, or, with a quantised cache, the highest score and scale of a value together, since that is
     // what becomes 16 bits wide.
     FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
-        if constexpr (!kQuantised) return highest_score(scores, step, which) * max_of_score_;
+        if constexpr (kScoresHaveOrigin)
+            return (highest_score(scores, step, which) - as_float(kInt8Origin)) * max_of_score(step, which);
+        if constexpr (!kQuantised) return highest_score(scores, step, which) * max_of_score(step, which);
         float highest = -infinity();
 #pragma unroll
         for (int n = 0; n < kWarpKeys / 8; ++n)
 #pragma unroll
             for (int i = 0; i < Arch::kElements; ++i)
                 if (Arch::row_of_element(i) == which)
-                    highest = maximum(highest, scores[step][n][i] * max_of_score_ + scales.log2_of_weight(n, i) / kLog2OfMax);
+                    highest = maximum(
+                        highest, scores[step][n][i] * max_of_score(step, which) + scales.log2_of_weight(n, i) / kLog2OfMax);
         return Arch::reduce_row(highest, [](float a, float b) { return maximum(a, b); });
     }
 
@@ -118,7 +134,11 @@ private:
         return 0;
     }
 
-    const float max_of_score_;
+    FA_DEVICE float max_of_score(int step, int which) const {
+        return max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0];
+    }
+
+    float max_of_score_[kInt8Products ? kSteps : 1][kInt8Products ? 2 : 1];  // of each row, or of all
     OfRows max_, sum_;
 };
 

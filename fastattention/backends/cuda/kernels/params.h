@@ -27,8 +27,10 @@ struct AttentionParams {
     const int64_t* dropout_seed;     // null without
     const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept; null without
 
-    const float* k_scale;  // of a quantised cache, as k without its last axis
+    const float* k_scale;  // of a quantised cache, as k without its last axis; of keys multiplied in int8, one a group
     const float* v_scale;
+    const float* q_scale;  // of queries multiplied in int8, as lse
+    const float* q_shift;  // what their products lack: those with the mean of keys; null where nobody asks
 
     float* partial_out;    // (slots, partial_rows, headdim_v), see schedule.cuh
     float* partial_stats;  // (slots, partial_rows, 2): running maximum, sum
@@ -86,6 +88,31 @@ struct BackwardParams {
     uint16_t* grad_v;
     int64_t num_rows;     // of lse
     float exponents_of_lse;  // what lse is multiplied with
+};
+
+// Of quantise_rows.cuh. What it writes is contiguous.
+struct QuantiseParams {
+    const uint16_t* q;  // as in AttentionParams
+    const uint16_t* k;
+    const int32_t* cu_seqlens_q;  // null when sequences are equally long
+    const int32_t* cu_seqlens_k;
+    float* sums;        // (batch_size, num_chunks, nheads_k, columns): of a chunk of keys, over their number in all
+    uint8_t* q_stored;  // (tokens of all sequences, nheads, columns)
+    uint8_t* k_stored;
+    float* q_scale;  // (batch_size, nheads, seqlen_q), varlen (nheads, total_q)
+    float* q_shift;  // likewise, null where nobody asks
+    float* k_scale;  // (batch_size, nheads_k, k_tiles)
+
+    int64_t q_stride_batch, q_stride_row, q_stride_head;
+    int64_t k_stride_batch, k_stride_row, k_stride_head;
+
+    int32_t batch_size, seqlen_q, seqlen_k;  // of the longest sequence
+    int32_t total_q;                         // tokens of a row of q_scale: seqlen_q unless varlen
+    int32_t nheads, nheads_k;
+    int32_t headdim;     // of q and k
+    int32_t columns;     // of what is stored, a multiple of 16: those beyond headdim are 0
+    int32_t num_chunks;  // of keys of the longest sequence
+    int32_t q_tiles, k_tiles;  // of rows of the longest sequence
 };
 
 // Of append.cuh.

@@ -11,22 +11,44 @@ struct Scaled {
     float factor;  // from numbers to it
 };
 
-// For a row that the lanes of a warp share. One number that is not finite makes its scale NaN, and all of it 0.
-template <int kCount>
-FA_DEVICE Scaled scaled_for(const float (&x)[kCount]) {
-    constexpr float kLargest = kInt8 ? 127.0f : 448.0f, kLargestFloat = 3.402823466e38f;
-    float amax = 0.0f;
-    bool finite = true;
+// The largest magnitude of some numbers, and whether all are finite.
+struct Extent {
+    float amax;
+    bool finite;
+
+    template <int kCount>
+    FA_DEVICE void add(const float (&x)[kCount]) {
+        constexpr float kLargestFloat = 3.402823466e38f;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const float magnitude = as_float(as_bits(x[i]) & 0x7fffffffu);
-        finite &= magnitude <= kLargestFloat;
-        amax = maximum(amax, magnitude);
+        for (int i = 0; i < kCount; ++i) {
+            const float magnitude = as_float(as_bits(x[i]) & 0x7fffffffu);
+            finite &= magnitude <= kLargestFloat;
+            amax = maximum(amax, magnitude);
+        }
     }
-    amax = maximum_of_lanes(amax);
-    if (any_lane(!finite)) return {as_float(0x7fffffffu), 0.0f};
-    const float factor = divided(kLargest, amax);
-    return {divided(amax, kLargest), factor <= kLargestFloat ? factor : kLargestFloat};
+
+    // Of kLanes neighbours of a warp.
+    template <int kLanes>
+    FA_DEVICE Extent of_lanes() const {
+        const uint32_t first = lane_index() / kLanes * kLanes, all = 0xffffffffu >> (32 - kLanes);
+        return {maximum_of_lanes<kLanes>(amax), (lanes_where(!finite) >> first & all) == 0};
+    }
+};
+
+// For numbers of such an extent. One that is not finite makes their scale NaN, and all of them 0.
+FA_DEVICE Scaled scaled_for(const Extent& x) {
+    constexpr float kLargest = kInt8 ? 127.0f : 448.0f, kLargestFloat = 3.402823466e38f;
+    if (!x.finite) return {as_float(0x7fffffffu), 0.0f};
+    const float factor = divided(kLargest, x.amax);
+    return {divided(x.amax, kLargest), factor <= kLargestFloat ? factor : kLargestFloat};
+}
+
+// For a row that kLanes neighbours of a warp share.
+template <int kLanes = 32, int kCount>
+FA_DEVICE Scaled scaled_for(const float (&x)[kCount]) {
+    Extent extent{0.0f, true};
+    extent.add(x);
+    return scaled_for(extent.of_lanes<kLanes>());
 }
 
 // The byte of a number, rounded to the nearest, ties to even, within -127 ... 127 or -448 ... 448.

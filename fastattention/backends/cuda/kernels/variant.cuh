@@ -5,7 +5,7 @@
 
 namespace fastattention {
 
-constexpr int kHeaddim = FA_HEADDIM;     // the call's headdim, rounded up
+constexpr int kHeaddim = FA_HEADDIM;     // the call's headdim, rounded up; with kInt8Products half of it, two bytes each
 constexpr int kHeaddimV = FA_HEADDIM_V;  // likewise, or a part of it:
 constexpr int kValueParts =
     FA_VALUE_PARTS;  // CTAs that share the columns of v, or of a gradient, where one has too few registers
@@ -16,6 +16,8 @@ constexpr int kStages = FA_STAGES;              // tiles of keys, and of values,
 constexpr bool kModifiesScores = FA_MODIFIES;   // softcap, ALiBi or bias may be on
 constexpr bool kDrops = FA_DROPS;
 constexpr bool kPaged = FA_PAGED;
+// Queries and keys are bytes, with a scale for each row and for each group of keys (quantise_rows.cuh).
+constexpr bool kInt8Products = FA_INT8_PRODUCTS;
 constexpr bool kBlockSparse = FA_BLOCK_SPARSE;  // there is a block mask
 constexpr bool kMixesBlocks = FA_MIXES_BLOCKS;  // rows of a CTA lie in several of its rows; those of a warp never do
 // Rows are those of all query heads that share a key head, token by token, rather than the tokens of one head.

@@ -15,6 +15,9 @@ static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 
 
 static_assert(!kMixesBlocks || (kColumnWarps == 1 && kBlockStep % kWarpRows == 0), "a warp skips what its rows do not keep");
 
+constexpr int kKeysOfScale = 64;  // of products in int8; quantise_rows.cuh says the same
+static_assert(!kInt8Products || kKeysOfScale % kTileN == 0, "a tile has one scale");
+
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kOutPitch = pitch_of<2>(kHeaddimV);
 
@@ -37,6 +40,9 @@ public:
           seen_(mask_.rows(token_of(p, warp_row_), token_of(p, smaller(warp_row_ + kWarpRows - 1, last_row_)))),
           softmax_(kModifiesScores ? 1.0f : p.softmax_scale * kLog2E) {
         clear();
+        if constexpr (kInt8Products) {
+            for_each_row([&](int step, int which, int) { query_scale_[step][which] = of_queries(p.q_scale, step, which); });
+        }
     }
 
     // q_shared: the CTA's queries.
@@ -54,8 +60,13 @@ public:
         return kColumnWarps > 1 && kind == TileKind::kSkipped ? TileKind::kPartial : kind;
     }
 
-    // scores += q k^T for a tile of keys.
-    FA_DEVICE void multiply_queries(Scores& scores, uint32_t k_shared) const {
+    // scores += q k^T for a tile of keys, the one at `key`.
+    FA_DEVICE void multiply_queries(Scores& scores, uint32_t k_shared, int key) {
+        if constexpr (kInt8Products) {
+            key_scale_ = p_.k_scale[work_.batch * p_.k_scale_stride_batch + work_.kv_head * p_.k_scale_stride_head +
+                                    key / kKeysOfScale];
+            fill(scores, as_float(kInt8Origin));
+        }
         Arch::multiply_rows(scores, queries_, k_shared);
     }
 
@@ -63,6 +74,7 @@ public:
     FA_DEVICE void prepare_scores(Scores& scores, const LaneScales& scales, int tile_key, TileKind kind) {
         const int key = tile_key + first_warp_key();
         if constexpr (kQuantised) scale(scores, scales);
+        if constexpr (kInt8Products) scale_products(scores);
         if constexpr (kModifiesScores) score_mod(scores, key);
         if (kind != TileKind::kFull)
             apply_mask<Arch>(scores, mask_, key, -infinity(), [&](int step, int which) {
@@ -208,6 +220,45 @@ private:
                 for (int i = 0; i < Arch::kElements; ++i) acc_o_[step][n][i] = 0.0f;
     }
 
+    // Of a row, among numbers that are laid out as lse; of the last row where there is none.
+    FA_DEVICE float of_queries(const float* numbers, int step, int which) const {
+        if constexpr (!kInt8Products) return 0.0f;
+        return numbers[work_.batch * p_.lse_stride_batch + work_.head * p_.lse_stride_head +
+                       first_token(p_.cu_seqlens_q, work_.batch) + smaller(row_of(step, which), last_row_)];
+    }
+
+    FA_DEVICE static void fill(Scores& scores, float x) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) scores[step][n][i] = x;
+    }
+
+    // Products of int8 become scores, or the softmax learns what turns them into such.
+    FA_DEVICE void scale_products(Scores& scores) {
+        const bool finite = key_scale_ == key_scale_;
+        if (!finite) fill(scores, quiet_nan());  // hidden scores are none of it
+        for_each_row([&](int step, int which, int) {
+            const float times = query_scale_[step][which] * (finite ? key_scale_ : 1.0f);
+            if constexpr (kModifiesScores) {
+                const float shift = of_queries(p_.q_shift, step, which);
+#pragma unroll
+                for (int n = 0; n < kWarpKeys / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < Arch::kElements; ++i)
+                        if (Arch::row_of_element(i) == which)
+                            scores[step][n][i] = (scores[step][n][i] - as_float(kInt8Origin)) * times + shift;
+            } else {
+                // Not 0: hidden scores are -infinity.
+                constexpr float kSmallest = 1.17549435e-38f;
+                const float max_of_score = times * (p_.softmax_scale * kLog2E);
+                softmax_.set_max_of_score(step, which, max_of_score < kSmallest ? kSmallest : max_of_score);
+            }
+        });
+    }
+
     FA_DEVICE int row_of(int step, int which) const { return warp_row_ + step * Arch::kStepRows + Arch::row(which); }
 
     FA_DEVICE static void scale(Scores& scores, const LaneScales& scales) {
@@ -286,7 +337,12 @@ private:
 
     // Writes lse; returns what the row's sum, with the sink in it, divides by.
     FA_DEVICE float finish_row(int step, int which) {
-        const Finished result = finished(p_, work_.head, softmax_.max(step, which), softmax_.total(step, which));
+        float highest = softmax_.max(step, which);
+        if constexpr (kInt8Products && !kModifiesScores) {
+            // Sinks and lse are those of scores as they are.
+            if (p_.q_shift != nullptr) highest += of_queries(p_.q_shift, step, which) * (p_.softmax_scale * kLog2E);
+        }
+        const Finished result = finished(p_, work_.head, highest, softmax_.total(step, which));
         const int row = step * Arch::kStepRows + Arch::row(which);
         const bool has_lse = work_.first_column == 0 && column_warp() == 0 && is_first_of_row();
         const bool writes_lse = p_.lse != nullptr && has_lse;
@@ -306,6 +362,7 @@ private:
     typename Arch::template Rows<kSteps, kHeaddim> queries_;
     float acc_o_[kSteps][kWarpColumns / 8][Arch::kElements];
     Softmax softmax_;
+    float query_scale_[kInt8Products ? kSteps : 1][2], key_scale_;  // of products in int8, the latter of a tile
 };
 
 }  // namespace fastattention

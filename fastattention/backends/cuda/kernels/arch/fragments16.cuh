@@ -8,7 +8,8 @@
 
 namespace fastattention {
 
-template <class Mma>
+// ScoreMma: of the product with keys, whose operands are as wide: pairs of bytes may lie where numbers of 16 bits would.
+template <class Mma, class ScoreMma = Mma>
 struct Fragments16 : Layout16 {
     static constexpr int kSharedBytes = 2;  // of an element in shared memory
     static constexpr int kKeyStep = 16;     // keys come in multiples of this
@@ -74,7 +75,7 @@ struct Fragments16 : Layout16 {
             for (int n = 0; n < kTiles / 2; ++n) {
                 uint32_t b[4];
                 load_matrices(b, row.address(n * 16, depth));
-                multiply_add_pairs(acc_s, 2 * n, a, b);
+                multiply_add_pairs<ScoreMma>(acc_s, 2 * n, a, b);
             }
         }
     }
@@ -92,12 +93,12 @@ struct Fragments16 : Layout16 {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int part = 0; part < Mma::kParts; ++part)
+                for (int part = 0; part < ScoreMma::kParts; ++part)
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step) {
                         uint32_t a[4];
                         q.fragment(a, step, depth + half);
-                        Mma::multiply_add(acc[step][half], a, b[2 * half], b[2 * half + 1], part);
+                        ScoreMma::multiply_add(acc[step][half], a, b[2 * half], b[2 * half + 1], part);
                     }
         }
 #pragma unroll
@@ -108,15 +109,15 @@ struct Fragments16 : Layout16 {
 
     // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. One instruction of each product after the other, so that none
     // waits for the one before it.
-    template <int kSteps, int kTiles>
+    template <class Product, int kSteps, int kTiles>
     static FA_DEVICE void multiply_add_pairs(float (&acc)[kSteps][kTiles][4], int n, const uint32_t (&a)[kSteps][4],
                                              const uint32_t (&b)[4]) {
 #pragma unroll
-        for (int part = 0; part < Mma::kParts; ++part)
+        for (int part = 0; part < Product::kParts; ++part)
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) {
-                Mma::multiply_add(acc[step][n], a[step], b[0], b[1], part);
-                Mma::multiply_add(acc[step][n + 1], a[step], b[2], b[3], part);
+                Product::multiply_add(acc[step][n], a[step], b[0], b[1], part);
+                Product::multiply_add(acc[step][n + 1], a[step], b[2], b[3], part);
             }
     }
 
@@ -176,7 +177,7 @@ struct Fragments16 : Layout16 {
             for (int n = 0; n < kTiles / 2; ++n) {
                 uint32_t b[4];
                 load_matrices_transposed(b, row_.address(group * 16, first_warp_column() / 16 + n));
-                multiply_add_pairs(acc_o, 2 * n, a, b);
+                multiply_add_pairs<Mma>(acc_o, 2 * n, a, b);
             }
         }
 

@@ -81,7 +81,7 @@ struct Fragments8 : Fragments16<Mma> {
                 for (int half = 0; half < 2; ++half) {
                     const uint32_t b[4] = {widen_bytes<0, 1>(x[half]), widen_bytes<2, 3>(x[half]),
                                            widen_bytes<0, 1>(x[2 + half]), widen_bytes<2, 3>(x[2 + half])};
-                    Base::multiply_add_pairs(acc_s, 2 * n, a[half], b);
+                    Base::template multiply_add_pairs<Mma>(acc_s, 2 * n, a[half], b);
                 }
             }
         }
@@ -109,7 +109,7 @@ struct Fragments8 : Fragments16<Mma> {
                     const uint32_t low = x[2 * half], high = x[2 * half + 1];
                     const uint32_t b[4] = {widen_bytes<0, 2>(low), widen_bytes<0, 2>(high), widen_bytes<1, 3>(low),
                                            widen_bytes<1, 3>(high)};
-                    Base::multiply_add_pairs(acc_o, 2 * (2 * pair + half), a, b);
+                    Base::template multiply_add_pairs<Mma>(acc_o, 2 * (2 * pair + half), a, b);
                 }
             }
         }

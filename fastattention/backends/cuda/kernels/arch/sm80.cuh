@@ -17,16 +17,29 @@ struct MmaM16N8K16 {
     }
 };
 
-template <bool kIsQuantised>
+// Of bytes, and of integers that are kept in the place of floats.
+struct MmaM16N8K32Int8 {
+    static constexpr int kParts = 1;
+
+    static FA_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int /*part*/) {
+        mma_m16n8k32_int8(c, a, b0, b1);
+    }
+};
+
+template <bool kIsQuantised, bool kIsInt8>
 struct FragmentsOf {
     using Type = Fragments16<MmaM16N8K16>;
 };
 template <>
-struct FragmentsOf<true> {
+struct FragmentsOf<true, false> {
     using Type = Fragments8<MmaM16N8K16>;
 };
+template <>
+struct FragmentsOf<false, true> {
+    using Type = Fragments16<MmaM16N8K16, MmaM16N8K32Int8>;
+};
 
-struct Arch : FragmentsOf<kQuantised>::Type {
+struct Arch : FragmentsOf<kQuantised, kInt8Products>::Type {
     static constexpr bool kAsyncCopy = true;
     static constexpr bool kSeparateFullTiles = false;  // it costs registers, and slots of instructions are not short
 };

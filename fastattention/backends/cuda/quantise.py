@@ -1,0 +1,101 @@
+"""Products of queries and keys in int8: before attention both become bytes with a scale a row.
+
+Attention takes bytes in pairs, as numbers of 16 bits that are half as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fastattention.backends.common.layout import pointers, token_strides
+from fastattention.backends.cuda.call import Launcher, PlannedCall
+from fastattention.backends.cuda.heuristics import modifies_scores
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantiseConfig, lanes_for
+from fastattention.backends.cuda.memory import prepared
+from fastattention.backends.cuda.params import QuantiseParams
+from fastattention.backends.cuda.plan import Plan
+from fastattention.backends.cuda.scratch import Scratch
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.quantised import KEYS_OF_SCALE
+
+_CHUNK_TOKENS = 512  # keys that are summed up together; kernels/quantise_rows.cuh says the same
+_COLUMNS = 16  # bytes that are copied at once
+_OLDEST = 75  # code path
+
+
+def why_not_int8(problem: Problem, arch: int) -> str | None:
+    """Why the kernels of a code path do not multiply the queries and keys of a call in int8; None where they do."""
+    if problem.qk_dtype is None:
+        return None
+    if arch < _OLDEST:
+        return (
+            "qk_dtype='int8' needs the matrix instructions of Turing (7.5) or newer; a V100 multiplies bytes at half "
+            "the rate of float16 (62 TOPS, 125 TFLOPS), a P100 not at all; leave it out"
+        )
+    if problem.is_paged:
+        return "qk_dtype with pages is not served; leave it out, or give keys and values without a block_table"
+    if problem.headdim > WIDEST_OF_A_WARP:
+        return f"qk_dtype with headdim={problem.headdim} is not served; up to {WIDEST_OF_A_WARP} it is; leave it out"
+    return None
+
+
+class Int8Call:
+    """Attention to tensors with the strides of `inputs`, of a problem with qk_dtype."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        plan: Plan,
+        launcher: Callable[[KernelLaunch], Launcher],
+        take_scratch: Callable[[int, int], Scratch],
+    ) -> None:
+        self._problem, self._plan, self._launcher, self._take_scratch = problem, plan, launcher, take_scratch
+        self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
+        self._call: PlannedCall | None = None
+
+    def __call__(self, inputs: Inputs) -> AttentionOutput:
+        """Two kernels that make bytes of queries and keys, then attention."""
+        problem, dtype = self._problem, self._plan.dtype
+        quantised = self._quantised(prepared(inputs, dtype))
+        if self._call is None:  # whose strides are always the same
+            as_prepared = replace(problem, dtype=dtype, headdim_v=quantised.v.shape[-1])
+            self._call = PlannedCall(as_prepared, quantised, self._plan, self._launcher, self._take_scratch)
+        out, lse, _ = self._call(quantised)
+        out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
+        return AttentionOutput(out, lse)
+
+    def _quantised(self, inputs: Inputs) -> Inputs:
+        q, k, problem = inputs.q, inputs.k, self._problem
+        columns = -(-q.shape[-1] // _COLUMNS) * _COLUMNS
+        q_stored, k_stored = (x.new_empty((*x.shape[:-1], columns), dtype=torch.int8) for x in (q, k))
+        *batch, tokens, nheads, _ = q.shape
+        q_scale = q.new_empty((*batch, nheads, tokens), dtype=torch.float32)
+        q_shift = torch.empty_like(q_scale) if self._keeps_shift else None
+        num_chunks = -(-problem.seqlen_k // _CHUNK_TOKENS)
+        q_tiles, k_tiles = (-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))
+        k_scale = q_scale.new_empty(problem.batch_size, problem.nheads_k, k_tiles)
+        sums = q_scale.new_empty(problem.batch_size, num_chunks, problem.nheads_k, columns)
+        params = QuantiseParams.make(
+            QuantiseParams.template(
+                *token_strides(q), *token_strides(k), problem.batch_size, problem.seqlen_q, problem.seqlen_k,
+                tokens, problem.nheads, problem.nheads_k, q.shape[-1], columns, num_chunks, q_tiles, k_tiles,
+            ),
+            *pointers(
+                q, k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, sums, q_stored, k_stored, q_scale, q_shift, k_scale
+            ),
+        )  # fmt: skip
+        config = QuantiseConfig(str(self._plan.dtype).removeprefix("torch."), lanes_for(columns))
+        sequences = problem.batch_size
+        tiles = sequences * (problem.nheads * q_tiles + problem.nheads_k * k_tiles)
+        for entry, num_ctas in enumerate((sequences * problem.nheads_k * num_chunks, tiles)):
+            if num_ctas:
+                self._launcher(KernelLaunch(config, entry, num_ctas))(params)
+        return inputs._replace(
+            q=q_stored.view(self._plan.dtype), k=k_stored.view(self._plan.dtype), q_scale=q_scale, q_shift=q_shift,
+            k_scale=k_scale.transpose(1, 2),
+        )  # fmt: skip

@@ -104,12 +104,13 @@ FA_DEVICE void leave_mean(const QuantiseParams& p, int batch, int head, uint32_t
 // Makes bytes of a tile of rows. All of them are read before the first is worked on: memory is what this waits for.
 class RowQuantiser {
 public:
-    // head: of keys, whose mean is looked up.
-    FA_DEVICE RowQuantiser(const QuantiseParams& p, const HeadRows& rows, int tile, int batch, int kv_head)
+    // kv_head: whose mean is looked up.
+    FA_DEVICE RowQuantiser(const QuantiseParams& p, const HeadRows& rows, int tile, int batch, int kv_head, bool needs_mean)
         : p_(p), rows_(rows), first_(tile * kKeysOfScale + team()) {
 #pragma unroll
         for (int i = 0; i < kRowsOfTeam; ++i) rows.read(row(i), x_[i]);
         const uint32_t shared = shared_memory();
+        if (!needs_mean) return;
         leave_mean(p, batch, kv_head, shared);
 #pragma unroll
         for (int i = 0; i < 8; ++i) mean_[i] = as_float(load_shared_32(shared + (lane_index() % kLanesOfRow * 8 + i) * 4));
@@ -179,7 +180,7 @@ private:
     const QuantiseParams& p_;
     const HeadRows rows_;
     const int first_;
-    float x_[kRowsOfTeam][8], mean_[8];
+    float x_[kRowsOfTeam][8], mean_[8] = {};
 };
 
 }  // namespace fastattention
@@ -205,7 +206,8 @@ extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kQuantiseThreads, 1)
     const int batch = head_index / nheads, head = head_index % nheads;
     const HeadRows rows = is_query ? query_rows(params, batch, head) : key_rows(params, batch, head);
     if (tile * kKeysOfScale >= rows.count) return;
-    RowQuantiser quantiser(params, rows, tile, batch, is_query ? head / (params.nheads / params.nheads_k) : head);
+    const int kv_head = is_query ? head / (params.nheads / params.nheads_k) : head;
+    RowQuantiser quantiser(params, rows, tile, batch, kv_head, !is_query || params.q_shift != nullptr);
     if (is_query) {
         quantiser.round_queries(batch, head);
     } else {

@@ -22,17 +22,19 @@ Counts = dict[str, Wavefronts]
 
 
 def wavefronts(backend: EmulatedCudaBackend, problem: Problem, inputs: Inputs) -> Counts:
-    """Of a call of one kernel."""
+    """Of a call of one kernel, or of the last: that of attention."""
     backend.forward(problem, inputs)
-    (report,) = backend.reports
+    report = backend.reports[-1]
     return {kind: getattr(report, kind) for kind in KINDS}
 
 
-def of_forward(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen_k: int) -> Counts:
+def of_forward(
+    backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqlen_k: int, qk_dtype: str | None = None
+) -> Counts:
     """Of a call whose tiles are all full."""
     q = torch.randn(1, seqlen_q, 1, headdim, dtype=torch.float16)
     k = torch.randn(1, seqlen_k, 1, headdim, dtype=torch.float16)
-    return wavefronts(backend, *prepare_dense(q, k, k, options=Options()))
+    return wavefronts(backend, *prepare_dense(q, k, k, options=Options(qk_dtype=qk_dtype)))
 
 
 def of_decode(
@@ -62,6 +64,15 @@ def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:
                          ids=["sm70", "sm75", "sm80"])  # fmt: skip
 def test_main_loop_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: int) -> None:
     less, more = (of_forward(backend, headdim, 128, seqlen_k) for seqlen_k in (192, 256))
+    assert_main_loop_has_no_conflicts(less, more)
+
+
+@thin(quick=3, all=2)
+@pytest.mark.parametrize("headdim", [96, 128, 256])
+@pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])
+def test_main_loop_of_int8_products_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: int) -> None:
+    """Rows of 64 bytes and less, as at headdim 64, are written with conflicts: two at a time are 16 bytes apart."""
+    less, more = (of_forward(backend, headdim, 128, seqlen_k, "int8") for seqlen_k in (192, 256))
     assert_main_loop_has_no_conflicts(less, more)
 
 

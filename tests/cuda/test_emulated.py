@@ -17,6 +17,7 @@ from conformance.case import Case, KvCacheCase
 from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
+from conformance.int8_cases import INT8
 from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
 from conformance.wide_cases import LATENT, WIDE
@@ -53,6 +54,12 @@ class EmulatedEngine(RegisteredEngine):
             return self.run(call)
 
 
+@functools.cache
+def problem_of(case: Case, dtype: torch.dtype) -> Problem:
+    problem, _ = build_call(case, dtype).prepare()
+    return problem
+
+
 class Run(NamedTuple):
     """One test of the list."""
 
@@ -63,6 +70,11 @@ class Run(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.case.name}-{str(self.dtype).removeprefix('torch.')}-{self.backend.name}"
+
+    @property
+    def is_refused(self) -> bool:
+        """Products in int8, by kernels that have none of them."""
+        return self.case.qk_dtype is not None and self.backend().why_not(problem_of(self.case, self.dtype)) is not None
 
     @property
     def is_served_natively(self) -> bool:
@@ -81,14 +93,8 @@ RUNS = [
     for case in CASES
     for dtype in (torch.float16, torch.bfloat16)
     for run in (Run(case, dtype, backend) for backend in emulator.EMULATED)
-    if run.is_served_natively or case in CONVERTED
+    if (run.is_served_natively or case in CONVERTED) and not run.is_refused
 ]
-
-
-@functools.cache
-def problem_of(case: Case, dtype: torch.dtype) -> Problem:
-    problem, _ = build_call(case, dtype).prepare()
-    return problem
 
 
 def variants_for(run: Run) -> set[Variant]:
@@ -132,7 +138,7 @@ def headdim_of(kernel: Variant) -> int:
 
 def features_of(kernel: Variant) -> tuple[object, ...]:
     assert isinstance(kernel, KernelConfig)
-    return kernel.cache_format, kernel.modifies_scores, kernel.paged
+    return kernel.cache_format, kernel.modifies_scores, kernel.paged, kernel.int8_products
 
 
 def runs_in(tier: Tier) -> list[Run]:
@@ -179,7 +185,7 @@ def test_more_blocks_than_a_cta_has_threads(backend: type[EmulatedCudaBackend]) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_only_float32_is_refused(dtype: torch.dtype) -> None:
     """The other tests skip what is refused."""
-    for case in CASES:
+    for case in (case for case in CASES if case.qk_dtype is None):
         problem = problem_of(case, dtype)
         for backend in emulator.EMULATED:
             reason = backend().why_not(problem)
@@ -205,6 +211,22 @@ def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) 
         reason = backend().why_not(replace(problem, **fields))
         assert reason is not None
         assert named in reason
+
+
+def test_products_in_int8_need_turing_rows_and_narrow_heads() -> None:
+    for case in INT8:
+        problem = problem_of(case, torch.float16)
+        for backend in emulator.EMULATED:
+            reason = backend().why_not(problem) or ""
+            if backend.limits.arch < 75:
+                assert "Turing (7.5) or newer" in reason
+            elif problem.is_paged:
+                assert "pages is not served" in reason
+            elif problem.headdim > 256:
+                assert f"headdim={problem.headdim} is not served; up to 256 it is" in reason
+            else:
+                assert reason == ""
+                assert "approximate" in backend().how(problem)
 
 
 def test_emulated_backends_are_not_registered() -> None:

@@ -227,4 +227,4 @@ def test_per_head_tensors_become_float32() -> None:
 
 def test_inputs_default_to_nothing() -> None:
     q = torch.zeros(1)
-    assert Inputs(q, q, q)[3:] == (None,) * 17
+    assert Inputs(q, q, q)[3:] == (None,) * 19

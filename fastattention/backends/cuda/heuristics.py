@@ -94,6 +94,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
 }
 
 
+_OLDEST_OF_INT8 = 75  # code path whose matrix instructions multiply bytes
 _HEADDIMS = (32, 64, 96, 128, 192, WIDEST_OF_A_WARP)  # of tiles
 
 
@@ -180,6 +181,11 @@ def choose_config(problem: Problem, arch: int, limits: Limits) -> KernelConfig:
         problem.qk_dtype is not None,
     )
     return first_that_fits(candidates, limits)
+
+
+def multiplies_int8(arch: int, headdim: int = 0) -> bool:
+    """Whether a code path multiplies bytes, of so wide a head: the products fit (kernels/online_softmax.cuh)."""
+    return arch >= _OLDEST_OF_INT8 and headdim <= WIDEST_OF_A_WARP
 
 
 def serves_blocks(tile_m: int, tile_n: int, row_warps: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from fastattention.backends.common.layout import pointers, token_strides
 from fastattention.backends.cuda.call import Launcher, PlannedCall
-from fastattention.backends.cuda.heuristics import modifies_scores
+from fastattention.backends.cuda.heuristics import modifies_scores, multiplies_int8
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantiseConfig, lanes_for
 from fastattention.backends.cuda.memory import prepared
 from fastattention.backends.cuda.params import QuantiseParams
@@ -24,21 +24,20 @@ from fastattention.quantised import KEYS_OF_SCALE
 
 _CHUNK_TOKENS = 512  # keys that are summed up together; kernels/quantise_rows.cuh says the same
 _COLUMNS = 16  # bytes that are copied at once
-_OLDEST = 75  # code path
 
 
 def why_not_int8(problem: Problem, arch: int) -> str | None:
     """Why the kernels of a code path do not multiply the queries and keys of a call in int8; None where they do."""
     if problem.qk_dtype is None:
         return None
-    if arch < _OLDEST:
+    if not multiplies_int8(arch):
         return (
             "qk_dtype='int8' needs the matrix instructions of Turing (7.5) or newer; a V100 multiplies bytes at half "
             "the rate of float16 (62 TOPS, 125 TFLOPS), a P100 not at all; leave it out"
         )
     if problem.is_paged:
         return "qk_dtype with pages is not served; leave it out, or give keys and values without a block_table"
-    if problem.headdim > WIDEST_OF_A_WARP:
+    if not multiplies_int8(arch, problem.headdim):
         return f"qk_dtype with headdim={problem.headdim} is not served; up to {WIDEST_OF_A_WARP} it is; leave it out"
     return None
 

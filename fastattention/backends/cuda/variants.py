@@ -11,12 +11,15 @@ import torch
 
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.backward import make_backward_plan
+from fastattention.backends.cuda.heuristics import multiplies_int8
 from fastattention.backends.cuda.kernel_config import (
     CACHE_FORMATS,
     WIDEST_OF_A_WARP,
     AppendConfig,
     KernelConfig,
     MergeConfig,
+    QuantiseConfig,
+    lanes_for,
 )
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Variant
@@ -34,6 +37,7 @@ class Feature(enum.Enum):
     SCORES = "scores"  # softcap, ALiBi, bias, or a softmax_scale that is not positive
     PAGED = "paged"
     BLOCKS = "blocks"  # a block mask
+    PRODUCTS = "products"  # of queries and keys in int8
     INT8 = "int8"  # a quantised cache
     FLOAT8 = "float8"
 
@@ -43,7 +47,8 @@ class Feature(enum.Enum):
         return next((dtype for dtype, name in CACHE_FORMATS.items() if name == self.value), None)
 
 
-UNQUANTISED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED, Feature.BLOCKS)
+UNQUANTISED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED, Feature.BLOCKS, Feature.PRODUCTS)
+_OF_FORWARDS_ALONE = (Feature.BLOCKS, Feature.PRODUCTS)
 
 _CALL = Problem(
     layout=Layout.DENSE,
@@ -73,6 +78,7 @@ def choose_variant(
     modifies_scores: bool = False,
     paged: bool = False,
     blocks: bool = False,
+    products: bool = False,
     seqlen: int = SEQLEN,
 ) -> KernelConfig:
     """The variant that serves a call on a GPU: the heuristics' own answer. Raises CompileError when none fits."""
@@ -88,6 +94,7 @@ def choose_variant(
         softcap=1.0 if modifies_scores else 0.0,
         page_block_size=64 if paged else None,
         block_size=(128, 128) if blocks else None,
+        qk_dtype=torch.int8 if products else None,
     )
     return heuristics.choose_config(problem, arch, limits)
 
@@ -141,6 +148,7 @@ def choose_feature(
         modifies_scores=feature is Feature.SCORES,
         paged=feature is Feature.PAGED,
         blocks=feature is Feature.BLOCKS,
+        products=feature is Feature.PRODUCTS,
         seqlen=seqlen,
     )
 
@@ -181,12 +189,17 @@ def variants_of(
     columns = dict.fromkeys(AppendConfig.columns_for(headdim, headdim) for headdim in headdims)
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     variants: Iterator[Variant] = itertools.chain(
-        (choose_feature(arch, limits, *call) for call in itertools.product(dtypes, headdims, unquantised, seqlens)),
+        (
+            choose_feature(arch, limits, dtype, headdim, feature, seqlen)
+            for dtype, headdim, feature, seqlen in itertools.product(dtypes, headdims, unquantised, seqlens)
+            if feature is not Feature.PRODUCTS or multiplies_int8(arch, headdim)
+        ),
         (
             choose_decode_feature(arch, limits, dtype, headdim, feature, rows, keys)
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
-            if feature is not Feature.BLOCKS
+            if feature not in _OF_FORWARDS_ALONE
         ),
+        _quantisers_of(names, headdims if Feature.PRODUCTS in features and multiplies_int8(arch) else ()),
         (AppendConfig(*append) for append in itertools.product(names, formats, columns)),
         _merges_of(names) if Feature.PLAIN in features else (),
     )
@@ -215,6 +228,13 @@ def training_variants_of(
                 plan = make_backward_plan(problem, arch, limits)
                 variants += [plan.delta.variant, *(step.config for step in plan.passes)]
     return list(dict.fromkeys(variants))
+
+
+def _quantisers_of(dtypes: Sequence[str], headdims: Sequence[int]) -> Iterator[QuantiseConfig]:
+    """Of the dtypes in which a GPU computes, which may be fewer."""
+    for dtype, headdim in itertools.product(dtypes, headdims):
+        if headdim <= WIDEST_OF_A_WARP:
+            yield QuantiseConfig(dtype, lanes_for(headdim))
 
 
 def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:

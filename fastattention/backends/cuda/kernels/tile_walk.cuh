@@ -76,12 +76,13 @@ private:
 
     // Kept ones among the kThreads blocks from `first` on.
     FA_DEVICE void list_blocks(int first) {
-        const BlockGrid grid = block_grid(p_, rows_.batch, rows_.head, rows_.are_keys);
+        // Asked anew each time: registers less to keep.
+        const BlockGrid grid = block_grid(p_, opaque(rows_.batch), opaque(rows_.head), rows_.are_keys);
         const int block = first + thread_index(), num_blocks = (end_ + column_tokens() - 1) / column_tokens(),
                   num_rows = kMixesBlocks ? grid.row_of(rows_.last) - grid.row_of(rows_.first) + 1 : 1;
         bool kept = false;
         if (block < num_blocks) {
-            const uint8_t* at = grid.block(grid.row_of(rows_.first), block);
+            const uint8_t* at = grid.block(grid.row_of(opaque(rows_.first)), block);
             for (int row = 0; row < num_rows; ++row) kept = kept || at[row * grid.stride_row] != 0;
         }
         const uint32_t word = lanes_where(kept), counts = list_ - kWarps * 4;

@@ -1,0 +1,62 @@
+"""Products in int8 on emulated GPUs: numbers that are not finite, and what of a call the kernels ask for."""
+
+from __future__ import annotations
+
+import emulator
+import pytest
+import torch
+from emulator import EmulatedCudaBackend
+from torch import Tensor
+
+from fastattention.problem import Inputs, Problem
+from fastattention.quantised import KEYS_OF_SCALE
+from fastattention.validation import Options, prepare_dense
+
+BACKENDS = pytest.mark.parametrize(
+    "backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=lambda backend: backend.name
+)
+
+
+def causal_call(seqlen: int, *, return_lse: bool = False) -> tuple[Problem, Inputs]:
+    """Of one head, each of whose queries sees the keys up to its own."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, seqlen, 1, 32, generator=generator).half() for _ in range(3))
+    return prepare_dense(q, k, v, options=Options(causal=True, qk_dtype="int8", return_lse=return_lse))
+
+
+def nan_rows(out: Tensor) -> list[bool]:
+    """Of the one head."""
+    return out[0, :, 0].isnan().any(dim=-1).tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("number", [torch.nan, torch.inf], ids=["nan", "inf"])
+def test_a_query_that_is_not_finite_spoils_its_own_row(backend: EmulatedCudaBackend, number: float) -> None:
+    problem, inputs = causal_call(150)
+    inputs.q[0, 77, 0, 3] = number
+    assert nan_rows(backend.forward(problem, inputs).out) == [row == 77 for row in range(150)]
+
+
+@BACKENDS
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf], ids=["nan", "inf"])
+def test_a_key_that_is_not_finite_spoils_the_rows_that_see_its_group(
+    backend: EmulatedCudaBackend, number: float
+) -> None:
+    problem, inputs = causal_call(200)
+    inputs.k[0, 100, 0, 3] = number
+    group = 100 // KEYS_OF_SCALE * KEYS_OF_SCALE
+    assert nan_rows(backend.forward(problem, inputs).out) == [row >= group for row in range(200)]
+
+
+@BACKENDS
+def test_products_with_the_mean_are_computed_where_lse_shows_them(backend: EmulatedCudaBackend) -> None:
+    """Only then: out is the same without."""
+    problem, inputs = causal_call(130)
+    inputs = inputs._replace(k=inputs.k + 5.0)
+    with_lse = backend.forward(*causal_call(130, return_lse=True))
+    again, _ = causal_call(130, return_lse=True)
+    shifted = backend.forward(again, inputs)
+    assert with_lse.lse is not None
+    assert shifted.lse is not None
+    assert (shifted.lse - with_lse.lse).abs().max() > 1.0
+    torch.testing.assert_close(shifted.out, backend.forward(problem, inputs).out, rtol=0.0, atol=0.0)

@@ -56,7 +56,8 @@ class Engine(NamedTuple):
 
     def refusal(self, problem: Problem) -> str | None:
         """Why the engine does not serve the problem. test_refusals.py says which reasons it may have."""
-        return verdict(problem, self.backend).reason
+        with self.active():
+            return verdict(problem, self.backend).reason
 
 
 class RegisteredEngine(Engine):

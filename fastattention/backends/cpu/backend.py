@@ -38,14 +38,19 @@ class CpuBackend(Backend):
             return f"tensors are on {problem.device}; the cpu backend takes tensors on cpu"
         if (reason := why_not_backward(problem, self.name)) is not None:
             return reason
-        if problem.qk_dtype is not None:
-            return "qk_dtype is not served"
+        if problem.qk_dtype is not None and not load_library().multiplies_int8:
+            return (
+                f"qk_dtype needs AVX-VNNI, AVX-512 VNNI or AMX int8, which {load_library().isa}, the instruction set in "
+                "use, does not have on this processor; leave qk_dtype out"
+            )
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"
         return None
 
     def how(self, problem: Problem) -> str:
-        """Whether it computes the gradients too."""
+        """Whether it computes the gradients too, and whether the result is approximate."""
+        if problem.qk_dtype is not None:
+            return "int8 products of queries and keys, approximate"
         return "kernels of its own, forward and backward" if problem.grads else ""
 
     def describe(self) -> str:

@@ -19,7 +19,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 9  # of api.cpp
+_ABI_VERSION = 10  # of api.cpp
 
 
 class Peaks(NamedTuple):
@@ -71,6 +71,7 @@ class Library:
             "fastattention_params_size": (int64, ()),
             "fastattention_num_isas": (int64, ()),
             "fastattention_isa_name": (ctypes.c_char_p, (int64,)),
+            "fastattention_multiplies_int8": (int64, (int64,)),
             "fastattention_forward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_backward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
@@ -104,6 +105,11 @@ class Library:
     def isa(self) -> str:
         """Name of the instruction set in use."""
         return self.isas[self._isa_index]
+
+    @property
+    def multiplies_int8(self) -> bool:
+        """Whether this processor multiplies int8 with the instruction set in use."""
+        return bool(self._functions.fastattention_multiplies_int8(self._isa_index))
 
     def prepare(self, params: AttentionParams) -> int:
         """An attention call to be run later, copied from `params`: a handle for `release`. Raises MemoryError."""

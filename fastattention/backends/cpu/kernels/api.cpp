@@ -30,11 +30,16 @@ FaAttentionParams with_addresses(const FaAttentionParams& plan, const void* addr
 }  // namespace
 
 // Changes with every change of params.h, of what its fields may be or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 9; }
+FA_EXPORT int64_t fastattention_abi_version() { return 10; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
 FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(static_cast<int>(isa)).name; }
+
+// Whether it serves qk_dtype FA_INT8.
+FA_EXPORT int64_t fastattention_multiplies_int8(int64_t isa) {
+    return has_int8_dot(isa_kernels(static_cast<int>(isa))) ? 1 : 0;
+}
 
 // 0, or 1 when memory ran out.
 FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,

@@ -63,7 +63,8 @@ private:
 
     bool is_decode(const Sequence& s) const {
         if (visible_keys(s.mask).size() == 0) return true;
-        if (p_.dropout_p > 0.0 || s.blocks) return false;  // only prefill drops weights and skips blocks
+        // Only prefill drops weights, skips blocks and multiplies in int8.
+        if (p_.dropout_p > 0.0 || s.blocks || multiplies_int8(p_)) return false;
         return is_latent(s) || call_.rows(s) <= kDecodeRows;
     }
 
@@ -172,7 +173,7 @@ private:
     struct PrefillJob {
         HeadPanels head;
         int64_t first_panel, end_panel;
-        int64_t floats;  // of keys, then of values, then of their scales
+        int64_t floats;  // of keys, then of values, then of their scales, then of the mean of keys
         int64_t tiles;
 
         int64_t num_panels() const { return end_panel - first_panel; }
@@ -181,18 +182,20 @@ private:
     bool prefill() {
         std::vector<PrefillJob> jobs;
         const PanelGeometry g = kernels_.panel_geometry(p_);
-        const int64_t scales = is_quantised(p_) ? 2 : 0;  // of a key and its value
+        const int64_t scales = is_quantised(p_) ? 2 : multiplies_int8(p_) ? 1 : 0;  // of a key and its value
+        const int64_t mean = multiplies_int8(p_) ? divide_up(p_.headdim, 16) * 16 : 0;
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
             if (is_decode(s)) continue;
-            const KeyRange keys = visible_keys(s.mask);
+            const KeyRange seen = visible_keys(s.mask);
             // Tiles begin where a group of dropout's keys does.
             const int64_t step = p_.dropout_p > 0.0 ? std::max(g.panel, kDropoutKeys) : g.panel;
-            const int64_t first = keys.begin / step * step / g.panel, end = divide_up(keys.end, g.panel);
-            const int64_t floats = (end - first) * g.panel * (g.key_units + g.value_stride / g.keys_per_unit + scales);
+            const int64_t first = seen.begin / step * step / g.panel, end = divide_up(seen.end, g.panel);
+            const int64_t keys = (end - first) * g.panel;
+            const int64_t floats = keys * (g.key_units + g.value_stride / g.keys_per_unit + scales) + mean;
             const int64_t tiles = call_.num_tiles(s, g.tile_rows);
             for (int64_t head = 0; head < p_.nheads_k; ++head)
-                jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
+                jobs.push_back({{i, head, nullptr, nullptr, nullptr, nullptr, nullptr}, first, end, floats, tiles});
         }
         if (jobs.empty()) return true;
         if (finish_together(jobs)) return run_heads(g, jobs);
@@ -229,6 +232,7 @@ private:
             PrefillJob job = jobs[index];
             float* scratch = working + slot * floats;
             place(g, job, scratch + g.scratch_floats);
+            if (multiplies_int8(p_)) kernels_.key_mean(call_, job.head);
             for (int64_t panel = job.first_panel; panel < job.end_panel; ++panel) kernels_.pack_panel(call_, job.head, panel);
             for (int64_t tile = 0; tile < job.tiles; ++tile) kernels_.prefill_tile(call_, job.head, tile, scratch);
         });
@@ -240,9 +244,14 @@ private:
         const int64_t keys = job.num_panels() * g.panel;
         job.head.keys = memory - job.first_panel * g.panel * g.key_units;
         job.head.values = memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_stride;
+        float* scales = memory + keys * (g.key_units + g.value_stride / g.keys_per_unit) - job.first_panel * g.panel;
         if (is_quantised(p_)) {
-            job.head.value_scales = memory + job.floats - keys - job.first_panel * g.panel;
-            job.head.key_scales = job.head.value_scales - keys;
+            job.head.key_scales = scales;
+            job.head.value_scales = scales + keys;
+        }
+        if (multiplies_int8(p_)) {
+            job.head.key_scales = scales;
+            job.head.key_mean = scales + job.end_panel * g.panel;
         }
     }
 
@@ -270,6 +279,8 @@ private:
         auto find = [](const std::vector<int64_t>& starts, int64_t index) {
             return std::upper_bound(starts.begin(), starts.end(), index) - starts.begin() - 1;
         };
+        if (multiplies_int8(p_))
+            parallel_for(count, num_threads_, [&](int64_t index, int) { kernels_.key_mean(call_, jobs[index].head); });
         parallel_for(panels.back(), num_threads_, [&](int64_t index, int) {
             // Through the heads first: those of one token are often neighbours in memory.
             const auto sequence = find(panels, index);

@@ -1,7 +1,7 @@
 // The matrix product of both halves of attention: C = A B or C += A B, on operands of 32-bit units.
 //
 // A is (rows, depth), row-major; B is (depth, columns), row-major; C is float. A unit is one float, or a pair of bfloat16
-// that one instruction multiplies and adds. Both arrive as float*: broadcasts and loads only move bits. B may also be
+// or a quad of int8 that one instruction multiplies and adds. C of quads is int32, in the memory of floats. Both arrive as float*: broadcasts and loads only move bits. B may also be
 // stored in other units, which become one or two of these when they are loaded.
 #pragma once
 
@@ -9,11 +9,14 @@ namespace FA_NAMESPACE {
 
 // What a unit says of itself:
 //   kElements   elements a unit of A holds
+//   kOffset     what is added to elements of A, whose instruction wants them without a sign: sums begin with a row before B
+//               that takes it away again
 //   kRowStep    rows of A and C come in multiples of this
 //   kDepthStep  so does the depth
 //   begin, end  called by a thread around a sequence of products
 //   Stored      a unit of B in memory
 //   kOperands   units of A that go with one of B
+//   start       what a vector of sums begins with
 //   load_units  a vector of units of B, as that many operands
 //   pack        a vector of units of two elements
 // Register tile: with six rows, the accumulators, one vector of A and kVectors of B fill the registers.
@@ -24,8 +27,10 @@ static constexpr int kPanel = kVectors * Vec::kWidth;
 struct VectorUnit {
     static constexpr int kRowStep = kRows;
     static constexpr int kDepthStep = 1;
+    static constexpr int kOffset = 0;
     FA_INLINE void begin() {}
     FA_INLINE void end() {}
+    FA_INLINE Vec start(const void*, int64_t) { return zero(); }
 };
 
 // Elements that are multiplied as floats.
@@ -59,6 +64,18 @@ struct Bfloat16Pair : VectorUnit {
 };
 #endif
 
+#ifdef FA_HAS_QUADS
+struct Int8Quad : VectorUnit {
+    using Stored = float;
+    static constexpr int kElements = 4;
+    static constexpr int kOffset = 128;
+    static constexpr int kOperands = 1;
+    FA_INLINE Vec start(const Stored* b, int64_t b_stride) { return load(b - b_stride); }
+    FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
+    FA_INLINE Vec multiply_add(Vec acc, Vec a, Vec b) { return dot_quads(acc, a, b); }
+};
+#endif
+
 // What is fetched while a product reads B: nothing, or what lies `bytes` behind it.
 struct FetchNothing {
     FA_INLINE void fetch(const void*, int64_t) {}
@@ -78,7 +95,7 @@ FA_INLINE void multiply_tile(const float* a, int64_t a_stride, const typename Un
 #pragma GCC unroll 16
     for (int i = 0; i < kRowCount; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < kUsed; ++j) acc[i][j] = zero();
+        for (int j = 0; j < kUsed; ++j) acc[i][j] = Unit::start(b + j * Vec::kWidth, b_stride);
     for (int64_t k = 0; k < depth; ++k) {
         const typename Unit::Stored* units = b + k * b_stride;
         ahead.fetch(units, kUsed * Vec::kWidth * sizeof(*units));

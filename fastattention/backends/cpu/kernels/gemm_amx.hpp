@@ -1,4 +1,4 @@
-// The matrix product on AMX: tiles of 16 rows by 64 bytes, in the same interleaved layout as vectors of pairs.
+// The matrix product on AMX: tiles of 16 rows by 64 bytes, in the same interleaved layout as vectors of pairs and quads.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -13,8 +13,10 @@ alignas(64) static const struct {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 } kAmxConfig;
 
-struct AmxPair {
-    static constexpr int kElements = 2;
+template <int kElementsOfUnit>
+struct AmxUnit {
+    static constexpr int kElements = kElementsOfUnit;
+    static constexpr int kOffset = 0;
     static constexpr int kRowStep = kAmxTile;
     static constexpr int kDepthStep = kAmxTile;
     using Stored = float;
@@ -25,9 +27,16 @@ struct AmxPair {
     FA_INLINE void begin() { _tile_loadconfig(&kAmxConfig); }
     FA_INLINE void end() { _tile_release(); }
 };
+using AmxPair = AmxUnit<2>;
+using AmxQuad = AmxUnit<4>;
+
+// Tile c += tile a times tile b: the instructions take the numbers of registers, which only a macro can hand on.
+#define FA_TILE_DOT(c, a, b)                                   \
+    if constexpr (Unit::kElements == 4) _tile_dpbssd(c, a, b); \
+    else _tile_dpbf16ps(c, a, b)
 
 // C of two by two tiles, or fewer at the edges, in registers 0 to 3; A in 4 and 5, B in 6 and 7.
-template <bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
+template <class Unit, bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
 FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                             int64_t c_stride, Fetch ahead) {
     const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, c_bytes = c_stride * 4;
@@ -47,15 +56,17 @@ FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, in
         ahead.fetch(b + k * b_stride, b_bytes);
         _tile_loadd(4, a + k, a_bytes);
         _tile_loadd(6, b + k * b_stride, b_bytes);
-        _tile_dpbf16ps(0, 4, 6);
+        FA_TILE_DOT(0, 4, 6);
         if constexpr (kTwoColumns) {
             _tile_loadd(7, b + k * b_stride + kAmxTile, b_bytes);
-            _tile_dpbf16ps(1, 4, 7);
+            FA_TILE_DOT(1, 4, 7);
         }
         if constexpr (kTwoRows) {
             _tile_loadd(5, a + kAmxTile * a_stride + k, a_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            if constexpr (kTwoColumns) _tile_dpbf16ps(3, 5, 7);
+            FA_TILE_DOT(2, 5, 6);
+            if constexpr (kTwoColumns) {
+                FA_TILE_DOT(3, 5, 7);
+            }
         }
     }
     _tile_stored(0, c, c_bytes);
@@ -64,25 +75,30 @@ FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, in
     if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, c_below + kAmxTile, c_bytes);
 }
 
-template <bool kTwoColumns, bool kAccumulate, class Fetch>
+template <class Unit, bool kTwoColumns, bool kAccumulate, class Fetch>
 FA_INLINE void multiply_amx_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
                                  int64_t c_stride, int64_t rows, Fetch ahead) {
     int64_t i = 0;
     for (; i + 2 * kAmxTile <= rows; i += 2 * kAmxTile)
-        multiply_amx<true, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
-                                                     c_stride, ahead);
+        multiply_amx<Unit, true, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                           c_stride, ahead);
     if (i < rows)
-        multiply_amx<false, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
-                                                      c_stride, ahead);
+        multiply_amx<Unit, false, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                            c_stride, ahead);
 }
 
-template <bool kAccumulate, class Fetch = FetchNothing>
-static void multiply_panel(AmxPair, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
-                           float* c, int64_t c_stride, int64_t rows, int64_t columns, Fetch ahead = {}) {
+template <bool kAccumulate, int kElements, class Fetch = FetchNothing>
+static void multiply_panel(AmxUnit<kElements>, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                           int64_t depth, float* c, int64_t c_stride, int64_t rows, int64_t columns, Fetch ahead = {}) {
     int64_t j = 0;
     for (; j + 2 * kAmxTile <= columns; j += 2 * kAmxTile)
-        multiply_amx_rows<true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows, ahead);
-    if (j < columns) multiply_amx_rows<false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows, ahead);
+        multiply_amx_rows<AmxUnit<kElements>, true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows,
+                                                                 ahead);
+    if (j < columns)
+        multiply_amx_rows<AmxUnit<kElements>, false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows,
+                                                                  ahead);
 }
+
+#undef FA_TILE_DOT
 
 }  // namespace FA_NAMESPACE

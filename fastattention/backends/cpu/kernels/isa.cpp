@@ -77,4 +77,13 @@ const std::vector<const Kernels*>& isas() {
 int num_isas() { return static_cast<int>(isas().size()); }
 const Kernels& isa_kernels(int index) { return *isas()[index]; }
 
+bool has_int8_dot(const Kernels& kernels) {
+#ifdef FA_BUILD_X86
+    constexpr int kEax = 0;
+    if (kernels.int8_dot == Int8Dot::kAvxVnni) return leaf7_bit(1, kEax, 4);
+    if (kernels.int8_dot == Int8Dot::kAvx512Vnni) return __builtin_cpu_supports("avx512vnni");
+#endif
+    return kernels.int8_dot == Int8Dot::kAmx;  // found only where AMX has it
+}
+
 }  // namespace fastattention

@@ -9,4 +9,7 @@ namespace fastattention {
 int num_isas();
 const Kernels& isa_kernels(int index);
 
+// Whether this processor has the instructions with which these kernels multiply int8.
+bool has_int8_dot(const Kernels& kernels);
+
 }  // namespace fastattention

@@ -24,6 +24,7 @@ using namespace fastattention;
 #include "gemm_amx.hpp"
 #endif
 #include "row_softmax.hpp"
+#include "int8_products.hpp"
 #include "prefill.hpp"
 #include "panel_cache.hpp"
 #include "backward.hpp"
@@ -67,6 +68,16 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
 #endif
 }
 
+// What prefill multiplies queries and keys as. Quantised caches have quantised keys already, which it does not quantise again.
+template <class Stored, class Unit, class Use>
+FA_INLINE auto with_key_unit([[maybe_unused]] const FaAttentionParams& p, Use&& use) {
+#ifdef FA_HAS_QUADS
+    if constexpr (!kQuantised<Stored>)
+        if (multiplies_int8(p)) return use(KeyQuad{});
+#endif
+    return use(Unit{});
+}
+
 // What the caches hold: elements of q's type, or those of a quantised cache.
 template <class Element, class Use>
 FA_INLINE auto with_stored(const FaAttentionParams& p, Use&& use) {
@@ -88,7 +99,16 @@ FA_INLINE auto with_dot(const FaAttentionParams& p, Use&& use) {
 }
 
 static PanelGeometry pack_geometry_of(const FaAttentionParams& params) {
-    return with_path(params, [&](auto path) { return panel_geometry<typename decltype(path)::Unit>(params); });
+    return with_path(params, [&](auto path) {
+        using Path = decltype(path);
+        using Unit = typename Path::Unit;
+        return with_key_unit<typename Path::Element, Unit>(
+            params, [&](auto key_unit) { return panel_geometry<Unit, decltype(key_unit)>(params); });
+    });
+}
+
+static void key_mean_of(const Call& call, const HeadPanels& head) {
+    with_path(*call.params, [&](auto path) { key_mean<typename decltype(path)::Element>(call, head); });
 }
 
 static void pack_panel_of(const Call& call, const HeadPanels& head, int64_t panel) {
@@ -97,15 +117,21 @@ static void pack_panel_of(const Call& call, const HeadPanels& head, int64_t pane
         using Element = typename Path::Element;
         if (call.params->panel_size > 0)
             return pack_cached_panel<Element, typename Path::CachedUnit>(call, head, panel, typename Path::Unit{});
-        with_stored<Element>(*call.params,
-                             [&](auto stored) { pack_panel<decltype(stored)>(call, head, panel, typename Path::Unit{}); });
+        with_stored<Element>(*call.params, [&](auto stored) {
+            with_key_unit<decltype(stored), typename Path::Unit>(*call.params, [&](auto key_unit) {
+                pack_panel<decltype(stored), decltype(key_unit), typename Path::Unit>(call, head, panel);
+            });
+        });
     });
 }
 
 static void prefill_tile_of(const Call& call, const HeadPanels& head, int64_t tile, float* scratch) {
     with_path(*call.params, [&](auto path) {
         using Path = decltype(path);
-        prefill_tile<typename Path::Element, typename Path::Unit>(call, head, tile, scratch);
+        using Unit = typename Path::Unit;
+        with_key_unit<typename Path::Element, Unit>(*call.params, [&](auto key_unit) {
+            prefill_tile<typename Path::Element, decltype(key_unit), Unit>(call, head, tile, scratch);
+        });
     });
 }
 
@@ -184,7 +210,15 @@ static void backward_chunk_of(const Call& call, const FaGradients& gradients, co
 extern const Kernels kernels;
 const Kernels kernels = {
     FA_NAME_OF(FA_NAMESPACE),
+#if defined(FA_HAS_AMX)
+    Int8Dot::kAmx,
+#elif defined(FA_HAS_QUADS)
+    Vec::kWidth == 16 ? Int8Dot::kAvx512Vnni : Int8Dot::kAvxVnni,
+#else
+    Int8Dot::kNone,
+#endif
     pack_geometry_of,
+    key_mean_of,
     pack_panel_of,
     prefill_tile_of,
     decode_columns_of,

@@ -38,6 +38,7 @@ typedef struct FaAttentionParams {
     int64_t dtype;        // of q, k_new, v_new, out and the rotary tables
     int64_t cache_dtype;  // of k and v: dtype, or FA_INT8 or FA_FLOAT8 (e4m3) with scales
     int64_t bias_dtype;
+    int64_t qk_dtype;  // of the numbers that queries and keys are multiplied as: dtype, or FA_INT8
     int64_t batch_size, seqlen_q, seqlen_k, seqlen_new;
     int64_t nheads, nheads_k, headdim, headdim_v;
     int64_t page_block_size;  // 0 when k and v are not paged

@@ -63,6 +63,9 @@ FA_HOST_DEVICE inline bool values_in_keys(const FaAttentionParams& p) {
 
 FA_HOST_DEVICE inline bool is_quantised(const FaAttentionParams& p) { return p.k_scale != nullptr; }
 
+// Whether queries and keys are multiplied in int8.
+FA_HOST_DEVICE inline bool multiplies_int8(const FaAttentionParams& p) { return p.qk_dtype == FA_INT8; }
+
 // One sequence of the batch. Pointers are to its first query token and its head 0; the strides are in Call's params.
 struct Sequence {
     TileRange mask;  // also holds seqlen_q and seqlen_k, the keys after an append
@@ -138,20 +141,21 @@ private:
 };
 
 // Keys and values of one head of one sequence, repacked for the matrix products of prefill. A unit is 32 bits: one float,
-// or two neighbouring bfloat16 (of a key's head dimension, or of two keys' values).
+// two neighbouring bfloat16 (of a key's head dimension, or of two keys' values), or four int8 (of a key's).
 struct HeadPanels {
     int64_t sequence;
     int64_t kv_head;
     float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
     float* values;  // (units of keys, PanelGeometry::value_stride)
-    float* key_scales;  // of a quantised cache, one a key; zeros past the end
-    float* value_scales;
+    float* key_scales;  // of a quantised cache, or of keys in int8, one a key; zeros past the end
+    float* value_scales;  // of a quantised cache
+    float* key_mean;      // taken from keys in int8: (headdim), zeros behind it up to a whole vector
 };
 
 // How an instruction set packs for a dtype and head dimension, in the units above.
 struct PanelGeometry {
     int64_t panel;           // keys a panel holds; packing is done a panel at a time
-    int64_t key_units;       // units of one key
+    int64_t key_units;       // units of one key, and the one of a panel's first row if sums begin with that
     int64_t keys_per_unit;   // keys that share a unit of values
     int64_t value_columns;   // headdim_v padded
     int64_t value_stride;    // floats from one unit of values to the next
@@ -202,10 +206,15 @@ constexpr int64_t kMaxSplitFloats = 512 * kMaxSplitHeads;
 // Waits for another thread to store `wanted`, and for what that thread wrote before.
 void wait_for(const int32_t* number, int32_t wanted);
 
+// What multiplies int8.
+enum class Int8Dot { kNone, kAvxVnni, kAvx512Vnni, kAmx };
+
 struct Kernels {
     const char* name;
+    Int8Dot int8_dot;  // which its processors may lack
 
     PanelGeometry (*panel_geometry)(const FaAttentionParams& params);
+    void (*key_mean)(const Call& call, const HeadPanels& head);  // before the panels of keys in int8
     void (*pack_panel)(const Call& call, const HeadPanels& head, int64_t panel);
     void (*prefill_tile)(const Call& call, const HeadPanels& head, int64_t tile, float* scratch);
 

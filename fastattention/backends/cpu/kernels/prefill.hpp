@@ -25,11 +25,22 @@ static constexpr int64_t kDepthElements = 256;
 // Values and results of more columns have padded rows, too.
 static constexpr int64_t kUnpaddedColumns = 256;
 
-template <class Unit>
+// Rows that products with either unit take at most for `rows`.
+template <class Unit, class KeyUnit>
+FA_INLINE int64_t padded_rows_of(int64_t rows) {
+    return larger(round_up(rows, Unit::kRowStep), round_up(rows, KeyUnit::kRowStep));
+}
+
+// Rows of units at the head of a panel: what sums begin with, one number a key, for units that have this.
+template <class KeyUnit>
+static constexpr int64_t kStartUnits = KeyUnit::kOffset == 0 ? 0 : 1;
+
+// Unit: of weights and values; KeyUnit: of queries and keys.
+template <class Unit, class KeyUnit = Unit>
 FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
     PanelGeometry g;
     g.panel = kPanel;
-    g.key_units = round_up(p.headdim, Unit::kElements * Unit::kDepthStep) / Unit::kElements;
+    g.key_units = kStartUnits<KeyUnit> + round_up(p.headdim, KeyUnit::kElements * KeyUnit::kDepthStep) / KeyUnit::kElements;
     g.keys_per_unit = Unit::kElements;
     g.value_columns = round_up(p.headdim_v, Vec::kWidth);
     g.value_stride = g.value_columns > kUnpaddedColumns ? g.value_columns + kRowPadding : g.value_columns;
@@ -40,7 +51,7 @@ FA_INLINE PanelGeometry panel_geometry(const FaAttentionParams& p) {
         const bool tall = Vec::kWidth == 16 && larger(p.headdim, p.headdim_v) <= kWidestOfTallTiles;
         g.tile_rows = tall && p.block_m % kMostBlockTileRows == 0 ? kMostBlockTileRows : kBlockTileRows;
     }
-    const int64_t padded_rows = round_up(g.tile_rows, Unit::kRowStep);
+    const int64_t padded_rows = padded_rows_of<Unit, KeyUnit>(g.tile_rows);
     const int64_t query_stride = g.key_units + kRowPadding;
     // A query is widened before it is narrowed to pairs: the last row needs room for that.
     g.scratch_floats = padded_rows * (query_stride + kScoreStride + g.value_stride + Vec::kWidth) + kMaxHeaddim;
@@ -87,33 +98,10 @@ FA_INLINE void transpose_keys(float* block, float* panel, int64_t units) {
     }
 }
 
-// Packs one panel of keys, transposed, and the values of the same keys. Keys past the end become zeros: their scores are
-// masked, and zeros keep whatever follows the sequence in memory out of the products. Quantised numbers stay without their
-// scales, which join the scores and the probabilities: floats and bfloat16 hold them exactly.
+// Keys and values on their way into units.
 template <class Stored>
-static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, FloatUnit) {
-    const FaAttentionParams& p = *call.params;
-    const PanelGeometry g = panel_geometry<FloatUnit>(p);
-    const int64_t first = panel * kPanel;
-    const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
-    const PanelRows rows(call, head, first, n);
-    float* keys = head.keys + first * g.key_units;
-    float* values = head.values + first * g.value_stride;
-    const int64_t padded = round_up(g.key_units, Vec::kWidth);
-    float block[Vec::kWidth * kBlockStride];
-    for (int64_t j = 0; j < kPanel; ++j) {
-        float* key = block + j % Vec::kWidth * kBlockStride;
-        float* value = values + j * g.value_stride;
-        if (j < n) {
-            widen_row(reinterpret_cast<const Stored*>(rows.keys[j]), key, p.headdim, padded);
-            widen_row(reinterpret_cast<const Stored*>(rows.values[j]), value, p.headdim_v, g.value_columns);
-        } else {
-            memset(key, 0, padded * sizeof(float));
-            memset(value, 0, g.value_columns * sizeof(float));
-        }
-        if ((j + 1) % Vec::kWidth == 0) transpose_keys(block, keys + j + 1 - Vec::kWidth, g.key_units);
-    }
-    pack_scales<Stored>(call, head, first, n);
+FA_INLINE void load_key(const Stored* from, float* key, int64_t n, FloatUnit) {
+    widen_row(from, key, n, n);
 }
 
 #ifdef FA_HAS_BF16_DOT
@@ -127,50 +115,94 @@ FA_INLINE void copy_row(const Stored* from, Bfloat16* to, int64_t n) {
 }
 
 template <class Stored, class Pair>
-static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel, Pair) {
-    const FaAttentionParams& p = *call.params;
-    const PanelGeometry g = panel_geometry<Pair>(p);
+FA_INLINE void load_key(const Stored* from, float* key, int64_t n, Pair) {
+    copy_row(from, reinterpret_cast<Bfloat16*>(key), n);
+}
+#endif
+
+// Packs n keys of a panel, transposed. Keys past the end become zeros: their scores are masked, and zeros keep whatever
+// follows the sequence in memory out of the products.
+template <class Stored, class KeyUnit>
+static void pack_keys(const Call& call, const HeadPanels& head, char* const* rows, int64_t first, int64_t n,
+                      int64_t key_units) {
+    constexpr int64_t kStart = kStartUnits<KeyUnit>;
+    const int64_t headdim = call.params->headdim, units = key_units - kStart;
+    float* panel = head.keys + first * key_units;
+    float block[Vec::kWidth * kBlockStride];
+    for (int64_t j = 0; j < kPanel; ++j) {
+        float* key = block + j % Vec::kWidth * kBlockStride;
+        memset(key, 0, round_up(units, Vec::kWidth) * sizeof(float));
+        const auto* row = reinterpret_cast<const Stored*>(rows[j]);
+        if constexpr (KeyUnit::kElements == 4) {
+            int32_t start = 0;
+            head.key_scales[first + j] = j < n ? quantise_key<KeyUnit>(row, head.key_mean, key, headdim, start) : 0.0f;
+            if (kStart) memcpy(panel + j, &start, sizeof(start));
+        } else if (j < n) {
+            load_key(row, key, headdim, KeyUnit{});
+        }
+        if ((j + 1) % Vec::kWidth == 0) transpose_keys(block, panel + kStart * kPanel + j + 1 - Vec::kWidth, units);
+    }
+}
+
+// The values of the same keys.
+template <class Stored>
+static void pack_values(char* const* rows, float* values, int64_t n, int64_t headdim_v, const PanelGeometry& g, FloatUnit) {
+    for (int64_t j = 0; j < kPanel; ++j, values += g.value_stride) {
+        if (j < n) {
+            widen_row(reinterpret_cast<const Stored*>(rows[j]), values, headdim_v, g.value_columns);
+        } else {
+            memset(values, 0, g.value_columns * sizeof(float));
+        }
+    }
+}
+
+#ifdef FA_HAS_BF16_DOT
+template <class Stored, class Pair>
+static void pack_values(char* const* rows, float* values, int64_t n, int64_t headdim_v, const PanelGeometry& g, Pair) {
+    Bfloat16 pair[2][kMaxHeaddimV + 2 * Vec::kWidth] = {};
+    for (int64_t j = 0; j < kPanel; j += 2, values += g.value_stride) {
+        for (int64_t i = 0; i < 2; ++i) {
+            if (j + i < n) {
+                copy_row(reinterpret_cast<const Stored*>(rows[j + i]), pair[i], headdim_v);
+            } else {
+                memset(pair[i], 0, headdim_v * sizeof(Bfloat16));
+            }
+        }
+        pair_row(pair[0], pair[1], values, g.value_columns);
+    }
+}
+#endif
+
+// Packs one panel of keys and the values of the same keys. Numbers of a quantised cache stay without their scales, which join
+// the scores and the probabilities: floats and bfloat16 hold them exactly.
+template <class Stored, class KeyUnit, class Unit>
+static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel) {
+    const PanelGeometry g = panel_geometry<Unit, KeyUnit>(*call.params);
     const int64_t first = panel * kPanel;
     const int64_t n = smaller(kPanel, call.sequences[head.sequence].mask.seqlen_k - first);
     const PanelRows rows(call, head, first, n);
-    float* keys = head.keys + first * g.key_units;
-    float* values = head.values + first / 2 * g.value_stride;
-    const int64_t padded = round_up(g.key_units, Vec::kWidth);
-    float block[Vec::kWidth * kBlockStride];
-    Bfloat16 pair[2][kMaxHeaddimV + 2 * Vec::kWidth] = {};
-    for (int64_t j = 0; j < kPanel; ++j) {
-        float* key = block + j % Vec::kWidth * kBlockStride;
-        memset(key, 0, padded * sizeof(float));
-        if (j < n) copy_row(reinterpret_cast<const Stored*>(rows.keys[j]), reinterpret_cast<Bfloat16*>(key), p.headdim);
-        if ((j + 1) % Vec::kWidth == 0) transpose_keys(block, keys + j + 1 - Vec::kWidth, g.key_units);
-    }
-    for (int64_t j = 0; j < kPanel; j += 2) {
-        for (int64_t i = 0; i < 2; ++i) {
-            if (j + i < n) {
-                copy_row(reinterpret_cast<const Stored*>(rows.values[j + i]), pair[i], p.headdim_v);
-            } else {
-                memset(pair[i], 0, p.headdim_v * sizeof(Bfloat16));
-            }
-        }
-        pair_row(pair[0], pair[1], values + j / 2 * g.value_stride, g.value_columns);
-    }
+    pack_keys<Stored, KeyUnit>(call, head, rows.keys, first, n, g.key_units);
+    float* values = head.values + first / g.keys_per_unit * g.value_stride;
+    pack_values<Stored>(rows.values, values, n, call.params->headdim_v, g, Unit{});
     pack_scales<Stored>(call, head, first, n);
 }
-#endif
 
 // result = rows (rows, units of elements) times a panel of keys with elements first: the first `columns` of its keys.
 template <class Unit>
 FA_INLINE void multiply_key_panel(const float* rows, int64_t stride, const float* panel, int64_t units, float* result,
                                   int64_t result_stride, int64_t num_rows, int64_t columns) {
-    constexpr int64_t kDepth = kDepthElements / Unit::kElements;
+    constexpr bool kWhole = Unit::kOffset != 0;  // what sums begin with is that of all units
+    constexpr int64_t kDepth = kWhole ? kMaxHeaddim : kDepthElements / Unit::kElements;
     multiply_panel<false>(Unit{}, rows, stride, panel, kPanel, smaller(kDepth, units), result, result_stride, num_rows,
                           columns);
-    for (int64_t u = kDepth; u < units; u += kDepth)
-        multiply_panel<true>(Unit{}, rows + u, stride, panel + u * kPanel, kPanel, smaller(kDepth, units - u), result,
-                             result_stride, num_rows, columns);
+    if constexpr (!kWhole)
+        for (int64_t u = kDepth; u < units; u += kDepth)
+            multiply_panel<true>(Unit{}, rows + u, stride, panel + u * kPanel, kPanel, smaller(kDepth, units - u), result,
+                                 result_stride, num_rows, columns);
 }
 
-template <class Element, class Unit>
+// KeyUnit: of the product of queries and keys; Unit: of that of weights and values.
+template <class Element, class KeyUnit, class Unit>
 class PrefillTile {
 public:
     PrefillTile(const Call& call, const HeadPanels& head, int64_t tile, float* scratch)
@@ -178,22 +210,24 @@ public:
           p_(*call.params),
           head_(head),
           sequence_(call.sequences[head.sequence]),
-          geometry_(panel_geometry<Unit>(p_)),
+          geometry_(panel_geometry<Unit, KeyUnit>(p_)),
           softmax_(call, sequence_),
           dropout_(Dropout::of(p_)),
           rows_(call.tile(sequence_, tile, geometry_.tile_rows)),
-          padded_rows_(round_up(rows_.count, Unit::kRowStep)),
-          query_stride_(geometry_.key_units + kRowPadding) {
-        static_assert((kMostBlockTileRows + Unit::kRowStep - 1) / Unit::kRowStep * Unit::kRowStep <= kRoomForRows);
+          padded_rows_(padded_rows_of<Unit, KeyUnit>(rows_.count)),
+          query_units_(geometry_.key_units - kStartUnits<KeyUnit>),
+          query_stride_(query_units_ + kRowPadding) {
+        constexpr int64_t kMostRowStep = Unit::kRowStep > KeyUnit::kRowStep ? Unit::kRowStep : KeyUnit::kRowStep;
+        static_assert(kMostBlockTileRows + kMostRowStep - 1 <= kRoomForRows);
         queries_ = scratch;
-        const int64_t room = round_up(geometry_.tile_rows, Unit::kRowStep);
+        const int64_t room = padded_rows_of<Unit, KeyUnit>(geometry_.tile_rows);
         scores_ = queries_ + room * query_stride_ + kMaxHeaddim;
         acc_o_ = scores_ + room * kScoreStride;
         row_sum_ = acc_o_ + room * geometry_.value_stride;
     }
 
     void run() {
-        Unit::begin();
+        KeyUnit::begin();  // one with tiles wherever Unit has these
         start();
         const TileRange& mask = sequence_.mask;
         const QueryRow first = at(0);
@@ -208,10 +242,12 @@ public:
             accumulate_values();
         }
         finish();
-        Unit::end();
+        KeyUnit::end();
     }
 
 private:
+    static constexpr bool kInt8 = KeyUnit::kElements == 4;
+
     QueryRow at(int64_t row) const { return query_row(call_, head_.kv_head, rows_, row); }
 
     // Neighbouring keys, and where their scores are.
@@ -248,24 +284,37 @@ private:
             store(row_sum_ + row * Vec::kWidth, zero());
             float* query = queries_ + row * query_stride_;
             if (row < rows_.count) {
-                load_query<Element>(call_, sequence_, at(row), query, geometry_.key_units * Unit::kElements);
-                // In place, into the first half: what is written is never ahead of what is still to be read.
-                if (Unit::kElements == 2) narrow_row(query, reinterpret_cast<Bfloat16*>(query), geometry_.key_units * 2);
+                load_query_units(row, query);
             } else {
-                memset(query, 0, geometry_.key_units * sizeof(float));
+                // In bytes: of queries in int8 the number that stands for 0.
+                memset(query, KeyUnit::kOffset, query_units_ * sizeof(float));
                 memset(scores_ + row * kScoreStride, 0, kScoreStride * sizeof(float));
             }
         }
         memset(acc_o_, 0, padded_rows_ * geometry_.value_stride * sizeof(float));
     }
 
+    void load_query_units(int64_t row, float* query) {
+        if constexpr (kInt8) {
+            query_scales_[row] =
+                quantise_query<Element, KeyUnit>(call_, sequence_, at(row), head_.key_mean, query, query_units_);
+            return;
+        }
+        load_query<Element>(call_, sequence_, at(row), query, query_units_ * KeyUnit::kElements);
+        // In place, into the first half: what is written is never ahead of what is still to be read.
+        if constexpr (KeyUnit::kElements == 2)
+            narrow_row(query, reinterpret_cast<Bfloat16*>(query), query_units_ * KeyUnit::kElements);
+    }
+
     void multiply_queries() {
         const int64_t units = geometry_.key_units;
+        const float* keys = head_.keys + kStartUnits<KeyUnit> * kPanel;
+        const int64_t rows = round_up(rows_.count, KeyUnit::kRowStep);
         for (int64_t i = 0; i < num_runs_; ++i)
             for (int64_t j = 0; j < runs_[i].count; j += kPanel)
-                multiply_key_panel<Unit>(queries_, query_stride_, head_.keys + (runs_[i].key + j) * units, units,
-                                         scores_ + runs_[i].column + j, kScoreStride, padded_rows_,
-                                         smaller(kPanel, round_up(runs_[i].count - j, Vec::kWidth)));
+                multiply_key_panel<KeyUnit>(queries_, query_stride_, keys + (runs_[i].key + j) * units, query_units_,
+                                            scores_ + runs_[i].column + j, kScoreStride, rows,
+                                            smaller(kPanel, round_up(runs_[i].count - j, Vec::kWidth)));
     }
 
     void softmax(int64_t row, bool full) {
@@ -282,9 +331,15 @@ private:
             value_scales = factors;
         }
         if (head_.value_scales) value_scales = head_.value_scales + runs_[0].key;  // of a cache, which has no block mask
-        for (int64_t i = 0; i < num_runs_ && runs_[i].column < end; ++i)
-            softmax_.modify(where, scores + runs_[i].column, runs_[i].key, smaller(runs_[i].count, end - runs_[i].column),
-                            head_.key_scales ? head_.key_scales + runs_[i].key : nullptr);
+        for (int64_t i = 0; i < num_runs_ && runs_[i].column < end; ++i) {
+            const int64_t count = smaller(runs_[i].count, end - runs_[i].column);
+            const float* key_scales = head_.key_scales ? head_.key_scales + runs_[i].key : nullptr;
+            if constexpr (kInt8) {
+                scale_products(scores + runs_[i].column, key_scales, query_scales_[row], count);
+                key_scales = nullptr;
+            }
+            softmax_.modify(where, scores + runs_[i].column, runs_[i].key, count, key_scales);
+        }
         softmax_.weigh(
             scores, begin, end, padded_keys(columns_),
             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},
@@ -293,11 +348,12 @@ private:
 
     void accumulate_values() {
         const int64_t columns = geometry_.value_columns, stride = geometry_.value_stride;
+        const int64_t rows = round_up(rows_.count, Unit::kRowStep);
         for (int64_t c = 0; c < columns; c += kPanel)
             for (int64_t i = 0; i < num_runs_; ++i)
                 multiply_panel<true>(Unit{}, scores_ + runs_[i].column / Unit::kElements, kScoreStride,
                                      head_.values + runs_[i].key / Unit::kElements * stride + c, stride,
-                                     padded_keys(runs_[i].count) / Unit::kElements, acc_o_ + c, stride, padded_rows_,
+                                     padded_keys(runs_[i].count) / Unit::kElements, acc_o_ + c, stride, rows,
                                      smaller(kPanel, columns - c));
     }
 
@@ -316,16 +372,17 @@ private:
     const RowSoftmax<Unit> softmax_;
     const Dropout dropout_;
     const RowTile rows_;
-    const int64_t padded_rows_, query_stride_;
+    const int64_t padded_rows_, query_units_, query_stride_;
     Run runs_[kTileKeys / kPanel];  // of the tile
     int64_t num_runs_ = 0, columns_ = 0;
     float *queries_, *scores_, *acc_o_, *row_sum_;
     float row_max_[kRoomForRows];
+    QueryScale query_scales_[kInt8 ? kRoomForRows : 1];
 };
 
-template <class Element, class Unit>
+template <class Element, class KeyUnit, class Unit>
 static void prefill_tile(const Call& call, const HeadPanels& head, int64_t tile, float* scratch) {
-    PrefillTile<Element, Unit>(call, head, tile, scratch).run();
+    PrefillTile<Element, KeyUnit, Unit>(call, head, tile, scratch).run();
 }
 
 }  // namespace FA_NAMESPACE

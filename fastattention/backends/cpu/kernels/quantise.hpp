@@ -1,4 +1,4 @@
-// Numbers as a quantised cache stores them. The formula is that of fastattention/quantised.py, bit for bit.
+// Quantised numbers: of caches, and of queries and keys that are multiplied in int8. The formula is that of fastattention/quantised.py, bit for bit.
 #pragma once
 
 namespace FA_NAMESPACE {
@@ -6,11 +6,8 @@ namespace FA_NAMESPACE {
 FA_INLINE float largest_stored(Int8) { return 127.0f; }
 FA_INLINE float largest_stored(Float8) { return 448.0f; }
 
-// x: integral, at most 127.
-FA_INLINE Int8 to_stored(float x, Int8) { return {static_cast<int8_t>(x)}; }
-
 // Rounded to nearest even; |x| at most 448.
-FA_INLINE Float8 to_stored(float x, Float8) {
+FA_INLINE Float8 to_float8(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     const uint32_t sign = bits >> 24 & 0x80;
@@ -25,8 +22,12 @@ FA_INLINE Float8 to_stored(float x, Float8) {
     return {static_cast<uint8_t>(sign | ((bits - (120u << 23) + 0x7ffff + (bits >> 20 & 1)) >> 20))};
 }
 
-FA_INLINE Vec round_for(Vec x, Int8) { return round_nearest(x); }
-FA_INLINE Vec round_for(Vec x, Float8) { return x; }  // when it is stored
+FA_INLINE void store_rounded(Int8* to, Vec x) { store(to, round_nearest(x)); }
+FA_INLINE void store_rounded(Float8* to, Vec x) {
+    float lanes[Vec::kWidth];
+    store(lanes, x);
+    for (int lane = 0; lane < Vec::kWidth; ++lane) to[lane] = to_float8(lanes[lane]);
+}
 
 // Stores x[0..n) as multiples of the scale that is returned: 0 for zeros, NaN when an element is not finite. x is padded
 // with zeros to whole vectors.
@@ -45,12 +46,16 @@ static float quantise_row(const float* x, int64_t n, Stored* to) {
     }
     // Finite also for amax so small that its reciprocal is not.
     const float factor = largest / amax < kLargest ? largest / amax : kLargest;
-    float lanes[Vec::kWidth];
     for (int64_t i = 0; i < n; i += Vec::kWidth) {
         const Vec scaled = load(x + i) * broadcast(factor);
         const Vec bounded = maximum(zero() - maximum(zero() - scaled, broadcast(-largest)), broadcast(-largest));
-        store(lanes, round_for(bounded, Stored{}));
-        for (int64_t lane = 0; lane < smaller(Vec::kWidth, n - i); ++lane) to[i + lane] = to_stored(lanes[lane], Stored{});
+        if (i + Vec::kWidth <= n) {
+            store_rounded(to + i, bounded);
+        } else {
+            Stored last[Vec::kWidth];
+            store_rounded(last, bounded);
+            memcpy(to + i, last, (n - i) * sizeof(Stored));
+        }
     }
     return amax / largest;
 }

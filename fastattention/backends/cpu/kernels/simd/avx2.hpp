@@ -111,6 +111,13 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     memcpy(p, padded, n * sizeof(Half));
 }
 
+// Integral numbers of at most 127.
+FA_INLINE void store(Int8* p, Vec a) {
+    const __m256i numbers = _mm256_cvtps_epi32(a.v);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+
 FA_INLINE Vec load_pairs(const Bfloat16* p) {
     return {_mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -160,6 +167,16 @@ FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
     const __m256i sign = broadcast_integer(0x80000000u);  // comparisons are of numbers with one
     const __m256i below = _mm256_cmpgt_epi32(broadcast_integer(limit ^ 0x80000000u), x ^ sign);
     return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(below))};
+}
+
+// Vectors of integers as their bits: eight of 32 bits, or quads of four of 8 bits.
+#define FA_HAS_QUADS
+FA_INLINE Vec integers_to_floats(Vec a) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(a.v))}; }
+// acc + the four products of each quad: a has no signs, b has. Only for processors with AVX-VNNI. In assembler: the
+// intrinsic does not become part of functions that are compiled for processors without.
+FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.v) : "x"(a.v), "x"(b.v));
+    return acc;
 }
 
 // Lane i of the result is the sum of all lanes of acc[i].

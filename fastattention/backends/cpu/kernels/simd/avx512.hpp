@@ -90,6 +90,11 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), to_bits16(a, Half{}));
 }
 
+// Integral numbers of at most 127.
+FA_INLINE void store(Int8* p, Vec a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+
 FA_INLINE Vec load_pairs(const Bfloat16* p) { return {_mm512_castsi512_ps(_mm512_loadu_si512(p))}; }
 FA_INLINE Vec load_pairs_partial(const Bfloat16* p, int n) {
     return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1ull), p))};
@@ -160,8 +165,9 @@ FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
     return {_mm512_mask_blend_ps(_mm512_cmplt_epu32_mask(x, broadcast_integer(limit)), b.v, a.v)};
 }
 
-// Vectors of integers, 16 of 32 bits or 32 of 16 bits (words), as their bits.
+// Vectors of integers as their bits: 16 of 32 bits, 32 of 16 bits (words), or quads of four of 8 bits.
 #define FA_HAS_WORDS
+#define FA_HAS_QUADS
 FA_INLINE Vec from_integers(__m512i a) { return {_mm512_castsi512_ps(a)}; }
 FA_INLINE __m512i to_integers(Vec a) { return _mm512_castps_si512(a.v); }
 FA_INLINE Vec integers_to_floats(Vec a) { return {_mm512_cvtepi32_ps(to_integers(a))}; }
@@ -182,6 +188,12 @@ FA_INLINE Vec dot_words(Vec acc, Vec a, Vec b) {
 #else
     return from_integers(_mm512_add_epi32(to_integers(acc), _mm512_madd_epi16(to_integers(a), to_integers(b))));
 #endif
+}
+// acc + the four products of each quad: a has no signs, b has. Only for processors with AVX512_VNNI. In assembler: the
+// intrinsic does not become part of functions that are compiled for processors without.
+FA_INLINE Vec dot_quads(Vec acc, Vec a, Vec b) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));
+    return acc;
 }
 FA_INLINE __m256i round_words(Vec a) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)); }
 FA_INLINE void store_words(uint16_t* to, __m256i words) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words); }

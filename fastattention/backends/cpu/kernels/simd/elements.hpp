@@ -18,7 +18,7 @@ struct Bfloat16 {
 struct Float16 {
     uint16_t bits;
 };
-// Of quantised caches: numbers to be multiplied with a scale.
+// Quantised: numbers to be multiplied with a scale.
 struct Int8 {
     int8_t value;
 };

@@ -44,6 +44,14 @@ FA_INLINE float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3])
 // a where x < limit, else b.
 FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) { return choose((Int4)(x.v < limit.v), a, b); }
 
+// Integral numbers of at most 127.
+FA_INLINE void store(Int8* to, Vec a) {
+    for (int i = 0; i < 4; ++i) to[i].value = static_cast<int8_t>(a.v[i]);
+}
+
+// Four integers of 32 bits, given as their bits.
+FA_INLINE Vec integers_to_floats(Vec a) { return {__builtin_convertvector((Int4)a.v, Float4)}; }
+
 // Four integers of 32 bits, as numbers without a sign.
 using Integers = Uint4;
 FA_INLINE Integers broadcast_integer(uint32_t x) { return Uint4{x, x, x, x}; }

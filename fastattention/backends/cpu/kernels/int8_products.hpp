@@ -1,0 +1,91 @@
+// Queries and keys that are multiplied in int8, as fastattention/reference.py says: each row has a scale, keys lose their mean
+// first, and scores get it back as the product of the query with it.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+// Tokens whose keys are summed up in floats, before doubles sum these sums up.
+static constexpr int64_t kMeanTokens = 128;
+
+// Writes HeadPanels::key_mean, of all keys of the sequence, whether or not a query sees them. Elements that are not finite
+// count as 0.
+template <class Element>
+static void key_mean(const Call& call, const HeadPanels& head) {
+    const Sequence& s = call.sequences[head.sequence];
+    const Rows keys = call.keys(s, head.kv_head);
+    const int64_t n = call.params->headdim, padded = round_up(n, Vec::kWidth), seqlen_k = s.mask.seqlen_k;
+    double total[kMaxHeaddim + Vec::kWidth] = {};
+    for (int64_t first = 0; first < seqlen_k; first += kMeanTokens) {
+        const int64_t count = smaller(kMeanTokens, seqlen_k - first);
+        char* rows[kMeanTokens];
+        keys.addresses(first, count, rows);
+        float sum[kMaxHeaddim + Vec::kWidth] = {}, key[kMaxHeaddim + Vec::kWidth];
+        for (int64_t j = 0; j < count; ++j) {
+            widen_row(reinterpret_cast<const Element*>(rows[j]), key, n, padded);
+            for (int64_t c = 0; c < padded; c += Vec::kWidth) {
+                const Vec x = load(key + c);
+                const Vec finite = select_less(absolute(x), broadcast(kInfinity), x, zero());
+                // A part of it, so that no sum of floats overflows.
+                store(sum + c, fma(finite, broadcast(1.0f / kMeanTokens), load(sum + c)));
+            }
+        }
+        for (int64_t c = 0; c < n; ++c) total[c] += sum[c];
+    }
+    float mean[kMaxHeaddim];
+    for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(total[c] * kMeanTokens / static_cast<double>(seqlen_k));
+    Bfloat16 rounded[kMaxHeaddim];
+    narrow_row(mean, rounded, n);
+    widen_row(rounded, head.key_mean, n, padded);
+}
+
+#ifdef FA_HAS_AMX
+using KeyQuad = AmxQuad;
+#elif defined(FA_HAS_QUADS)
+using KeyQuad = Int8Quad;
+#endif
+
+// Writes a key without the mean as quads and returns its scale. start: what sums of its products begin with.
+template <class Quad, class Element>
+FA_INLINE float quantise_key(const Element* from, const float* mean, float* quads, int64_t n, int32_t& start) {
+    const int64_t padded = round_up(n, Vec::kWidth);
+    float key[kMaxHeaddim + Vec::kWidth];
+    widen_row(from, key, n, padded);
+    for (int64_t c = 0; c < padded; c += Vec::kWidth) store(key + c, load(key + c) - load(mean + c));
+    auto* stored = reinterpret_cast<Int8*>(quads);
+    const float scale = quantise_row(key, padded, stored);
+    int32_t sum = 0;
+    for (int64_t i = 0; i < padded; ++i) sum += stored[i].value;
+    start = -Quad::kOffset * sum;
+    return scale;
+}
+
+// What turns products of a query into scores.
+struct QueryScale {
+    float scale;
+    float of_mean;  // the query times the mean of keys
+};
+
+// Writes a query as quads, `units` of them.
+template <class Element, class Quad>
+static QueryScale quantise_query(const Call& call, const Sequence& s, QueryRow at, const float* mean, float* quads,
+                                 int64_t units) {
+    const int64_t padded = round_up(call.params->headdim, Vec::kWidth);
+    float query[kMaxHeaddim + Vec::kWidth];
+    load_query<Element>(call, s, at, query, padded);
+    Vec of_mean = zero();
+    for (int64_t c = 0; c < padded; c += Vec::kWidth) of_mean = fma(load(query + c), load(mean + c), of_mean);
+    memset(quads, 0, units * sizeof(float));
+    const float scale = quantise_row(query, padded, reinterpret_cast<Int8*>(quads));
+    auto* bytes = reinterpret_cast<uint8_t*>(quads);
+    for (int64_t i = 0; i < units * Quad::kElements; ++i) bytes[i] += Quad::kOffset;
+    return {scale, reduce_add(of_mean)};
+}
+
+// Products, which are integers, become floats, n of them and up to a whole vector.
+FA_INLINE void scale_products(float* scores, const float* key_scales, QueryScale query, int64_t n) {
+    const Vec scale = broadcast(query.scale), of_mean = broadcast(query.of_mean);
+    for (int64_t j = 0; j < n; j += Vec::kWidth)
+        store(scores + j, fma(integers_to_floats(load(scores + j)), load(key_scales + j) * scale, of_mean));
+}
+
+}  // namespace FA_NAMESPACE

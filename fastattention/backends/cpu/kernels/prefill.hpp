@@ -331,19 +331,21 @@ private:
             value_scales = factors;
         }
         if (head_.value_scales) value_scales = head_.value_scales + runs_[0].key;  // of a cache, which has no block mask
+        Vec highest = broadcast(-kInfinity);
         for (int64_t i = 0; i < num_runs_ && runs_[i].column < end; ++i) {
             const int64_t count = smaller(runs_[i].count, end - runs_[i].column);
             const float* key_scales = head_.key_scales ? head_.key_scales + runs_[i].key : nullptr;
             if constexpr (kInt8) {
-                scale_products(scores + runs_[i].column, key_scales, query_scales_[row], count);
+                highest = maximum(highest, scale_products(scores + runs_[i].column, key_scales, query_scales_[row], count));
                 key_scales = nullptr;
             }
             softmax_.modify(where, scores + runs_[i].column, runs_[i].key, count, key_scales);
         }
+        const bool known = kInt8 && full && !softmax_.modifies() && columns_ % (kVectorsAtOnce * Vec::kWidth) == 0;
         softmax_.weigh(
             scores, begin, end, padded_keys(columns_),
             {&row_max_[row], row_sum_ + row * Vec::kWidth, acc_o_ + row * geometry_.value_stride, geometry_.value_columns},
-            value_scales);
+            value_scales, known ? &highest : nullptr);
     }
 
     void accumulate_values() {

@@ -40,16 +40,19 @@ public:
         if (units_.modified) modify_scores(score_row(call_, sequence_, at.token, at.head), scores, key, n);
     }
 
-    // The second: scores become weights, times the scales of values unless these are null.
-    void weigh(float* scores, int64_t begin, int64_t end, int64_t padded, RunningRow row, const float* value_scales) const {
+    // Whether that is more than to multiply.
+    bool modifies() const { return units_.modified; }
+
+    // The second: scores become weights, times the scales of values unless these are null. known: the highest of all scores,
+    // lane by lane, null when they are to be looked at.
+    void weigh(float* scores, int64_t begin, int64_t end, int64_t padded, RunningRow row, const float* value_scales,
+               const Vec* known = nullptr) const {
         if (begin >= end) return clear(scores, padded);
         for (int64_t j = 0; j < begin; ++j) scores[j] = -kInfinity;
         for (int64_t j = end; j < padded; ++j) scores[j] = -kInfinity;
 
-        Vec highest = load(scores);
-        for (int64_t j = Vec::kWidth; j < padded; j += Vec::kWidth) highest = maximum(highest, load(scores + j));
         const float old_max = *row.max;
-        const float tile_max = reduce_max(highest) * units_.of_max;
+        const float tile_max = reduce_max(known ? *known : highest_of(scores, padded)) * units_.of_max;
         const float new_max = old_max > tile_max ? old_max : tile_max;
         if (new_max != old_max) {
             *row.max = new_max;
@@ -61,6 +64,18 @@ public:
     }
 
 private:
+    // Two chains of maxima: one would take as long as the exponentials.
+    static Vec highest_of(const float* scores, int64_t n) {
+        Vec even = load(scores), odd = even;
+        int64_t j = Vec::kWidth;
+        for (; j + Vec::kWidth < n; j += 2 * Vec::kWidth) {
+            odd = maximum(odd, load(scores + j));
+            even = maximum(even, load(scores + j + Vec::kWidth));
+        }
+        if (j < n) odd = maximum(odd, load(scores + j));
+        return maximum(even, odd);
+    }
+
     static void multiply(float* scores, const float* by, int64_t n) {
         for (int64_t j = 0; j < n; j += Vec::kWidth) store(scores + j, load(scores + j) * load(by + j));
     }

@@ -40,8 +40,8 @@ class CpuBackend(Backend):
             return reason
         if problem.qk_dtype is not None and not load_library().multiplies_int8:
             return (
-                f"qk_dtype needs AVX-VNNI, AVX-512 VNNI or AMX int8, which {load_library().isa}, the instruction set in "
-                "use, does not have on this processor; leave qk_dtype out"
+                "qk_dtype needs AVX-VNNI, AVX-512 VNNI or AMX int8, which the instruction set in use, "
+                f"{load_library().isa}, does not have on this processor; leave qk_dtype out"
             )
         if problem.return_mask:
             return "return_attn_probs with dropout is not served; use backend='sdpa', whose mask is the same"

@@ -20,8 +20,8 @@ class AttentionParams(Params):
     _fields_ = fields(
         Q="""out lse q k v k_new v_new rotary_cos rotary_sin cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx
         cache_leftpad block_table alibi_slopes sinks dropout_seed attn_bias block_mask k_scale v_scale""",
-        q="""dtype cache_dtype bias_dtype qk_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k headdim headdim_v
-        page_block_size panel_size
+        q="""dtype cache_dtype bias_dtype qk_dtype batch_size seqlen_q seqlen_k seqlen_new nheads nheads_k
+        headdim headdim_v page_block_size panel_size
         q_stride_batch q_stride_row q_stride_head k_stride_batch k_stride_row k_stride_head
         v_stride_batch v_stride_row v_stride_head out_stride_batch out_stride_row out_stride_head
         lse_stride_batch lse_stride_head

@@ -1,4 +1,4 @@
-// Queries and keys that are multiplied in int8, as fastattention/reference.py says: each row has a scale, keys lose their mean
+// Queries and keys that are multiplied in int8. As fastattention/reference.py says: each row has a scale, keys lose their mean
 // first, and scores get it back as the product of the query with it.
 #pragma once
 

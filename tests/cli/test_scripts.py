@@ -92,6 +92,24 @@ def test_quantised_cache_script_finds_what_rounding_costs(tmp_path: Path) -> Non
 
 
 @deep
+def test_int8_script_finds_what_products_lose(tmp_path: Path) -> None:
+    load_script("int8_errors").main(seqlen=150, tokens=150, output=tmp_path)
+    report = read(tmp_path / "int8_errors.json")
+    errors = {(one["numbers"], one["headdim"], one["method"]): one["relative_l1"] for one in report["errors"]}
+    assert errors["normal", 128, "float16"] < errors["normal", 128, "bfloat16"] < errors["normal", 128, "int8"] < 0.02
+    for headdim in (64, 128):
+        smoothed = errors["offset in keys", headdim, "int8"]
+        assert smoothed == pytest.approx(errors["normal", headdim, "int8"], rel=0.1)
+        assert errors["offset in keys", headdim, "int8, not smoothed"] > 2 * smoothed
+        assert errors["wide channels in keys", headdim, "int8"] > 2 * smoothed
+    assert all(one["cosine_worst_head"] <= one["cosine"] for one in report["errors"])
+    assert {one["heads"] for one in report["errors"] if one["numbers"] == "demo model"} == {4 * 4}
+    assert all(
+        one["bits"] == pytest.approx(report["model"]["exact_bits"], rel=1e-2) for one in report["model"]["records"]
+    )
+
+
+@deep
 def test_memory_script_finds_the_square_of_eager_attention(tmp_path: Path) -> None:
     load_script("memory").main(shortest=1024, longest=1024, output=tmp_path)
     found = read(tmp_path / "memory.json")["peaks"]

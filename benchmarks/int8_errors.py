@@ -1,0 +1,235 @@
+"""How far off is attention whose queries and keys are multiplied in int8?
+
+    python benchmarks/int8_errors.py
+
+Errors of out against exact attention in float64, causal, head by head: the cosine similarity of all its elements, and
+the sum of absolute differences over that of absolute values (relative L1). Inputs are float32, so that int8 products
+are all that rounds. Beside them stands attention that rounds q, k, v to 16 bits and computes in that dtype. "Not
+smoothed" is the same formula without taking the mean off the keys. The numbers are
+
+- normal ones, also with channels as known of language models: an offset of OFFSET standard deviations that all keys
+  share, the same in queries, or channels that are WIDE times as wide in keys (and as much narrower in queries);
+- those of every layer of the demo model, which reads a source file that it has not seen.
+
+The demo model: its loss on that text and its most likely next bytes, with int8 products in every layer.
+
+No timings: int8 products come from `fast_attn_func` where a backend serves them, else from the reference formula.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+
+import fastattention
+from fastattention import explain, fast_attn_func
+from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.workload import DTYPES
+from fastattention.cli.console import OUTPUT
+from fastattention.cli.machine import describe_machine
+from fastattention.quantised import KEYS_OF_SCALE, dequantise, quantise, quantise_keys
+from fastattention.reference import reference_attention
+from fastattention.threads import get_num_threads
+from fastattention.validation import Options, prepare_dense
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGE = Path(fastattention.__file__).parent
+MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+EXACT, INT8, NOT_SMOOTHED = "exact", "int8", "int8, not smoothed"
+METHODS = (INT8, NOT_SMOOTHED, "bfloat16", "float16")
+HEADS, HEADDIMS = 4, (128, 64)
+OUTLIERS, OFFSET, WIDE = 4, 10.0, 10.0  # channels of a head; what is added to them; what they are multiplied by
+FORMULA = "formula in plain torch"
+
+
+class Numbers(NamedTuple):
+    """q, k, v of one call or more, each (1, seqlen, heads, headdim) in float32."""
+
+    name: str
+    calls: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def main(seqlen: int = 4096, tokens: int = 8192, output: Path = RESULTS) -> None:
+    """Attend to `seqlen` made tokens, and read `tokens` of text; write int8_errors.json into `output`."""
+    torch.set_num_threads(get_num_threads())
+    reader = Reader()
+    text = torch.tensor([[0, *TEXT.read_bytes()]])[:, :tokens]
+    logits = reader.read(text, EXACT)
+    sets = [*made_numbers(seqlen), Numbers("demo model", list(reader.layers))]
+    errors = [record for numbers in sets for record in errors_of(numbers)]
+    model = model_figures(reader, text, logits)
+    show_errors(errors)
+    show_model(model)
+    machine = describe_machine()
+    OUTPUT.print(title(machine))
+    record = {
+        "schema": SCHEMA, "question": "int8_errors", "machine": machine, "int8_by": serving(*sets[0].calls[0]),
+        "outliers": {"channels": OUTLIERS, "offset": OFFSET, "wide": WIDE}, "errors": errors, "model": model,
+    }  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "int8_errors.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def serving(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What computes attention with int8 products of these."""
+    backend = explain(q, k, v, causal=True, qk_dtype="int8").backend
+    return FORMULA if backend is None else f"backend {backend}"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
+    """Causal attention by one of METHODS, or EXACT: (1, seqlen, nheads, headdim)."""
+    if method == INT8 and serving(q, k, v) != FORMULA:
+        served: Tensor = fast_attn_func(q, k, v, causal=True, qk_dtype="int8")
+        return served
+    group = q.shape[2] // k.shape[2]
+    heads = []
+    for head in range(q.shape[2]):  # one at a time, or the matrices of scores would need gigabytes
+        of_keys = slice(head // group, head // group + 1)
+        heads.append(_attend_head(q[:, :, head : head + 1], k[:, :, of_keys], v[:, :, of_keys], method))
+    return torch.cat(heads, dim=2)
+
+
+def _attend_head(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
+    if method in DTYPES:
+        q, k, v = (x.to(DTYPES[method]) for x in (q, k, v))
+        return reference_attention(*prepare_dense(q, k, v, Options(causal=True)), compute_dtype=None).out
+    if method == NOT_SMOOTHED:
+        q, k = dequantise(*quantise(q, torch.int8)), without_smoothing(k[0]).unsqueeze(0)
+    options = Options(causal=True, qk_dtype="int8" if method == INT8 else None)
+    return reference_attention(*prepare_dense(q, k, v, options)).out
+
+
+def without_smoothing(k: Tensor) -> Tensor:
+    """What int8 keys (seqlen, nheads_k, headdim) stand for when no mean is taken off: with their negatives it is 0."""
+    whole = functional.pad(k, (0, 0, 0, 0, 0, -len(k) % KEYS_OF_SCALE))
+    stored, scale, _ = quantise_keys(torch.cat((whole, -whole)), torch.int8)
+    return dequantise(stored, scale)[: len(k)]
+
+
+def made_numbers(seqlen: int) -> Iterator[Numbers]:
+    """Normal numbers of HEADS heads, without and with outlier channels."""
+    for headdim in HEADDIMS:
+        for name in ("normal", "offset in keys", "offset in queries", "wide channels in keys"):
+            generator = torch.Generator().manual_seed(0)
+            q, k, v = (torch.randn(1, seqlen, HEADS, headdim, generator=generator) for _ in range(3))
+            if name == "offset in keys":
+                k[..., :OUTLIERS] += OFFSET
+            elif name == "offset in queries":
+                q[..., :OUTLIERS] += OFFSET
+            elif name == "wide channels in keys":
+                k[..., :OUTLIERS] *= WIDE
+                q[..., :OUTLIERS] /= WIDE
+            yield Numbers(name, [(q, k, v)])
+
+
+def errors_of(numbers: Numbers) -> Iterator[dict[str, Any]]:
+    """For each method the mean over all heads, and the worst head."""
+    exact = [attend(*call, EXACT) for call in numbers.calls]
+    q = numbers.calls[0][0]
+    for method in METHODS:
+        outs = [attend(*call, method).double() for call in numbers.calls]
+        pairs = list(zip(outs, exact, strict=True))
+        cosines = torch.stack([cosine(out, right) for out, right in pairs])  # (calls, heads)
+        l1 = torch.stack([relative_l1(out, right) for out, right in pairs])
+        yield {
+            "numbers": numbers.name, "headdim": q.shape[3], "seqlen": q.shape[1], "heads": cosines.numel(),
+            "method": method,
+            "cosine": float(cosines.mean()), "cosine_worst_head": float(cosines.min()),
+            "relative_l1": float(l1.mean()), "relative_l1_worst_head": float(l1.max()),
+        }  # fmt: skip
+
+
+def cosine(out: Tensor, exact: Tensor) -> Tensor:
+    """Of all elements of a head: (heads,)."""
+    return functional.cosine_similarity(_by_head(out), _by_head(exact), dim=1)
+
+
+def relative_l1(out: Tensor, exact: Tensor) -> Tensor:
+    """Of all elements of a head: (heads,)."""
+    return _by_head(out - exact).abs().sum(dim=1) / _by_head(exact).abs().sum(dim=1)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x[0].transpose(0, 1).flatten(1)
+
+
+class Reader:
+    """The demo model in float32, with attention by any method in every layer."""
+
+    def __init__(self) -> None:
+        from transformers import AttentionInterface, LlamaForCausalLM
+
+        AttentionInterface.register("int8_errors", self.attend)
+        self.model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="int8_errors")
+        self.method = EXACT
+        self.layers: list[tuple[Tensor, Tensor, Tensor]] = []  # q, k, v of the last run
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, None]:
+        """One layer. q, k, v: (batch_size, heads, seqlen, headdim), after rotary embedding."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        self.layers.append((q, k, v))
+        return attend(q, k, v, self.method).to(q.dtype), None
+
+    def read(self, tokens: Tensor, method: str) -> Tensor:
+        """The logits of all tokens but the first: (1, seqlen - 1, vocabulary)."""
+        self.method = method
+        self.layers.clear()
+        with torch.no_grad():
+            logits: Tensor = self.model(tokens).logits[:, :-1]
+        return logits
+
+
+def model_figures(reader: Reader, text: Tensor, exact: Tensor) -> dict[str, Any]:
+    """Bits per byte of every method, and how often the likeliest next byte is that of exact attention."""
+    targets, likeliest = text[:, 1:], exact.argmax(dim=-1)
+    records = []
+    for method in METHODS:
+        logits = reader.read(text, method)
+        agreement = float((logits.argmax(dim=-1) == likeliest).double().mean())
+        records.append({"method": method, "bits": bits_per_byte(logits, targets), "agreement": agreement})
+    return {
+        "text": TEXT.name, "tokens": targets.shape[1], "layers": len(reader.layers),
+        "exact_bits": bits_per_byte(exact, targets), "records": records,
+    }  # fmt: skip
+
+
+def bits_per_byte(logits: Tensor, targets: Tensor) -> float:
+    """The mean cross-entropy in bits."""
+    return float(functional.cross_entropy(logits.double().transpose(1, 2), targets)) / math.log(2)
+
+
+def show_errors(errors: list[dict[str, Any]]) -> None:
+    """One row for each set of numbers: cosine similarity, relative L1, and that of the worst head in brackets."""
+    table = Table("numbers", "headdim", *METHODS, title="cosine similarity, relative L1 (worst head)")
+    for name, headdim in dict.fromkeys((one["numbers"], one["headdim"]) for one in errors):
+        chosen = [one for one in errors if (one["numbers"], one["headdim"]) == (name, headdim)]
+        cells = (f"{e['cosine']:.6f}, {e['relative_l1']:.2%} ({e['relative_l1_worst_head']:.2%})" for e in chosen)
+        table.add_row(name, str(headdim), *cells)
+    OUTPUT.print(table)
+
+
+def show_model(model: dict[str, Any]) -> None:
+    """One row for each method."""
+    table = Table(
+        "attention", "bits per byte", "more than exact", "same next byte",
+        title=f"demo model, {model['tokens']} bytes; exact attention {model['exact_bits']:.5f} bits per byte",
+    )  # fmt: skip
+    for one in model["records"]:
+        more = one["bits"] / model["exact_bits"] - 1
+        table.add_row(one["method"], f"{one['bits']:.5f}", f"{more:+.4%}", f"{one['agreement']:.2%}")
+    OUTPUT.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

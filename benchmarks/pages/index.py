@@ -18,6 +18,7 @@ PAGES = (
     ("[Tensor parallelism](tensor-parallel.md)", "attention, GEMM and all-reduce in row blocks",
      ("tiled_allreduce_tp2", "tiled_allreduce_tp4")),
     ("[Quantised caches](quantised-caches.md)", "errors and times of int8 and float8", ("quantised_cache",)),
+    ("[int8 products](int8-products.md)", "what products of queries and keys in int8 lose", ("int8_errors",)),
     ("[Block masks](block-sparse.md)", "times by density, and what patterns lose",
      ("block_sparse_cpu", "block_sparse_gpu")),
 )  # fmt: skip

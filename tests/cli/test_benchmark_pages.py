@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from pages import markdown, results
+from pages import int8_products, markdown, results
 from pages.__main__ import BUILDERS, DOCS, main
 from pages.chart import GAIN, LOSS, Bar, Chart, Group
 from pages.results import MissingMetadataError, Result
@@ -91,6 +91,21 @@ def test_source_line_holds_what_the_run_recorded(tmp_path: Path, monkeypatch: py
         f"Command: `run it` (found later). "
         f"Data: [one.json]({results.SOURCE_URL}/blob/main/benchmarks/results/one.json).</small>"
     )
+
+
+def test_times_of_int8_products_are_shown_once_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = (results.RESULTS / "int8_errors.json").read_text()
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    (tmp_path / "int8_errors.json").write_text(errors)
+    assert "Times" not in int8_products.build()
+    call = {"isa": "amx_int8", "dtype": "bfloat16", "headdim": 128, "seqlen": 4096, "causal": True}
+    report = {
+        "machine": json.loads(errors)["machine"],
+        "records": [{**call, "seconds": {"plain": 0.3, "int8": 0.2}}],
+    }
+    (tmp_path / "int8_products_cpu.json").write_text(json.dumps(report))
+    row = "| amx_int8 | bfloat16, headdim 128, 4K tokens, causal | 300 ms | 200 ms | 1.50x |"
+    assert row in int8_products.build().split("## Times on a CPU")[1]
 
 
 @pytest.mark.parametrize("missing", ["versions", "commit", "command"])

@@ -1,8 +1,9 @@
 // The matrix product of both halves of attention: C = A B or C += A B, on operands of 32-bit units.
 //
 // A is (rows, depth), row-major; B is (depth, columns), row-major; C is float. A unit is one float, or a pair of bfloat16
-// or a quad of int8 that one instruction multiplies and adds. C of quads is int32, in the memory of floats. Both arrive as float*: broadcasts and loads only move bits. B may also be
-// stored in other units, which become one or two of these when they are loaded.
+// or a quad of int8 that one instruction multiplies and adds. All arrive as float*: broadcasts and loads only move bits. C
+// of quads is int32 in the memory of floats. B may also be stored in other units, which become one or two of these when they
+// are loaded.
 #pragma once
 
 namespace FA_NAMESPACE {

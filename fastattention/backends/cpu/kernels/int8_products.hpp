@@ -44,7 +44,8 @@ using KeyQuad = AmxQuad;
 using KeyQuad = Int8Quad;
 #endif
 
-// Writes a key without the mean as quads and returns its scale. start: what sums of its products begin with.
+// Writes a key without the mean as quads, up to a whole vector, and returns its scale. start: what sums of its products begin
+// with.
 template <class Quad, class Element>
 FA_INLINE float quantise_key(const Element* from, const float* mean, float* quads, int64_t n, int32_t& start) {
     const int64_t padded = round_up(n, Vec::kWidth);
@@ -65,7 +66,7 @@ struct QueryScale {
     float of_mean;  // the query times the mean of keys
 };
 
-// Writes a query as quads, `units` of them.
+// Writes a query as quads, `units` of them; room for a whole vector more is there.
 template <class Element, class Quad>
 static QueryScale quantise_query(const Call& call, const Sequence& s, QueryRow at, const float* mean, float* quads,
                                  int64_t units) {

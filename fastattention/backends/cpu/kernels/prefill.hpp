@@ -98,7 +98,7 @@ FA_INLINE void transpose_keys(float* block, float* panel, int64_t units) {
     }
 }
 
-// Keys and values on their way into units.
+// A key on its way into units, which are 0 where it ends.
 template <class Stored>
 FA_INLINE void load_key(const Stored* from, float* key, int64_t n, FloatUnit) {
     widen_row(from, key, n, n);

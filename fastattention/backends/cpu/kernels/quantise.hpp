@@ -1,4 +1,5 @@
-// Quantised numbers: of caches, and of queries and keys that are multiplied in int8. The formula is that of fastattention/quantised.py, bit for bit.
+// Quantised numbers: of caches, and of queries and keys that are multiplied in int8. The formula is that of
+// fastattention/quantised.py, bit for bit.
 #pragma once
 
 namespace FA_NAMESPACE {

@@ -1,8 +1,12 @@
-// Queries and keys that are multiplied in int8. As fastattention/reference.py says: each row has a scale, keys lose their mean
-// first, and scores get it back as the product of the query with it.
+// Queries and keys that are multiplied in int8, as fastattention/quantised.py says: each query has a scale, each group of keys
+// another, keys lose their mean first, and scores get it back as the product of the query with it.
 #pragma once
 
 namespace FA_NAMESPACE {
+
+// Keys that share a scale; fastattention/quantised.py says the same.
+static constexpr int64_t kKeysOfScale = 64;
+static_assert(kKeysOfScale % kPanel == 0, "a panel has one");
 
 // Tokens whose keys are summed up in floats, before doubles sum these sums up.
 static constexpr int64_t kMeanTokens = 128;
@@ -44,20 +48,41 @@ using KeyQuad = AmxQuad;
 using KeyQuad = Int8Quad;
 #endif
 
-// Writes a key without the mean as quads, up to a whole vector, and returns its scale. start: what sums of its products begin
-// with.
+// A key without the mean, zeros behind it.
+template <class Element>
+FA_INLINE void load_smoothed(const char* from, const float* mean, float* key, int64_t n, int64_t padded) {
+    widen_row(reinterpret_cast<const Element*>(from), key, n, padded);
+    for (int64_t c = 0; c < padded; c += Vec::kWidth) store(key + c, load(key + c) - load(mean + c));
+}
+
+// Of the group of keys that has the one at `first`, which may be of several panels.
+template <class Element>
+static Scaled scale_of_group(const Call& call, const HeadPanels& head, int64_t first) {
+    const Sequence& s = call.sequences[head.sequence];
+    const int64_t n = call.params->headdim, padded = round_up(n, Vec::kWidth);
+    const int64_t begin = first / kKeysOfScale * kKeysOfScale, count = smaller(kKeysOfScale, s.mask.seqlen_k - begin);
+    char* rows[kKeysOfScale];
+    call.keys(s, head.kv_head).addresses(begin, count, rows);
+    Extent extent;
+    for (int64_t j = 0; j < count; ++j) {
+        float key[kMaxHeaddim + Vec::kWidth];
+        load_smoothed<Element>(rows[j], head.key_mean, key, n, padded);
+        extent.add(key, padded);
+    }
+    return Scaled::of(extent, Int8{});
+}
+
+// Writes a key without the mean as quads. Returns what sums of its products begin with.
 template <class Quad, class Element>
-FA_INLINE float quantise_key(const Element* from, const float* mean, float* quads, int64_t n, int32_t& start) {
+FA_INLINE int32_t quantise_key(const char* from, const float* mean, float factor, float* quads, int64_t n) {
     const int64_t padded = round_up(n, Vec::kWidth);
     float key[kMaxHeaddim + Vec::kWidth];
-    widen_row(from, key, n, padded);
-    for (int64_t c = 0; c < padded; c += Vec::kWidth) store(key + c, load(key + c) - load(mean + c));
+    load_smoothed<Element>(from, mean, key, n, padded);
     auto* stored = reinterpret_cast<Int8*>(quads);
-    const float scale = quantise_row(key, padded, stored);
+    store_quantised(key, padded, factor, stored);
     int32_t sum = 0;
     for (int64_t i = 0; i < padded; ++i) sum += stored[i].value;
-    start = -Quad::kOffset * sum;
-    return scale;
+    return -Quad::kOffset * sum;
 }
 
 // What turns products of a query into scores.

@@ -128,17 +128,19 @@ static void pack_keys(const Call& call, const HeadPanels& head, char* const* row
     constexpr int64_t kStart = kStartUnits<KeyUnit>;
     const int64_t headdim = call.params->headdim, units = key_units - kStart;
     float* panel = head.keys + first * key_units;
+    Scaled scaled{};
+    if constexpr (KeyUnit::kElements == 4) scaled = scale_of_group<Stored>(call, head, first);
     float block[Vec::kWidth * kBlockStride];
     for (int64_t j = 0; j < kPanel; ++j) {
         float* key = block + j % Vec::kWidth * kBlockStride;
         memset(key, 0, round_up(units, Vec::kWidth) * sizeof(float));
-        const auto* row = reinterpret_cast<const Stored*>(rows[j]);
         if constexpr (KeyUnit::kElements == 4) {
-            int32_t start = 0;
-            head.key_scales[first + j] = j < n ? quantise_key<KeyUnit>(row, head.key_mean, key, headdim, start) : 0.0f;
+            const int32_t start =
+                j < n ? quantise_key<KeyUnit, Stored>(rows[j], head.key_mean, scaled.factor, key, headdim) : 0;
+            head.key_scales[first + j] = j < n ? scaled.scale : 0.0f;
             if (kStart) memcpy(panel + j, &start, sizeof(start));
         } else if (j < n) {
-            load_key(row, key, headdim, KeyUnit{});
+            load_key(reinterpret_cast<const Stored*>(rows[j]), key, headdim, KeyUnit{});
         }
         if ((j + 1) % Vec::kWidth == 0) transpose_keys(block, panel + kStart * kPanel + j + 1 - Vec::kWidth, units);
     }

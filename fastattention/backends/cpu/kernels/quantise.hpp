@@ -30,23 +30,45 @@ FA_INLINE void store_rounded(Float8* to, Vec x) {
     for (int lane = 0; lane < Vec::kWidth; ++lane) to[lane] = to_float8(lanes[lane]);
 }
 
-// Stores x[0..n) as multiples of the scale that is returned: 0 for zeros, NaN when an element is not finite. x is padded
-// with zeros to whole vectors.
+// The largest magnitude of some numbers, and whether all are finite. They come in whole vectors, zeros behind the last.
+class Extent {
+public:
+    void add(const float* x, int64_t n) {
+        for (int64_t i = 0; i < n; i += Vec::kWidth) {
+            highest_ = maximum(highest_, absolute(load(x + i)));
+            spoiled_ = fma(load(x + i), zero(), spoiled_);  // NaN for infinities and NaN
+        }
+    }
+
+    float amax() const { return reduce_max(highest_); }
+    bool finite() const { return reduce_add(spoiled_) == 0.0f; }
+
+private:
+    Vec highest_ = zero(), spoiled_ = zero();
+};
+
+// How numbers are stored: as how many times their scale, and what makes that of them. 0 where all become 0.
+struct Scaled {
+    float scale, factor;
+
+    template <class Stored>
+    static Scaled of(const Extent& x, Stored) {
+        const float amax = x.amax(), largest = largest_stored(Stored{});
+        if (!x.finite()) return {kNan, 0.0f};
+        if (amax == 0.0f) return {0.0f, 0.0f};
+        // Finite also for amax so small that its reciprocal is not.
+        return {amax / largest, largest / amax < kLargest ? largest / amax : kLargest};
+    }
+};
+
+// Stores x[0..n), padded as above.
 template <class Stored>
-static float quantise_row(const float* x, int64_t n, Stored* to) {
-    Vec highest = zero(), spoiled = zero();
-    for (int64_t i = 0; i < n; i += Vec::kWidth) {
-        highest = maximum(highest, absolute(load(x + i)));
-        spoiled = fma(load(x + i), zero(), spoiled);  // NaN for infinities and NaN
-    }
-    const bool finite = reduce_add(spoiled) == 0.0f;
-    const float amax = finite ? reduce_max(highest) : 0.0f, largest = largest_stored(Stored{});
-    if (amax == 0.0f) {
+static void store_quantised(const float* x, int64_t n, float factor, Stored* to) {
+    if (factor == 0.0f) {
         memset(to, 0, n * sizeof(Stored));
-        return finite ? 0.0f : kNan;
+        return;
     }
-    // Finite also for amax so small that its reciprocal is not.
-    const float factor = largest / amax < kLargest ? largest / amax : kLargest;
+    const float largest = largest_stored(Stored{});
     for (int64_t i = 0; i < n; i += Vec::kWidth) {
         const Vec scaled = load(x + i) * broadcast(factor);
         const Vec bounded = maximum(zero() - maximum(zero() - scaled, broadcast(-largest)), broadcast(-largest));
@@ -58,7 +80,16 @@ static float quantise_row(const float* x, int64_t n, Stored* to) {
             memcpy(to + i, last, (n - i) * sizeof(Stored));
         }
     }
-    return amax / largest;
+}
+
+// Stores a row with a scale of its own, which is returned.
+template <class Stored>
+static float quantise_row(const float* x, int64_t n, Stored* to) {
+    Extent extent;
+    extent.add(x, n);
+    const Scaled scaled = Scaled::of(extent, Stored{});
+    store_quantised(x, n, scaled.factor, to);
+    return scaled.scale;
 }
 
 }  // namespace FA_NAMESPACE

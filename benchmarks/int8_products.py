@@ -2,10 +2,11 @@
 
     python benchmarks/int8_products.py                 # this CPU, every instruction set that multiplies int8
     FASTATTENTION_CPU_ISA=amx_bf16 python benchmarks/int8_products.py  # that one, printed as JSON
+    python benchmarks/int8_products.py --device cuda   # this GPU, the code paths that do
 
-Prefill with and without it takes turns with the rest of a call: the same call with int8 products of 4 elements, which
-take next to no time. Exact over rest is what products that cost nothing would save; the softmax and the product of
-weights and values remain. Also given: how far results are from exact ones.
+Prefill with and without it takes turns. On a CPU so does the rest of a call: the same call with int8 products of 4
+elements, which take next to no time. Exact over rest is what products that cost nothing would save; the softmax and
+the product of weights and values remain. Also given: how far results are from exact ones.
 """
 
 from __future__ import annotations
@@ -23,34 +24,45 @@ from typing import Any
 import torch
 import typer
 from rich.table import Table
+from torch import Tensor
 
 from fastattention import config, fast_attn_func
 from fastattention.backends.cpu.library import available_isas, load_library
+from fastattention.backends.cuda import CudaBackend
+from fastattention.cli.bench import gpu
 from fastattention.cli.bench.report import SCHEMA, title
 from fastattention.cli.bench.timing import interleaved
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
+from fastattention.validation import Options, prepare_dense
 
 RESULTS = Path(__file__).parent / "results"
 NHEADS = 2
 REST_HEADDIM = 4  # of the product in "rest": one unit of int8
+GPU_PATHS = (80, 75)  # that multiply int8
+GPU_HIDDEN = 2048  # heads times headdim
+GPU_ROUNDS = 15
 
 
 def main(
+    device: str = "cpu",
     seqlens: str = "4096,16384",
     headdims: str = "64,128",
     dtypes: str = "bfloat16,float32",
     seconds: float = 4.0,
     output: Path = RESULTS,
 ) -> None:
-    """Write int8_products_cpu.json into `output`. seconds: about so many a problem, of which each list has its part."""
+    """Write int8_products_cpu.json or int8_products_gpu.json into `output`. seconds: about so many a problem, on a CPU."""
     problems = [
         {"dtype": dtype, "headdim": int(headdim), "causal": causal, "seqlen": int(seqlen)}
         for dtype, headdim, causal, seqlen in itertools.product(
             dtypes.split(","), headdims.split(","), (False, True), seqlens.split(",")
         )
     ]
+    if device != "cpu":
+        write("int8_products_gpu", [gpu_record(arch, **problem) for arch in GPU_PATHS for problem in problems], output)
+        return
     if config.cpu_isa() is not None:
         print(json.dumps(records_of(problems, seconds)))
         return
@@ -60,14 +72,19 @@ def main(
         environment = {**os.environ, "FASTATTENTION_CPU_ISA": isa}
         done = subprocess.run([sys.executable, *sys.argv], env=environment, check=True, stdout=subprocess.PIPE)
         records += json.loads(done.stdout)
+    write("int8_products_cpu", records, output)
+
+
+def write(name: str, records: list[dict[str, Any]], output: Path) -> None:
+    """Show the records, and leave them in a file of that name."""
     show(records)
     machine = describe_machine()
     OUTPUT.print(title(machine))
     record = {
-        "schema": SCHEMA, "question": "int8_products", "machine": machine, "nheads": NHEADS, "records": records,
+        "schema": SCHEMA, "question": "int8_products", "machine": machine, "records": records,
     }  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
-    (output / "int8_products_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def records_of(problems: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
@@ -75,26 +92,50 @@ def records_of(problems: list[dict[str, Any]], seconds: float) -> list[dict[str,
     library = load_library()
     if not library.multiplies_int8:
         return []
-    return [{"isa": library.isa, **problem, **measure("cpu", seconds=seconds, **problem)} for problem in problems]
+    return [{"path": library.isa, **problem, **measure(seconds=seconds, **problem)} for problem in problems]
 
 
-def measure(device: str, dtype: str, headdim: int, causal: bool, seqlen: int, seconds: float) -> dict[str, Any]:
-    """Seconds of each call, and the relative error of int8 products: of the norm of all results."""
+def gpu_record(arch: int, dtype: str, headdim: int, causal: bool, seqlen: int) -> dict[str, Any]:
+    """Of a code path of this GPU."""
+    nheads = GPU_HIDDEN // headdim
+    q, k, v = tensors("cuda", dtype, (1, seqlen, nheads, headdim))
+    backend = CudaBackend(arch)
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for name, qk_dtype in (("exact", None), ("int8", "int8")):
+        problem, inputs = prepare_dense(q, k, v, options=Options(causal=causal, qk_dtype=qk_dtype))
+        calls[name] = functools.partial(lambda problem, inputs: backend.forward(problem, inputs).out, problem, inputs)
+    return {
+        "path": f"sm{arch}", "dtype": dtype, "headdim": headdim, "causal": causal, "seqlen": seqlen, "nheads": nheads,
+        "seconds": gpu.interleaved(calls, GPU_ROUNDS), "error": relative_error(calls),
+    }  # fmt: skip
+
+
+def tensors(device: str, dtype: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, the same in every run."""
     generator = torch.Generator(device).manual_seed(0)
-    shape = (1, seqlen, NHEADS, headdim)
     q, k, v = (
         torch.randn(shape, device=device, generator=generator, dtype=torch.float32).to(DTYPES[dtype]) for _ in range(3)
     )
-    attend = functools.partial(fast_attn_func, causal=causal, backend="cpu" if device == "cpu" else "cuda")
+    return q, k, v
+
+
+def relative_error(calls: Mapping[str, Callable[[], Tensor]]) -> float:
+    """Of int8 products: of the norm of all results."""
+    exact, approximate = calls["exact"]().float(), calls["int8"]().float()
+    return float((approximate - exact).norm() / exact.norm())
+
+
+def measure(dtype: str, headdim: int, causal: bool, seqlen: int, seconds: float) -> dict[str, Any]:
+    """Seconds of each call on this CPU, and the error of int8 products."""
+    q, k, v = tensors("cpu", dtype, (1, seqlen, NHEADS, headdim))
+    attend = functools.partial(fast_attn_func, causal=causal, backend="cpu")
     short_q, short_k = (x[..., :REST_HEADDIM].contiguous() for x in (q, k))
-    calls = {
+    calls: dict[str, Callable[[], Tensor]] = {
         "exact": functools.partial(attend, q, k, v),
         "int8": functools.partial(attend, q, k, v, qk_dtype="int8"),
         "rest": functools.partial(attend, short_q, short_k, v, qk_dtype="int8"),
     }
-    exact, approximate = calls["exact"]().float(), calls["int8"]().float()
-    error = float((approximate - exact).norm() / exact.norm())
-    return {"seconds": median_seconds(calls, seconds), "error": error}
+    return {"nheads": NHEADS, "seconds": median_seconds(calls, seconds), "error": relative_error(calls)}
 
 
 def median_seconds(calls: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
@@ -106,12 +147,12 @@ def median_seconds(calls: Mapping[str, Callable[[], object]], seconds: float) ->
 
 def show(records: list[dict[str, Any]]) -> None:
     """Milliseconds, and times over exact."""
-    table = Table("isa", "dtype", "headdim", "causal", "tokens", "exact", "int8", "speedup", "at most", "error")
+    table = Table("path", "dtype", "headdim", "causal", "tokens", "exact", "int8", "speedup", "at most", "error")
     for record in records:
-        exact, int8, rest = (record["seconds"][name] for name in ("exact", "int8", "rest"))
+        exact, int8, rest = (record["seconds"].get(name) for name in ("exact", "int8", "rest"))
         table.add_row(
-            record["isa"], record["dtype"], str(record["headdim"]), str(record["causal"]), str(record["seqlen"]),
-            f"{exact * 1e3:.1f} ms", f"{int8 * 1e3:.1f} ms", f"{exact / int8:.2f}x", f"{exact / rest:.2f}x",
+            record["path"], record["dtype"], str(record["headdim"]), str(record["causal"]), str(record["seqlen"]),
+            f"{exact * 1e3:.1f} ms", f"{int8 * 1e3:.1f} ms", f"{exact / int8:.2f}x", f"{exact / rest:.2f}x" if rest else "",
             f"{record['error']:.1e}",
         )  # fmt: skip
     OUTPUT.print(table)

@@ -54,7 +54,7 @@ def main(
     output: Path = RESULTS,
 ) -> None:
     """Write int8_products_cpu.json or int8_products_gpu.json into `output`. seconds: of a problem on a CPU, about."""
-    problems = [
+    problems: list[dict[str, Any]] = [
         {"dtype": dtype, "headdim": int(headdim), "causal": causal, "seqlen": int(seqlen)}
         for dtype, headdim, causal, seqlen in itertools.product(
             dtypes.split(","), headdims.split(","), (False, True), seqlens.split(",")

@@ -34,7 +34,7 @@ class Explanation(NamedTuple):
     """Which backend serves a call, every backend's reason, and the call's main-memory traffic. `print` shows a table.
 
     `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, or for a call
-    with attn_bias or block_mask.
+    with attn_bias, block_mask or qk_dtype.
     """
 
     problem: Problem

@@ -76,10 +76,11 @@ class Backend(abc.ABC):
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Main-memory traffic of a problem that `why_not` accepted; its bounds alone where kernels are not modelled.
 
-        None with attn_bias, whose memory may be shared by heads and rows, and with block_mask, on whose values it
-        depends.
+        None with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends, and
+        with qk_dtype, which writes queries and keys once more.
         """
-        return None if problem.has_bias or problem.block_size else traffic_of(problem, extent, self.name, None, None)
+        modelled = not (problem.has_bias or problem.block_size or problem.qk_dtype)
+        return traffic_of(problem, extent, self.name, None, None) if modelled else None
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""

@@ -98,13 +98,13 @@ def test_times_of_int8_products_are_shown_once_measured(tmp_path: Path, monkeypa
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     (tmp_path / "int8_errors.json").write_text(errors)
     assert "Times" not in int8_products.build()
-    call = {"isa": "amx_int8", "dtype": "bfloat16", "headdim": 128, "seqlen": 4096, "causal": True}
+    call = {"path": "amx_bf16", "dtype": "bfloat16", "nheads": 2, "headdim": 128, "seqlen": 4096, "causal": True}
     report = {
         "machine": json.loads(errors)["machine"],
-        "records": [{**call, "seconds": {"plain": 0.3, "int8": 0.2}}],
+        "records": [{**call, "seconds": {"exact": 0.3, "int8": 0.2, "rest": 0.1}}],
     }
     (tmp_path / "int8_products_cpu.json").write_text(json.dumps(report))
-    row = "| amx_int8 | bfloat16, headdim 128, 4K tokens, causal | 300 ms | 200 ms | 1.50x |"
+    row = "| amx_bf16 | bfloat16, 2 heads of 128, 4K tokens, causal | 300 ms | 200 ms | 1.50x | 3.00x |"
     assert row in int8_products.build().split("## Times on a CPU")[1]
 
 

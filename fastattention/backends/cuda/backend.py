@@ -94,7 +94,7 @@ class CudaBackend(Backend):
 
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Of the kernels; copies that a call makes before them (backends/cuda/memory.py) are not counted."""
-        if problem.has_bias or problem.block_size:
+        if problem.has_bias or problem.block_size or problem.qk_dtype:
             return None
         limits = self._limits(problem)
         keys = tiled_keys(problem, extent, self._plan(problem), limits)

@@ -76,8 +76,8 @@ class Backend(abc.ABC):
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Main-memory traffic of a problem that `why_not` accepted; its bounds alone where kernels are not modelled.
 
-        None with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends, and
-        with qk_dtype, which writes queries and keys once more.
+        None with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends,
+        and with qk_dtype, which writes queries and keys once more.
         """
         modelled = not (problem.has_bias or problem.block_size or problem.qk_dtype)
         return traffic_of(problem, extent, self.name, None, None) if modelled else None

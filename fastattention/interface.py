@@ -41,10 +41,11 @@ Shared arguments beyond flash-attn's, keyword-only:
     `BlockMask` of torch.nn.attention.flex_attention whose mask_mod is a causal mask or a window. `fastattention.sparse`
     makes masks. Caches take none.
 - `block_size`: (block_m, block_n) in tokens, or one number for both; multiples of 64. Default 128.
-- `qk_dtype`: "int8" multiplies queries and keys as 8-bit integers: faster, and approximate. No other argument trades
-    exactness, and this is never chosen for you. Keys lose their mean over a sequence's tokens, which no softmax sees.
-    Then each query, and each 64 keys of a head, are rounded to multiples of their largest element / 127. Values and
-    weights stay as they are. On CPUs with VNNI or AMX, and GPUs from Turing on; without gradients.
+- `qk_dtype`: "int8" multiplies queries and keys as 8-bit integers: approximate, and faster for long prompts. Few
+    queries are slower, since all keys become int8 first (docs/benchmarks/int8-products.md has times). No other argument
+    trades exactness, and this is never chosen for you. Keys lose their mean over a sequence's tokens, which no softmax
+    sees. Then each query, and each 64 keys of a head, are rounded to multiples of their largest element / 127. Values
+    and weights stay as they are. On CPUs with VNNI or AMX, and GPUs from Turing on; without gradients.
     docs/internals/numerics.md has the errors.
 - `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
     natural logarithm of the softmax's denominator, which `merge_attn_states` needs.

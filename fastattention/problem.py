@@ -161,7 +161,9 @@ class Inputs(NamedTuple):
     sinks: Tensor | None = None  # float32 (nheads,)
     dropout_seed: Tensor | None = None  # int64 scalar: of dropout (backends/common/dropout.py)
     block_mask: Tensor | None = None  # bool, expanded: Problem.blocks_shape, any strides; True where a block is kept
-    k_scale: Tensor | None = None  # float32, as k without its last axis: the scales of a quantised cache
+    # float32, as k without its last axis: the scales of a quantised cache. Of keys that a backend has made int8 for
+    # products in it, one for KEYS_OF_SCALE of them (quantised.py): (batch_size, groups, nheads_k).
+    k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     q_scale: Tensor | None = None  # float32, as lse: of queries that a backend has made int8 for products in it
     q_shift: Tensor | None = None  # likewise: their products with the mean that keys have lost

@@ -43,8 +43,9 @@ def quantise_keys(k: Tensor, qk_dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     """(stored, scale, mean) of the keys of one sequence, k (seqlen_k, nheads_k, headdim), for products with queries.
 
     Keys lose their mean over the tokens, float32 (nheads_k, headdim): the rest is smaller, and a softmax does not see
-    what all scores of a query have in common. The mean is rounded to bfloat16, which hides in what order it was summed
-    up; elements that are not finite count as 0. Then KEYS_OF_SCALE keys in turn are quantised as one row of `quantise`.
+    what all scores of a query have in common. The mean is rounded to bfloat16, which hides most of what the order of a
+    sum changes; elements that are not finite count as 0. Then KEYS_OF_SCALE keys in turn are quantised as one row of
+    `quantise`.
     scale: float32 (seqlen_k, nheads_k)
     """
     finite = torch.where(k.isfinite(), k.double(), 0.0)

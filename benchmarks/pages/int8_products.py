@@ -40,8 +40,8 @@ TIMES_TEXT = """\
 The same call with and without `qk_dtype="int8"`, in turns in one process; **bold** ratios are losses. Queries and keys
 become int8 in every call, which the times include."""
 AT_MOST = """\
-"At most" is what products that cost nothing would save: the softmax and the product with values remain. It is measured
-with int8 products of 4 elements."""
+"At most" estimates what products that cost nothing would save: the softmax and the product with values remain. It is
+measured with int8 products of 4 elements; noise may exceed it. Calls of few queries are slower, and not shown."""
 GPU_PATHS = """\
 Products of int8 take half the time of float16 here, but a call of 4096 tokens has too few of them to pay for making
 them. The path sm75 is Turing's, timed on a newer GPU, whose int8 instructions of that age are slow. No T4 has run it

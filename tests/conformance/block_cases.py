@@ -40,6 +40,12 @@ BLOCKS: list[Case] = [
     # More blocks of keys than a CTA has threads, and few that are kept.
     DenseCase(name="blocks-285-of-keys", seqlen_q=70, seqlen_k=18200, nheads=1, nheads_k=1, batch_size=1,
               blocks=Blocks(density=0.02)),
+    # Tiles of 64 keys end where blocks do, the last one too.
+    *(
+        DenseCase(name=f"blocks-of-a-tile-{d}-{cap}", seqlen_q=130, seqlen_k=130, headdim=d, nheads=1, nheads_k=1,
+                  softcap=cap, blocks=Blocks(size=(128, 64), density=1.0))
+        for d, cap in ((64, 3.0), (192, 0.0))
+    ),
     DenseCase(name="blocks-one-query", seqlen_q=1, seqlen_k=700, nheads=4, nheads_k=2, blocks=Blocks()),
     DenseCase(name="blocks-few-queries", seqlen_q=5, seqlen_k=300, nheads=8, nheads_k=1, blocks=Blocks(), causal=True),
     DenseCase(name="blocks-scores", seqlen_q=200, seqlen_k=300, nheads=4, nheads_k=2, softcap=3.0, sinks=True,

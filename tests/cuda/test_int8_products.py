@@ -17,10 +17,11 @@ BACKENDS = pytest.mark.parametrize(
 )
 
 
-def causal_call(seqlen: int, *, return_lse: bool = False) -> tuple[Problem, Inputs]:
+def causal_call(seqlen: int, *, seqlen_k: int | None = None, return_lse: bool = False) -> tuple[Problem, Inputs]:
     """Of one head, each of whose queries sees the keys up to its own."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, seqlen, 1, 32, generator=generator).half() for _ in range(3))
+    lengths = seqlen, seqlen_k or seqlen, seqlen_k or seqlen
+    q, k, v = (torch.randn(1, length, 1, 32, generator=generator).half() for length in lengths)
     return prepare_dense(q, k, v, options=Options(causal=True, qk_dtype="int8", return_lse=return_lse))
 
 
@@ -35,6 +36,30 @@ def test_a_query_that_is_not_finite_spoils_its_own_row(backend: EmulatedCudaBack
     problem, inputs = causal_call(150)
     inputs.q[0, 77, 0, 3] = number
     assert nan_rows(backend.forward(problem, inputs).out) == [row == 77 for row in range(150)]
+
+
+@BACKENDS
+def test_a_query_that_is_not_finite_and_sees_no_key_gives_nothing(backend: EmulatedCudaBackend) -> None:
+    problem, inputs = causal_call(40, seqlen_k=20, return_lse=True)
+    inputs.q[0, 11, 0, 3] = torch.nan
+    inputs.q[0, 30, 0, 3] = torch.nan
+    out, lse, _ = backend.forward(problem, inputs)
+    assert nan_rows(out) == [row == 30 for row in range(40)]
+    assert lse is not None
+    assert lse[0, 0, :20].isneginf().all()
+    assert lse[0, 0].isnan().tolist() == [row == 30 for row in range(40)]
+
+
+@BACKENDS
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned_first", "aligned_last"])
+def test_values_may_be_aligned_in_one_call_and_not_in_another(backend: EmulatedCudaBackend, first: int) -> None:
+    """Of one signature: a copy has other strides."""
+    problem, inputs = causal_call(70)
+    memory = torch.randn(1 + 70 * 100, generator=torch.Generator().manual_seed(1)).half()
+    for offset in (first, 1 - first):
+        v = memory[offset:].as_strided((1, 70, 1, 32), (7000, 96, 32, 1))
+        expected = backend.forward(problem, inputs._replace(v=v.contiguous())).out
+        assert torch.equal(backend.forward(problem, inputs._replace(v=v)).out, expected)
 
 
 @BACKENDS

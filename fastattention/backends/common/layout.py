@@ -50,11 +50,11 @@ def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:
 
 
 def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
-    """(batch, row, head) strides of scales of keys or values, or varlen (row, head); zeros for None."""
+    """(batch, row, head) strides of scales of keys or values; zeros for None."""
     if scale is None:
         return 0, 0, 0
-    *batch, row, head = scale.stride()
-    return (batch[0] if batch else 0), row, head
+    batch, row, head = scale.stride()
+    return batch, row, head
 
 
 def score_strides(tensor: Tensor | None) -> tuple[int, int, int, int]:

@@ -330,6 +330,11 @@ def _tile_macros(config: KernelConfig | BackwardConfig) -> dict[str, str]:
     }
 
 
+def stored_columns(headdim: int) -> int:
+    """Bytes of a query or key for products in int8: a multiple of what is copied at once."""
+    return -(-headdim // 16) * 16
+
+
 def lanes_for(columns: int) -> int:
     """Lanes that read a row, eight elements each: a power of two, so that a warp has whole rows."""
     return 1 << (-(-columns // 8) - 1).bit_length()

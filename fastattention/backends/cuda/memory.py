@@ -20,7 +20,7 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     if dtype is torch.float16 and inputs.q.dtype is torch.bfloat16 and config.check_float16_range():
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
             _check_float16_range(name, tensor)
-    if inputs.v_scale is None:
+    if inputs.v_scale is None:  # no quantised cache
         q, k, v = (aligned_as(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
     else:
         q, k, v = (_aligned(tensor, 2 * CHUNK) for tensor in (inputs.q.to(dtype), inputs.k, inputs.v))

@@ -1,4 +1,4 @@
-"""Products of queries and keys in int8: before attention both become bytes with a scale a row.
+"""Products of queries and keys in int8: before attention both become bytes, with scales.
 
 Attention takes bytes in pairs, as numbers of 16 bits that are half as many.
 """
@@ -13,7 +13,7 @@ import torch
 from fastattention.backends.common.layout import pointers, token_strides
 from fastattention.backends.cuda.call import Launcher, PlannedCall
 from fastattention.backends.cuda.heuristics import modifies_scores, multiplies_int8
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantiseConfig, lanes_for
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantiseConfig, lanes_for, stored_columns
 from fastattention.backends.cuda.memory import prepared
 from fastattention.backends.cuda.params import QuantiseParams
 from fastattention.backends.cuda.plan import Plan
@@ -23,7 +23,6 @@ from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.quantised import KEYS_OF_SCALE
 
 _CHUNK_TOKENS = 512  # keys that are summed up together; kernels/quantise_rows.cuh says the same
-_COLUMNS = 16  # bytes that are copied at once
 
 
 def why_not_int8(problem: Problem, arch: int) -> str | None:
@@ -55,22 +54,25 @@ class Int8Call:
     ) -> None:
         self._problem, self._plan, self._launcher, self._take_scratch = problem, plan, launcher, take_scratch
         self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
-        self._call: PlannedCall | None = None
+        self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v: one that is not aligned is copied
 
     def __call__(self, inputs: Inputs) -> AttentionOutput:
         """Two kernels that make bytes of queries and keys, then attention."""
         problem, dtype = self._problem, self._plan.dtype
         quantised = self._quantised(prepared(inputs, dtype))
-        if self._call is None:  # whose strides are always the same
+        strides = quantised.v.stride()
+        call = self._calls.get(strides)
+        if call is None:
             as_prepared = replace(problem, dtype=dtype, headdim_v=quantised.v.shape[-1])
-            self._call = PlannedCall(as_prepared, quantised, self._plan, self._launcher, self._take_scratch)
-        out, lse, _ = self._call(quantised)
+            call = PlannedCall(as_prepared, quantised, self._plan, self._launcher, self._take_scratch)
+            self._calls[strides] = call
+        out, lse, _ = call(quantised)
         out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
 
     def _quantised(self, inputs: Inputs) -> Inputs:
         q, k, problem = inputs.q, inputs.k, self._problem
-        columns = -(-q.shape[-1] // _COLUMNS) * _COLUMNS
+        columns = stored_columns(q.shape[-1])
         q_stored, k_stored = (x.new_empty((*x.shape[:-1], columns), dtype=torch.int8) for x in (q, k))
         *batch, tokens, nheads, _ = q.shape
         q_scale = q.new_empty((*batch, nheads, tokens), dtype=torch.float32)

@@ -20,6 +20,7 @@ from fastattention.backends.cuda.kernel_config import (
     MergeConfig,
     QuantiseConfig,
     lanes_for,
+    stored_columns,
 )
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Variant
@@ -234,7 +235,7 @@ def _quantisers_of(dtypes: Sequence[str], headdims: Sequence[int]) -> Iterator[Q
     """Of the dtypes in which a GPU computes, which may be fewer."""
     for dtype, headdim in itertools.product(dtypes, headdims):
         if headdim <= WIDEST_OF_A_WARP:
-            yield QuantiseConfig(dtype, lanes_for(headdim))
+            yield QuantiseConfig(dtype, lanes_for(stored_columns(headdim)))
 
 
 def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:

@@ -300,12 +300,12 @@ private:
         if constexpr (kInt8) {
             query_scales_[row] =
                 quantise_query<Element, KeyUnit>(call_, sequence_, at(row), head_.key_mean, query, query_units_);
-            return;
+        } else {
+            load_query<Element>(call_, sequence_, at(row), query, query_units_ * KeyUnit::kElements);
+            // In place, into the first half: what is written is never ahead of what is still to be read.
+            if constexpr (KeyUnit::kElements == 2)
+                narrow_row(query, reinterpret_cast<Bfloat16*>(query), query_units_ * KeyUnit::kElements);
         }
-        load_query<Element>(call_, sequence_, at(row), query, query_units_ * KeyUnit::kElements);
-        // In place, into the first half: what is written is never ahead of what is still to be read.
-        if constexpr (KeyUnit::kElements == 2)
-            narrow_row(query, reinterpret_cast<Bfloat16*>(query), query_units_ * KeyUnit::kElements);
     }
 
     void multiply_queries() {

@@ -110,7 +110,8 @@ private:
 
     // The next tile of keys and values into the next place, if there is one more.
     FA_DEVICE void begin_next() {
-        if (ahead_ < tiles_.end()) {
+        const bool more = ahead_ < tiles_.end();
+        if (more) {
             begin_keys(ahead_, stage_ahead_);
             begin_values(ahead_, stage_ahead_);
         }
@@ -120,7 +121,7 @@ private:
             for (int i = 0; i < kStages - 2; ++i) on_their_way_[i] = on_their_way_[i + 1];
             on_their_way_[kStages - 2] = ahead_;
         }
-        ahead_ = tiles_.next(ahead_);
+        if (!kBlockSparse || more) ahead_ = tiles_.next(ahead_);  // behind the last kept block there is no list
         stage_ahead_ = stage_ahead_ + 1 == kStages ? 0 : stage_ahead_ + 1;
     }
 

@@ -30,7 +30,7 @@ public:
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int which = 0; which < 2; ++which) {
-                max_of_score_[kInt8Products ? step : 0][kInt8Products ? which : 0] = max_of_score;
+                set_max_of_score(step, which, max_of_score);
                 max_[step][which] = -infinity();
                 sum_[step][which] = 0.0f;
             }

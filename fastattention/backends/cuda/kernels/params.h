@@ -96,7 +96,7 @@ struct QuantiseParams {
     const uint16_t* k;
     const int32_t* cu_seqlens_q;  // null when sequences are equally long
     const int32_t* cu_seqlens_k;
-    float* sums;        // (batch_size, num_chunks, nheads_k, columns): of a chunk of keys, over their number in all
+    float* sums;        // (batch_size, num_chunks, nheads_k, columns): of a chunk of keys, times kShare
     uint8_t* q_stored;  // (tokens of all sequences, nheads, columns)
     uint8_t* k_stored;
     float* q_scale;  // (batch_size, nheads, seqlen_q), varlen (nheads, total_q)

@@ -1,6 +1,6 @@
-// Queries as bytes with a scale a row, keys with one for a group of them and without their mean over the tokens of a sequence,
-// for products in int8.
-// fastattention/quantised.py has the formulas. A row is read by kLanesOfRow neighbours, eight columns each.
+// For products in int8: queries as bytes with a scale a row, keys with one for a group of them and without their mean over the
+// tokens of a sequence. fastattention/quantised.py has the formulas. A row is read by kLanesOfRow neighbours, eight columns
+// each.
 #pragma once
 
 #include "numbers.cuh"
@@ -16,6 +16,7 @@ constexpr int kTileColumns = 8 * kLanesOfRow;
 constexpr int kChunkTokens = 512;  // keys that a CTA sums up; quantise.py says the same
 constexpr int kKeysOfScale = 64;  // rows that a CTA rounds; of keys they share a scale. warp_rows.cuh says the same
 constexpr int kRowsOfTeam = kKeysOfScale / kTeams;
+constexpr float kShare = 1.0f / (1 << 24);  // of a key in sums: exact, and no sum of floats overflows
 constexpr int kSumBytes = kQuantiseThreads * 8 * 4;
 static_assert(kSumBytes == FA_SHARED_BYTES, "kernel_config.py computes the same");
 
@@ -62,16 +63,15 @@ FA_DEVICE float* sum_of_chunk(const QuantiseParams& p, int batch, int chunk, int
     return p.sums + ((static_cast<int64_t>(batch) * p.num_chunks + chunk) * p.nheads_k + head) * p.columns;
 }
 
-// The mean of a chunk of keys, times its share of all: each team's first, then that of all of them.
+// The sum of a chunk of keys, times kShare: each team's first, then that of all of them.
 FA_DEVICE void sum_chunk(const QuantiseParams& p, int batch, int chunk, int head) {
     const HeadRows keys = key_rows(p, batch, head);
-    const float share = 1.0f / static_cast<float>(keys.count < 1 ? 1 : keys.count);
     float sum[8] = {};
     for (int row = chunk * kChunkTokens + team(); row < (chunk + 1) * kChunkTokens; row += kTeams) {
         float x[8];
         keys.read(row, x);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[i] += x[i] - x[i] == 0.0f ? x[i] * share : 0.0f;  // 0 is what is not finite
+        for (int i = 0; i < 8; ++i) sum[i] += x[i] - x[i] == 0.0f ? x[i] * kShare : 0.0f;  // 0 is what is not finite
     }
     const uint32_t shared = shared_memory();
 #pragma unroll
@@ -88,13 +88,15 @@ FA_DEVICE void sum_chunk(const QuantiseParams& p, int batch, int chunk, int head
     }
 }
 
-// The mean of a head's keys in shared memory, rounded to bfloat16: it does not show in which order it was summed up.
+// The mean of a head's keys in shared memory, rounded to bfloat16: it hardly shows in which order it was summed up.
 FA_DEVICE void leave_mean(const QuantiseParams& p, int batch, int head, uint32_t shared) {
+    const float count = static_cast<float>(key_rows(p, batch, head).count);
     for (int column = thread_index(); column < kTileColumns; column += kQuantiseThreads) {
-        float mean = 0.0f;
+        float sum = 0.0f;
         const int num_chunks = column < p.columns ? p.num_chunks : 0;
 #pragma unroll 8
-        for (int chunk = 0; chunk < num_chunks; ++chunk) mean += sum_of_chunk(p, batch, chunk, head)[column];
+        for (int chunk = 0; chunk < num_chunks; ++chunk) sum += sum_of_chunk(p, batch, chunk, head)[column];
+        const float mean = count == 0.0f ? 0.0f : divided(sum, count * kShare);
         const uint32_t bits = as_bits(mean);
         store_shared_32(shared + column * 4, (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
     }

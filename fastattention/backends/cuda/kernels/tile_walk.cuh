@@ -52,7 +52,8 @@ public:
     FA_DEVICE int begin() const { return begin_; }
     FA_DEVICE int end() const { return end_; }
 
-    // The tile after the one at `column`, which was asked for last; `end` or more behind the last. All threads ask together.
+    // The tile after the one at `column`, which was asked for last and is before `end`; `end` or more behind the last. All
+    // threads ask together.
     FA_DEVICE int next(int column) {
         static_assert(!kBlockSparse || kBlockStep % kTileN == 0, "a tile is within a block");
         column += kTileN;

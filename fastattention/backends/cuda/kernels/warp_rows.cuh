@@ -251,10 +251,10 @@ private:
                         if (Arch::row_of_element(i) == which)
                             scores[step][n][i] = (scores[step][n][i] - as_float(kInt8Origin)) * times + shift;
             } else {
-                // Not 0: hidden scores are -infinity.
+                // Neither 0 nor NaN: hidden scores are -infinity. A query that is not finite has its due in the end.
                 constexpr float kSmallest = 1.17549435e-38f;
                 const float max_of_score = times * (p_.softmax_scale * kLog2E);
-                softmax_.set_max_of_score(step, which, max_of_score < kSmallest ? kSmallest : max_of_score);
+                softmax_.set_max_of_score(step, which, max_of_score >= kSmallest ? max_of_score : kSmallest);
             }
         });
     }
@@ -337,12 +337,15 @@ private:
 
     // Writes lse; returns what the row's sum, with the sink in it, divides by.
     FA_DEVICE float finish_row(int step, int which) {
-        float highest = softmax_.max(step, which);
+        float highest = softmax_.max(step, which), sum = softmax_.total(step, which);
         if constexpr (kInt8Products && !kModifiesScores) {
             // Sinks and lse are those of scores as they are.
-            if (p_.q_shift != nullptr) highest += of_queries(p_.q_shift, step, which) * (p_.softmax_scale * kLog2E);
+            if (p_.q_shift != nullptr && highest != -infinity())
+                highest += of_queries(p_.q_shift, step, which) * (p_.softmax_scale * kLog2E);
+            const bool finite = query_scale_[step][which] == query_scale_[step][which];
+            if (!finite && sum > 0.0f) sum = quiet_nan();
         }
-        const Finished result = finished(p_, work_.head, highest, softmax_.total(step, which));
+        const Finished result = finished(p_, work_.head, highest, sum);
         const int row = step * Arch::kStepRows + Arch::row(which);
         const bool has_lse = work_.first_column == 0 && column_warp() == 0 && is_first_of_row();
         const bool writes_lse = p_.lse != nullptr && has_lse;

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattention.problem import Inputs, Problem
 from fastattention.quantised import KEYS_OF_SCALE
+from fastattention.reference import reference_attention
 from fastattention.validation import Options, prepare_dense
 
 BACKENDS = pytest.mark.parametrize(
@@ -85,3 +86,22 @@ def test_products_with_the_mean_are_computed_where_lse_shows_them(backend: Emula
     assert shifted.lse is not None
     assert (shifted.lse - with_lse.lse).abs().max() > 1.0
     torch.testing.assert_close(shifted.out, backend.forward(problem, inputs).out, rtol=0.0, atol=0.0)
+
+
+@BACKENDS
+@pytest.mark.parametrize("seqlen", [3, 7, 11, 49, 99])
+def test_a_mean_half_way_between_two_bfloat16_is_rounded_to_even(backend: EmulatedCudaBackend, seqlen: int) -> None:
+    """As the formula does it: sums of keys are exact."""
+    problem, inputs = causal_call(seqlen, return_lse=True)
+    half_way = 1.0 + 2.0**-8 + 2.0**-7 * torch.arange(32)
+    # In steps of 2^-9, which float16 holds up to 2.
+    deviations = (64.0 * inputs.k[0, : seqlen // 2, 0].float()).round().clamp(-200.0, 200.0) * 2.0**-9
+    pairs = torch.cat((half_way + deviations, half_way - deviations, half_way.expand(1, 32)))
+    k = pairs.half()[None, :, None]
+    assert torch.equal(k.double().mean(dim=1)[0, 0], half_way.double())
+    inputs = inputs._replace(k=k, q=inputs.q * 4)
+    expected = reference_attention(problem, inputs)
+    result = backend.forward(problem, inputs)
+    assert result.lse is not None
+    assert expected.lse is not None
+    torch.testing.assert_close(result.lse.double(), expected.lse, rtol=1e-3, atol=1e-3)

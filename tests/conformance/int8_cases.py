@@ -59,3 +59,17 @@ INT8: list[Case] = [
     _Varlen(name="products-varlen-pages", seqlens_q=(50, 3), seqlens_k=(183, 70), nheads=4, nheads_k=2,
             page_block_size=16, causal=True),
 ]  # fmt: skip
+
+# As BLOCK_TILES of block_cases.py: every kernel that is compiled ahead for products in int8.
+INT8_TILES: list[Case] = [
+    *(
+        _Dense(name=f"products-tiles-{d}", seqlen_q=101, seqlen_k=150, headdim=d, nheads=1, nheads_k=1, batch_size=1,
+               causal=True)
+        for d in (32, 64, 96, 128, 192, 256)
+    ),
+    *(
+        _Dense(name=f"products-many-queries-{d}", seqlen_q=8200, seqlen_k=70, headdim=d, nheads=1, nheads_k=1,
+               batch_size=1, window=(20, 8150))
+        for d in (32, 64)
+    ),
+]  # fmt: skip

@@ -17,7 +17,7 @@ from conformance.case import Case, KvCacheCase
 from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
-from conformance.int8_cases import INT8
+from conformance.int8_cases import INT8, INT8_TILES
 from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
 from conformance.wide_cases import LATENT, WIDE
@@ -149,7 +149,7 @@ def runs_in(tier: Tier) -> list[Run]:
     if tier is Tier.QUICK:
         return [runs[i % len(runs)] for i, (_, runs) in enumerate(runs_of_cases) if i % 6 == 0]
     # Nearly each of these has a kernel of its own, which takes seconds to compile.
-    one_in = dict.fromkeys((*WIDE, *LATENT), 3) | dict.fromkeys((*BLOCKS, *BLOCK_TILES), 6)
+    one_in = dict.fromkeys((*WIDE, *LATENT), 3) | dict.fromkeys((*BLOCKS, *BLOCK_TILES, *INT8_TILES), 6)
     return [
         run
         for i, (case, runs) in enumerate(runs_of_cases)
@@ -214,7 +214,7 @@ def test_a_refusal_names_what_is_not_served(fields: dict[str, Any], named: str) 
 
 
 def test_products_in_int8_need_turing_rows_and_narrow_heads() -> None:
-    for case in INT8:
+    for case in (*INT8, *INT8_TILES):
         problem = problem_of(case, torch.float16)
         for backend in emulator.EMULATED:
             reason = backend().why_not(problem) or ""

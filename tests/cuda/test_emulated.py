@@ -149,7 +149,7 @@ def runs_in(tier: Tier) -> list[Run]:
     if tier is Tier.QUICK:
         return [runs[i % len(runs)] for i, (_, runs) in enumerate(runs_of_cases) if i % 6 == 0]
     # Nearly each of these has a kernel of its own, which takes seconds to compile.
-    one_in = dict.fromkeys((*WIDE, *LATENT), 3) | dict.fromkeys((*BLOCKS, *BLOCK_TILES, *INT8_TILES), 6)
+    one_in = dict.fromkeys((*WIDE, *LATENT, *INT8), 3) | dict.fromkeys((*BLOCKS, *BLOCK_TILES, *INT8_TILES), 6)
     return [
         run
         for i, (case, runs) in enumerate(runs_of_cases)

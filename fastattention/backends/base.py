@@ -10,8 +10,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from fastattention.backends.common.merge import merge_parts
-from fastattention.backends.common.traffic import Extent, Traffic, traffic_of
+from fastattention.backends.common.traffic import Extent, Traffic, is_modelled, traffic_of
 from fastattention.problem import AttentionOutput, Inputs, MergeProblem, OutputGradients, Problem
+
+INT8_PRODUCTS = "int8 products of queries and keys, approximate"  # what `Backend.how` says of qk_dtype
 
 
 class Backend(abc.ABC):
@@ -76,11 +78,9 @@ class Backend(abc.ABC):
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Main-memory traffic of a problem that `why_not` accepted; its bounds alone where kernels are not modelled.
 
-        None with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends,
-        and with qk_dtype, which writes queries and keys once more.
+        None for a problem that is not modelled at all (`is_modelled`).
         """
-        modelled = not (problem.has_bias or problem.block_size or problem.qk_dtype)
-        return traffic_of(problem, extent, self.name, None, None) if modelled else None
+        return traffic_of(problem, extent, self.name, None, None) if is_modelled(problem) else None
 
     def why_not_merge(self, problem: MergeProblem) -> str | None:
         """Why this backend cannot merge parts, as `why_not`. The operations of torch merge any."""

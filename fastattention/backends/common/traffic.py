@@ -71,10 +71,19 @@ class Traffic(NamedTuple):
         return f"main-memory traffic of {self.backend}: {tiled}; lower bound {least}; standard attention {standard}"
 
 
+def is_modelled(problem: Problem) -> bool:
+    """Whether the traffic of a call can be said.
+
+    Not with attn_bias, whose memory may be shared by heads and rows, with block_mask, on whose values it depends, nor
+    with qk_dtype, which writes queries and keys once more.
+    """
+    return not (problem.has_bias or problem.block_size or problem.qk_dtype)
+
+
 def traffic_of(
     problem: Problem, extent: Extent, backend: str, tiled_keys: int | None, fast_bytes: int | None
 ) -> Traffic:
-    """The traffic of a call without attn_bias.
+    """The traffic of a call that `is_modelled`.
 
     tiled_keys: tokens of k and v that come from main memory, counted again whenever they come again; None if not known
     fast_bytes: of memory on the chip; None if not known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastattention.backends.base import Backend
+from fastattention.backends.base import INT8_PRODUCTS, Backend
 from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
@@ -50,7 +50,7 @@ class CpuBackend(Backend):
     def how(self, problem: Problem) -> str:
         """Whether it computes the gradients too, and whether the result is approximate."""
         if problem.qk_dtype is not None:
-            return "int8 products of queries and keys, approximate"
+            return INT8_PRODUCTS
         return "kernels of its own, forward and backward" if problem.grads else ""
 
     def describe(self) -> str:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from fastattention import config
-from fastattention.backends.base import Backend
+from fastattention.backends.base import INT8_PRODUCTS, Backend
 from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.params import Params
-from fastattention.backends.common.traffic import Extent, Traffic, traffic_of
+from fastattention.backends.common.traffic import Extent, Traffic, is_modelled, traffic_of
 from fastattention.backends.cuda.backward import BackwardPlan, differentiate, make_backward_plan, why_not_widths
 from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
 from fastattention.backends.cuda.merging import (
@@ -85,7 +85,7 @@ class CudaBackend(Backend):
     def how(self, problem: Problem) -> str:
         """Whether it computes the gradients too; else the kernel: one for few queries, or one for many."""
         if problem.qk_dtype is not None:
-            return "int8 products of queries and keys, approximate"
+            return INT8_PRODUCTS
         if problem.grads:
             return "kernels of its own, forward and backward"
         if self._plan(problem).split is not None:
@@ -94,7 +94,7 @@ class CudaBackend(Backend):
 
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
         """Of the kernels; copies that a call makes before them (backends/cuda/memory.py) are not counted."""
-        if problem.has_bias or problem.block_size or problem.qk_dtype:
+        if not is_modelled(problem):
             return None
         limits = self._limits(problem)
         keys = tiled_keys(problem, extent, self._plan(problem), limits)
@@ -158,8 +158,13 @@ class CudaBackend(Backend):
         if call is None:
             plan = self._plan(problem, in_keys)
             launcher = functools.partial(self._launcher, problem=problem)
-            kind = PlannedCall if problem.qk_dtype is None else Int8Call
-            call = self._calls[key] = kind(problem, inputs, plan, launcher, self._scratch(problem))
+
+            def planned(problem: Problem, inputs: Inputs) -> PlannedCall:
+                return PlannedCall(problem, inputs, plan, launcher, self._scratch(problem))
+
+            in_int8 = problem.qk_dtype is not None
+            call = Int8Call(problem, plan.dtype, launcher, planned) if in_int8 else planned(problem, inputs)
+            self._calls[key] = call
         return call
 
     def _plan(self, problem: Problem, values_in_keys: bool = False) -> Plan:

@@ -16,8 +16,6 @@ from fastattention.backends.cuda.heuristics import modifies_scores, multiplies_i
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantiseConfig, lanes_for, stored_columns
 from fastattention.backends.cuda.memory import prepared
 from fastattention.backends.cuda.params import QuantiseParams
-from fastattention.backends.cuda.plan import Plan
-from fastattention.backends.cuda.scratch import Scratch
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Problem
 from fastattention.quantised import KEYS_OF_SCALE
@@ -42,30 +40,43 @@ def why_not_int8(problem: Problem, arch: int) -> str | None:
 
 
 class Int8Call:
-    """Attention to tensors with the strides of `inputs`, of a problem with qk_dtype."""
+    """Attention of a problem with qk_dtype, to tensors with the strides of a signature.
+
+    dtype: in which attention reads and writes; launcher: gives what enqueues a kernel; planned: plans attention to the
+    tensors that it is given, whose queries and keys are bytes
+    """
 
     def __init__(
         self,
         problem: Problem,
-        inputs: Inputs,
-        plan: Plan,
+        dtype: torch.dtype,
         launcher: Callable[[KernelLaunch], Launcher],
-        take_scratch: Callable[[int, int], Scratch],
+        planned: Callable[[Problem, Inputs], PlannedCall],
     ) -> None:
-        self._problem, self._plan, self._launcher, self._take_scratch = problem, plan, launcher, take_scratch
+        self._problem, self._dtype, self._planned = problem, dtype, planned
         self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
         self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v: one that is not aligned is copied
+        self._num_chunks = -(-problem.seqlen_k // _CHUNK_TOKENS)
+        self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))
+        q_tiles, k_tiles = self._tiles
+        config = QuantiseConfig(str(dtype).removeprefix("torch."), lanes_for(stored_columns(problem.headdim)))
+        chunks = problem.batch_size * problem.nheads_k * self._num_chunks
+        tiles = problem.batch_size * (problem.nheads * q_tiles + problem.nheads_k * k_tiles)
+        self._launchers = [
+            launcher(KernelLaunch(config, entry, num_ctas))
+            for entry, num_ctas in enumerate((chunks, tiles))
+            if num_ctas
+        ]
 
     def __call__(self, inputs: Inputs) -> AttentionOutput:
         """Two kernels that make bytes of queries and keys, then attention."""
-        problem, dtype = self._problem, self._plan.dtype
+        problem, dtype = self._problem, self._dtype
         quantised = self._quantised(prepared(inputs, dtype))
         strides = quantised.v.stride()
         call = self._calls.get(strides)
         if call is None:
             as_prepared = replace(problem, dtype=dtype, headdim_v=quantised.v.shape[-1])
-            call = PlannedCall(as_prepared, quantised, self._plan, self._launcher, self._take_scratch)
-            self._calls[strides] = call
+            call = self._calls[strides] = self._planned(as_prepared, quantised)
         out, lse, _ = call(quantised)
         out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
         return AttentionOutput(out, lse)
@@ -77,26 +88,20 @@ class Int8Call:
         *batch, tokens, nheads, _ = q.shape
         q_scale = q.new_empty((*batch, nheads, tokens), dtype=torch.float32)
         q_shift = torch.empty_like(q_scale) if self._keeps_shift else None
-        num_chunks = -(-problem.seqlen_k // _CHUNK_TOKENS)
-        q_tiles, k_tiles = (-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))
-        k_scale = q_scale.new_empty(problem.batch_size, problem.nheads_k, k_tiles)
-        sums = q_scale.new_empty(problem.batch_size, num_chunks, problem.nheads_k, columns)
+        k_scale = q_scale.new_empty(problem.batch_size, problem.nheads_k, self._tiles[1])
+        sums = q_scale.new_empty(problem.batch_size, self._num_chunks, problem.nheads_k, columns)
         params = QuantiseParams.make(
             QuantiseParams.template(
                 *token_strides(q), *token_strides(k), problem.batch_size, problem.seqlen_q, problem.seqlen_k,
-                tokens, problem.nheads, problem.nheads_k, q.shape[-1], columns, num_chunks, q_tiles, k_tiles,
+                tokens, problem.nheads, problem.nheads_k, q.shape[-1], columns, self._num_chunks, *self._tiles,
             ),
             *pointers(
                 q, k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, sums, q_stored, k_stored, q_scale, q_shift, k_scale
             ),
         )  # fmt: skip
-        config = QuantiseConfig(str(self._plan.dtype).removeprefix("torch."), lanes_for(columns))
-        sequences = problem.batch_size
-        tiles = sequences * (problem.nheads * q_tiles + problem.nheads_k * k_tiles)
-        for entry, num_ctas in enumerate((sequences * problem.nheads_k * num_chunks, tiles)):
-            if num_ctas:
-                self._launcher(KernelLaunch(config, entry, num_ctas))(params)
+        for launch in self._launchers:
+            launch(params)
         return inputs._replace(
-            q=q_stored.view(self._plan.dtype), k=k_stored.view(self._plan.dtype), q_scale=q_scale, q_shift=q_shift,
+            q=q_stored.view(self._dtype), k=k_stored.view(self._dtype), q_scale=q_scale, q_shift=q_shift,
             k_scale=k_scale.transpose(1, 2),
         )  # fmt: skip

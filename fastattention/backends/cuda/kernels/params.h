@@ -90,6 +90,9 @@ struct BackwardParams {
     float exponents_of_lse;  // what lse is multiplied with
 };
 
+// Keys that share a scale in products in int8; fastattention/quantised.py says the same.
+constexpr int kKeysOfScale = 64;
+
 // Of quantise_rows.cuh. What it writes is contiguous.
 struct QuantiseParams {
     const uint16_t* q;  // as in AttentionParams

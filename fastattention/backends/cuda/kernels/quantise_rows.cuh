@@ -14,8 +14,7 @@ constexpr int kLanesOfRow = FA_LANES_OF_ROW;
 constexpr int kTeams = kQuantiseThreads / kLanesOfRow;  // each takes a row at a time
 constexpr int kTileColumns = 8 * kLanesOfRow;
 constexpr int kChunkTokens = 512;  // keys that a CTA sums up; quantise.py says the same
-constexpr int kKeysOfScale = 64;  // rows that a CTA rounds; of keys they share a scale. warp_rows.cuh says the same
-constexpr int kRowsOfTeam = kKeysOfScale / kTeams;
+constexpr int kRowsOfTeam = kKeysOfScale / kTeams;  // a CTA rounds as many rows, of queries too
 constexpr float kShare = 1.0f / (1 << 24);  // of a key in sums: exact, and no sum of floats overflows
 constexpr int kSumBytes = kQuantiseThreads * 8 * 4;
 static_assert(kSumBytes == FA_SHARED_BYTES, "kernel_config.py computes the same");

@@ -15,7 +15,6 @@ static_assert(kTileN % Arch::kKeyStep == 0 && kHeaddim % 16 == 0 && kHeaddimV % 
 
 static_assert(!kMixesBlocks || (kColumnWarps == 1 && kBlockStep % kWarpRows == 0), "a warp skips what its rows do not keep");
 
-constexpr int kKeysOfScale = 64;  // of products in int8; quantise_rows.cuh says the same
 static_assert(!kInt8Products || kKeysOfScale % kTileN == 0, "a tile has one scale");
 
 // Rows of the output pass through the memory of the queries, 16 bits each.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattention import UnsupportedError, explain, fast_attn_func, fast_attn_varlen_func, set_num_threads
-from fastattention.backends.cpu.library import available_isas, load_library
-from fastattention.backends.registry import select_backend
-from fastattention.dispatch import forget_plans
+from fastattention.backends.cpu.library import load_library
 from fastattention.quantised import KEYS_OF_SCALE
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -21,26 +18,11 @@ SHAPES = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 900), (70, 70), 
 attend = functools.partial(fast_attn_func, backend="cpu", qk_dtype="int8")
 
 
-def forget() -> None:
-    """Backends are chosen again, and with them the instruction set."""
-    load_library.cache_clear()
-    select_backend.cache_clear()
-    forget_plans()
-
-
-@pytest.fixture(params=available_isas())
-def any_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("FASTATTENTION_CPU_ISA", request.param)
-    forget()
-    yield request.param
-    forget()
-
-
 @pytest.fixture
-def isa(any_isa: str) -> str:
+def int8_isa(isa: str) -> str:
     if not load_library().multiplies_int8:
-        pytest.skip(f"{any_isa} does not multiply int8 on this processor")
-    return any_isa
+        pytest.skip(f"{isa} does not multiply int8 on this processor")
+    return isa
 
 
 def tensors(seqlen_q: int, seqlen_k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,22 +32,22 @@ def tensors(seqlen_q: int, seqlen_k: int, dtype: torch.dtype = torch.float32) ->
     return q, k, v
 
 
-def test_an_instruction_set_without_int8_products_refuses(any_isa: str) -> None:
+def test_an_instruction_set_without_int8_products_refuses(isa: str) -> None:
     q, k, v = tensors(4, 4)
     if load_library().multiplies_int8:
-        assert any_isa != "generic"
+        assert isa != "generic"
         assert attend(q, k, v).isfinite().all()
         return
-    with pytest.raises(UnsupportedError, match=f"AVX-VNNI, AVX-512 VNNI or AMX int8.* {any_isa}.*leave qk_dtype out"):
+    with pytest.raises(UnsupportedError, match=f"AVX-VNNI, AVX-512 VNNI or AMX int8.* {isa}.*leave qk_dtype out"):
         attend(q, k, v)
 
 
-def test_the_newest_instruction_sets_multiply_int8(any_isa: str) -> None:
-    if any_isa in ("avx512_bf16", "amx_bf16"):  # every processor with these has it
+def test_the_newest_instruction_sets_multiply_int8(isa: str) -> None:
+    if isa in ("avx512_bf16", "amx_bf16"):  # every processor with these has it
         assert load_library().multiplies_int8
 
 
-def test_explain_says_that_it_is_approximate(isa: str) -> None:
+def test_explain_says_that_it_is_approximate(int8_isa: str) -> None:
     q, k, v = tensors(4, 4)
     explanation = explain(q, k, v, qk_dtype="int8")
     assert explanation.backend == "cpu"
@@ -73,7 +55,7 @@ def test_explain_says_that_it_is_approximate(isa: str) -> None:
     assert "approximate" not in str(explain(q, k, v))
 
 
-def test_gradients_are_refused_with_a_reason(isa: str) -> None:
+def test_gradients_are_refused_with_a_reason(int8_isa: str) -> None:
     q, k, v = tensors(4, 4)
     with pytest.raises(UnsupportedError, match=r"gradients are not served with qk_dtype; leave it out"):
         attend(q.requires_grad_(), k, v)
@@ -83,7 +65,7 @@ def test_gradients_are_refused_with_a_reason(isa: str) -> None:
 @SHAPES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
 def test_a_bad_query_spoils_its_own_row_only(
-    isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, bad: float
+    int8_isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, bad: float
 ) -> None:
     q, k, v = tensors(seqlen_q, seqlen_k, dtype)
     row = seqlen_q // 2
@@ -101,7 +83,7 @@ def test_a_bad_query_spoils_its_own_row_only(
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("softcap", [0.0, 20.0], ids=["plain", "softcap"])
 def test_a_bad_key_spoils_the_rows_that_see_its_group_only(
-    isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, bad: float, softcap: float
+    int8_isa: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, bad: float, softcap: float
 ) -> None:
     """It counts as 0 in the mean, so that nobody else notices more than that."""
     q, k, v = tensors(seqlen_q, seqlen_k, dtype)
@@ -118,14 +100,14 @@ def test_a_bad_key_spoils_the_rows_that_see_its_group_only(
     assert torch.equal(out[0, ~sees], attend(q, k, v, causal=True, softcap=softcap)[0, ~sees])
 
 
-def test_large_keys_do_not_overflow_the_mean(isa: str) -> None:
+def test_large_keys_do_not_overflow_the_mean(int8_isa: str) -> None:
     q, k, v = tensors(20, 300)
     out = attend(q * 1e-30, k * 1e-8 + 2e38, v)
     assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_threads_do_not_change_a_bit(isa: str, causal: bool) -> None:
+def test_threads_do_not_change_a_bit(int8_isa: str, causal: bool) -> None:
     """Of heads that fit a thread's cache, and of heads whose panels are packed by all threads."""
     for seqlen in (300, 3000):
         q, k, v = tensors(seqlen, seqlen)
@@ -139,7 +121,7 @@ def test_threads_do_not_change_a_bit(isa: str, causal: bool) -> None:
             assert torch.equal(lse, results[0][1])
 
 
-def test_varlen_sequences_have_means_of_their_own(isa: str) -> None:
+def test_varlen_sequences_have_means_of_their_own(int8_isa: str) -> None:
     q, k, v = tensors(90, 90)
     k[0, 50:] += 30.0
     bounds = torch.tensor([0, 50, 90], dtype=torch.int32)
@@ -149,7 +131,7 @@ def test_varlen_sequences_have_means_of_their_own(isa: str) -> None:
         assert torch.equal(together[begin:end], alone[0])
 
 
-def test_vmap_and_compiled_calls_give_the_same_bits(isa: str) -> None:
+def test_vmap_and_compiled_calls_give_the_same_bits(int8_isa: str) -> None:
     q, k, v = (torch.stack((x, -x)) for x in tensors(40, 70))
     expected = torch.stack([attend(*one) for one in zip(q, k, v, strict=True)])
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,15 +10,6 @@ import torch
 from tiers import thin
 
 from fastattention import PackedKVStore, fast_attn_func
-from fastattention.backends.cpu.library import available_isas, load_library
-
-
-@pytest.fixture(params=available_isas())
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("FASTATTENTION_CPU_ISA", request.param)
-    load_library.cache_clear()
-    yield request.param
-    load_library.cache_clear()
 
 
 def _qkv(seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,27 @@
+"""What tests of the native library share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fastattention.backends.cpu.library import available_isas, load_library
+from fastattention.backends.registry import select_backend
+from fastattention.dispatch import forget_plans
+
+
+def _forget() -> None:
+    """Backends are chosen again, and with them the instruction set."""
+    load_library.cache_clear()
+    select_backend.cache_clear()
+    forget_plans()
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each instruction set of this processor in turn, which calls use meanwhile."""
+    monkeypatch.setenv("FASTATTENTION_CPU_ISA", request.param)
+    _forget()
+    yield request.param
+    _forget()

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -33,11 +33,11 @@ from fastattention.validation.prefill import MaxSeqlens
 class Explanation(NamedTuple):
     """Which backend serves a call, every backend's reason, and the call's main-memory traffic. `print` shows a table.
 
-    `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, or for a call
-    with attn_bias, block_mask or qk_dtype.
+    `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, for a call with
+    attn_bias, block_mask or qk_dtype, and for linear attention.
     """
 
-    problem: Problem
+    problem: Any  # the Problem of attention, the LinearProblem of linear attention
     verdicts: tuple[Verdict, ...]
     traffic: Traffic | None = None
 
@@ -267,11 +267,20 @@ def _new_plan(
 
 def stop_if_explaining(problem: Problem, inputs: Inputs, backend: str) -> None:
     """Ends the call with every backend's verdict where `explain_call` has asked for no more than that."""
-    if _explaining.get():
+
+    def explanation() -> Explanation:
         check_name(backend)  # an unknown one is an error here as it is in the call
         considered = tuple(verdicts(problem))
         serving = chosen([one for one in considered if backend in ("auto", one.backend)])
         traffic = None
         if serving is not None:
             traffic = get_backend(serving.backend).traffic(problem, Extent.of(problem, inputs))
-        raise _Explained(Explanation(problem, considered, traffic))
+        return Explanation(problem, considered, traffic)
+
+    explained(explanation)
+
+
+def explained(explanation: Callable[[], Explanation]) -> None:
+    """Ends a call that `explain_call` has made, with this explanation; does nothing in any other."""
+    if _explaining.get():
+        raise _Explained(explanation())

@@ -130,14 +130,14 @@ def read_options(
     if not type(left) is type(right) is int:
         left, right = _window_pair(window_size)
     if not (softmax_scale is None or type(softmax_scale) is float):
-        softmax_scale = _number("softmax_scale", softmax_scale)
+        softmax_scale = read_number("softmax_scale", softmax_scale)
     return Options(
         softmax_scale,
         causal if type(causal) is bool else read_flag("causal", causal),
         left,
         right,
-        softcap if type(softcap) is float else _number("softcap", softcap),
-        dropout_p if type(dropout_p) is float else _number("dropout_p", dropout_p),
+        softcap if type(softcap) is float else read_number("softcap", softcap),
+        dropout_p if type(dropout_p) is float else read_number("dropout_p", dropout_p),
         deterministic if type(deterministic) is bool else read_flag("deterministic", deterministic),
         qk_dtype=qk_dtype,
         return_lse=return_lse,
@@ -166,7 +166,8 @@ def _scalar(value: object) -> object:
     return value.item() if isinstance(value, numpy.ndarray) and value.ndim == 0 else value
 
 
-def _number(name: str, value: object) -> float:
+def read_number(name: str, value: object) -> float:
+    """`value` as a float; raises ArgumentError naming anything that is not a number."""
     value = _scalar(value)
     if not isinstance(value, numbers.Real):
         raise ArgumentError(f"{name} must be a number, got {value!r}")

@@ -1,0 +1,175 @@
+"""The public functions of linear attention: flash-linear-attention's argument order and semantics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattention.eager import runs_eagerly
+from fastattention.errors import ArgumentError
+from fastattention.linear import ops
+from fastattention.linear.dispatch import linear_signature, plan_linear
+from fastattention.linear.problem import LinearInputs, LinearOutput
+from fastattention.linear.validation import LinearOptions, read_linear_options
+from fastattention.validation.common import read_flag, require_tensor, require_tensors
+from fastattention.validation.kinds import check_readable
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention, in chunks of tokens: for prompts and training.
+
+    For every token t and head, in float32, S being the state:
+
+        S = diag(exp(g_t)) S + k_t v_t^T,  out_t = scale * S^T q_t
+
+    - `q`, `k`: (batch_size, seqlen, nheads_k, headdim_k), float32, bfloat16 or float16, headdim up to 256
+    - `v`: (batch_size, seqlen, nheads, headdim_v), in the dtype of q; nheads_k divides nheads, and nheads / nheads_k
+        neighbouring heads share their queries and keys
+    - `g`: logarithms of the gates, at most 0: (batch_size, seqlen, nheads, headdim_k), or (batch_size, seqlen, nheads)
+        for one gate a head; any of the three dtypes. -inf forgets everything before the token
+    - `scale`: None means headdim_k ** -0.5
+    - `initial_state`: float32 (batch_size, nheads, headdim_k, headdim_v); None means zeros. It is not written
+    - `output_final_state`: whether to return the state behind the last token
+    - `state_v_first`: states have headdim_v before headdim_k
+    - `cu_seqlens`: int32 or int64 (num_sequences + 1,), rising from 0 to seqlen: sequences that lie one behind the
+        other in a batch of 1. States then are (num_sequences, ...)
+    - `backend`: "auto", or the name of one; `fastattention.explain(..., function=chunk_gla)` lists them with reasons
+
+    Returns (out, final_state): out like v; final_state float32, None unless asked for. Gradients come from operations
+    of torch. Raises ArgumentError for wrong arguments, UnsupportedError when the backend named cannot serve the call.
+    """
+    given = LinearInputs(q, k, v, g, None, initial_state, cu_seqlens)
+    return _attend(given, read_linear_options(False, True, scale, False, output_final_state), state_v_first, backend)
+
+
+def recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention token by token: for decoding. Arguments and results are those of `chunk_gla`.
+
+    Each state is read and written once, however many tokens there are.
+    """
+    given = LinearInputs(q, k, v, g, None, initial_state, cu_seqlens)
+    return _attend(given, read_linear_options(False, False, scale, False, output_final_state), state_v_first, backend)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule, in chunks of tokens: for prompts and training.
+
+    For every token t and head, in float32, S being the state:
+
+        S = exp(g_t) S,  S = S + k_t (beta_t (v_t - S^T k_t))^T,  out_t = scale * S^T q_t
+
+    The arguments that are not listed are those of `chunk_gla`.
+
+    - `g`: logarithms of the gates, at most 0: (batch_size, seqlen, nheads)
+    - `beta`: how far a token overwrites what its key holds: (batch_size, seqlen, nheads), in any of the three dtypes
+    - `use_qk_l2norm_in_kernel`: divides every query and key x by sqrt(sum(x^2) + 1e-6), in float32
+    - `use_beta_sigmoid_in_kernel`: beta is given before its sigmoid
+    - `allow_neg_eigval`: the sigmoid is doubled; takes use_beta_sigmoid_in_kernel
+
+    Returns (out, final_state) and raises as `chunk_gla`.
+    """
+    given = LinearInputs(q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens)
+    options = read_linear_options(True, True, scale, use_qk_l2norm_in_kernel, output_final_state)
+    return _attend(given, options, state_v_first, backend)
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule token by token: for decoding. Arguments and results are those of `chunk_gated_delta_rule`.
+
+    Each state is read and written once, however many tokens there are.
+    """
+    given = LinearInputs(q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens)
+    options = read_linear_options(True, False, scale, use_qk_l2norm_in_kernel, output_final_state)
+    return _attend(given, options, state_v_first, backend)
+
+
+def _beta(beta: Tensor, before_sigmoid: object, doubled: object) -> Tensor:
+    if not read_flag("use_beta_sigmoid_in_kernel", before_sigmoid):
+        if read_flag("allow_neg_eigval", doubled):
+            raise ArgumentError("allow_neg_eigval takes use_beta_sigmoid_in_kernel=True; else give beta doubled")
+        return beta
+    require_tensor("beta", beta)
+    beta = torch.sigmoid(beta.float())
+    return 2.0 * beta if read_flag("allow_neg_eigval", doubled) else beta
+
+
+def _attend(
+    given: LinearInputs, options: LinearOptions, state_v_first: bool, backend: str
+) -> tuple[Tensor, Tensor | None]:
+    """A call, now or as an operator."""
+    if read_flag("state_v_first", state_v_first):
+        if given.initial_state is not None:
+            require_tensor("initial_state", given.initial_state)
+            given = given._replace(initial_state=given.initial_state.mT)
+        out, state = _run(given, options, backend)
+        return out, None if state is None else state.mT.contiguous()
+    out, state = _run(given, options, backend)
+    return out, state
+
+
+def _run(given: LinearInputs, options: LinearOptions, backend: str) -> LinearOutput:
+    signature = linear_signature(given, options, backend)
+    if signature is not None or runs_eagerly(*given):
+        try:
+            return plan_linear(signature, given, options, backend).run(given)
+        except RuntimeError:
+            check_readable(given._asdict())
+            raise
+    require_tensors(**{name: tensor for name, tensor in given._asdict().items() if tensor is not None})
+    return ops.call_linear_attention(given, options, backend)

@@ -1,0 +1,81 @@
+"""LinearProblem: everything about one call of linear attention except its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearProblem:
+    """A validated call. Hashable, so that the choice of a backend and the plan of a call can be kept.
+
+    Tensors of a backend have these shapes, tokens being (batch_size, seqlen):
+
+        q, k           (batch_size, seqlen, nheads_k, headdim_k)
+        v, out         (batch_size, seqlen, nheads, headdim_v)
+        g              (batch_size, seqlen, nheads, headdim_k) when gate_per_key, else (batch_size, seqlen, nheads)
+        beta           (batch_size, seqlen, nheads) of the delta rule
+        states         (num_sequences, nheads, headdim_k, headdim_v), float32
+        cu_seqlens     (num_sequences + 1,), int32; then batch_size is 1 and seqlen counts the tokens of all sequences
+
+    Head h of v has the queries and keys of head h // group_size.
+    """
+
+    delta_rule: bool
+    gate_per_key: bool
+    chunked: bool  # False: token by token
+    batch_size: int
+    seqlen: int
+    num_sequences: int
+    varlen: bool
+    nheads: int
+    nheads_k: int
+    headdim_k: int
+    headdim_v: int
+    dtype: torch.dtype  # of q, k, v and out
+    gate_dtype: torch.dtype
+    beta_dtype: torch.dtype | None
+    device: torch.device
+    scale: float
+    l2norm: bool  # of every query and key
+    has_initial_state: bool
+    returns_state: bool
+    grads: tuple[str, ...]  # fields of LinearInputs that require a gradient
+
+    @property
+    def group_size(self) -> int:
+        """Heads of v that share a head of q and k."""
+        return self.nheads // self.nheads_k
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """(batch_size, seqlen, nheads, headdim_v)."""
+        return self.batch_size, self.seqlen, self.nheads, self.headdim_v
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """(num_sequences, nheads, headdim_k, headdim_v)."""
+        return self.num_sequences, self.nheads, self.headdim_k, self.headdim_v
+
+
+class LinearInputs(NamedTuple):
+    """The tensors of a call. The last axis of each is contiguous."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class LinearOutput(NamedTuple):
+    """What a backend returns: out, and the state behind the last token of each sequence where the problem asks for it."""
+
+    out: Tensor
+    final_state: Tensor | None

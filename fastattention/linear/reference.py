@@ -1,0 +1,59 @@
+"""Exact linear attention: the recurrence, token by token, written to be read. Every backend is tested against it.
+
+A head keeps a state S of (headdim_k, headdim_v). For each token, with its gate a = exp(g) and l2norm where asked for:
+
+    gated linear attention      S = diag(a) S + k v^T
+    gated delta rule            S = a S;  S = S + k (beta (v - S^T k))^T
+    both                        out = S^T (scale q)
+
+GLA: https://arxiv.org/abs/2312.06635, equation 4. Gated delta rule: https://arxiv.org/abs/2412.06464, equation 10.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+
+L2NORM_EPSILON = 1e-6  # as flash-linear-attention and Transformers have it
+
+
+def linear_attention(
+    problem: LinearProblem, inputs: LinearInputs, dtype: torch.dtype = torch.float64
+) -> LinearOutput:
+    """(out, final state) in `dtype`, in which everything is computed."""
+    q, k, v, g = (tensor.to(dtype) for tensor in inputs[:4])
+    if problem.l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (tensor.repeat_interleave(problem.group_size, dim=2) for tensor in (q * problem.scale, k))
+    beta = None if inputs.beta is None else inputs.beta.to(dtype)
+    gate = g.exp() if problem.gate_per_key else g.exp().unsqueeze(-1)  # (batch_size, seqlen, nheads, headdim_k or 1)
+    out = torch.zeros(problem.out_shape, dtype=dtype, device=problem.device)
+    states = torch.zeros(problem.state_shape, dtype=dtype, device=problem.device)
+    if inputs.initial_state is not None:
+        states = inputs.initial_state.to(dtype).clone()
+    for sequence, (batch, first, last) in enumerate(spans(problem, inputs.cu_seqlens)):
+        state = states[sequence]  # (nheads, headdim_k, headdim_v)
+        for token in range(first, last):
+            key, value = k[batch, token], v[batch, token]
+            state = gate[batch, token].unsqueeze(-1) * state
+            if beta is not None:
+                value = beta[batch, token].unsqueeze(-1) * (value - torch.einsum("hkv,hk->hv", state, key))
+            state = state + torch.einsum("hk,hv->hkv", key, value)
+            out[batch, token] = torch.einsum("hkv,hk->hv", state, q[batch, token])
+        states[sequence] = state
+    return LinearOutput(out, states if problem.returns_state else None)
+
+
+def l2norm(rows: Tensor) -> Tensor:
+    """Rows of length 1: x / sqrt(sum(x^2) + 1e-6)."""
+    return rows * torch.rsqrt(rows.square().sum(dim=-1, keepdim=True) + L2NORM_EPSILON)
+
+
+def spans(problem: LinearProblem, cu_seqlens: Tensor | None) -> list[tuple[int, int, int]]:
+    """(row of the batch, first token, last token + 1) of every sequence. Reads cu_seqlens on its device."""
+    if cu_seqlens is None:
+        return [(batch, 0, problem.seqlen) for batch in range(problem.batch_size)]
+    offsets = cu_seqlens.tolist()
+    return [(0, first, last) for first, last in zip(offsets, offsets[1:], strict=False)]

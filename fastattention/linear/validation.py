@@ -1,0 +1,178 @@
+"""Checks the arguments of linear attention: to a LinearProblem and LinearInputs, or an ArgumentError."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention import config
+from fastattention.errors import ArgumentError
+from fastattention.linear.problem import LinearInputs, LinearProblem
+from fastattention.validation.common import (
+    DTYPES,
+    Signature,
+    check_like_q,
+    check_rank,
+    check_shape,
+    last_axis_contiguous,
+    read_flag,
+    read_number,
+    require_tensor,
+    signature,
+)
+
+MAX_HEADDIM = 256
+
+
+class LinearOptions(NamedTuple):
+    """The scalar arguments of a call, of the right types."""
+
+    delta_rule: bool
+    chunked: bool
+    scale: float | None
+    l2norm: bool
+    returns_state: bool
+
+
+def read_linear_options(
+    delta_rule: bool, chunked: bool, scale: object, l2norm: object, output_final_state: object
+) -> LinearOptions:
+    """LinearOptions from arguments as given; raises ArgumentError for anything of a wrong type."""
+    return LinearOptions(
+        delta_rule,
+        chunked,
+        None if scale is None else read_number("scale", scale),
+        read_flag("use_qk_l2norm_in_kernel", l2norm),
+        read_flag("output_final_state", output_final_state),
+    )
+
+
+def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem, LinearInputs]:
+    """The problem of a call, and its tensors as backends read them. Raises ArgumentError."""
+    q, k, v, g = (signature(name, tensor) for name, tensor in zip("qkvg", given[:4], strict=True))
+    _check_qkv(q, k, v)
+    batch_size, seqlen, nheads, headdim_v = v.shape
+    nheads_k, headdim_k = q.shape[2:]
+    gate_per_key = _check_gates(given, q, v, options)
+    varlen = given.cu_seqlens is not None
+    num_sequences = batch_size
+    if given.cu_seqlens is not None:
+        num_sequences = _check_cu_seqlens(given.cu_seqlens, q)
+    state_shape = (num_sequences, nheads, headdim_k, headdim_v)
+    if given.initial_state is not None:
+        state = signature("initial_state", given.initial_state)
+        check_shape("initial_state", state, state_shape, "sequences, nheads, headdim_k, headdim_v")
+        if state.dtype is not torch.float32:
+            raise ArgumentError(f"initial_state must be float32, got {state.dtype}")
+        _check_device("initial_state", state, q)
+    scale = headdim_k**-0.5 if options.scale is None else options.scale
+    if not abs(scale) <= torch.finfo(torch.float32).max:
+        raise ArgumentError(f"scale={scale} must be finite in float32; None means headdim_k ** -0.5")
+    records = torch.is_grad_enabled()
+    problem = LinearProblem(
+        delta_rule=options.delta_rule,
+        gate_per_key=gate_per_key,
+        chunked=options.chunked,
+        batch_size=batch_size,
+        seqlen=seqlen,
+        num_sequences=num_sequences,
+        varlen=varlen,
+        nheads=nheads,
+        nheads_k=nheads_k,
+        headdim_k=headdim_k,
+        headdim_v=headdim_v,
+        dtype=q.dtype,
+        gate_dtype=g.dtype,
+        beta_dtype=None if given.beta is None else given.beta.dtype,
+        device=q.device,
+        scale=scale,
+        l2norm=options.l2norm,
+        has_initial_state=given.initial_state is not None,
+        returns_state=options.returns_state,
+        grads=tuple(n for n, x in given._asdict().items() if records and x is not None and x.requires_grad),
+    )
+    return problem, as_backends_read(given)
+
+
+def as_backends_read(given: LinearInputs) -> LinearInputs:
+    """The tensors of a call with a contiguous last axis, offsets in int32: nothing is copied that is so already."""
+    offsets = given.cu_seqlens
+    if offsets is not None:
+        offsets = offsets.to(torch.int32).contiguous()
+    return LinearInputs(*(None if x is None else last_axis_contiguous(x) for x in given[:-1]), offsets)  # type: ignore[arg-type]
+
+
+def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
+    """Raises unless the offsets rise from 0 to the number of tokens; on a CPU, elsewhere only when checks are on."""
+    if cu_seqlens.device.type != "cpu" and not config.check_numbers():
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != seqlen or any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):
+        raise ArgumentError(f"cu_seqlens={offsets} must rise from 0 to the number of tokens, {seqlen}")
+
+
+def _check_qkv(q: Signature, k: Signature, v: Signature) -> None:
+    if q.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ArgumentError(f"q has dtype {q.dtype}; allowed are {allowed}")
+    check_rank("q", q, "batch_size, seqlen, nheads_k, headdim_k")
+    check_rank("v", v, "batch_size, seqlen, nheads, headdim_v")
+    check_shape("k", k, tuple(q.shape), "batch_size, seqlen, nheads_k, headdim_k")
+    check_like_q("k", k, q)
+    check_like_q("v", v, q)
+    if v.shape[:2] != q.shape[:2]:
+        raise ArgumentError(
+            f"v must have the batch_size and seqlen of q, {tuple(q.shape[:2])}, got shape {tuple(v.shape)}"
+        )
+    nheads_k, nheads = q.shape[2], v.shape[2]
+    if nheads_k < 1 or nheads < 1 or nheads % nheads_k:
+        raise ArgumentError(f"nheads={nheads} of v must be a positive multiple of nheads_k={nheads_k} of q")
+    for name, value in (("headdim_k", q.shape[3]), ("headdim_v", v.shape[3])):
+        if not 1 <= value <= MAX_HEADDIM:
+            raise ArgumentError(f"{name}={value} is not supported; allowed are 1 to {MAX_HEADDIM}")
+
+
+def _check_gates(given: LinearInputs, q: Signature, v: Signature, options: LinearOptions) -> bool:
+    """Checks g and beta; whether there is a gate for every key dimension."""
+    g = signature("g", given.g)
+    per_head = tuple(v.shape[:3])
+    per_key = (*per_head, q.shape[3])
+    gate_per_key = len(g.shape) == 4
+    if options.delta_rule:
+        check_shape("g", g, per_head, "batch_size, seqlen, nheads")
+    elif tuple(g.shape) not in (per_head, per_key):
+        raise ArgumentError(
+            f"g must be (batch_size, seqlen, nheads, headdim_k) = {per_key} or, for a gate of whole heads, "
+            f"(batch_size, seqlen, nheads) = {per_head}, got shape {tuple(g.shape)}"
+        )
+    gates = {"g": g}
+    if options.delta_rule:
+        require_tensor("beta", given.beta)
+        gates["beta"] = signature("beta", given.beta)
+        check_shape("beta", gates["beta"], per_head, "batch_size, seqlen, nheads")
+    for name, gate in gates.items():
+        if gate.dtype not in DTYPES:
+            raise ArgumentError(f"{name} must be float32, float16 or bfloat16, got {gate.dtype}")
+        _check_device(name, gate, q)
+    return gate_per_key
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, q: Signature) -> int:
+    """The number of sequences."""
+    offsets = signature("cu_seqlens", cu_seqlens)
+    if q.shape[0] != 1:
+        raise ArgumentError(f"with cu_seqlens q must have batch_size 1, its sequences in a row, got {q.shape[0]}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"cu_seqlens must be int32 or int64, got {offsets.dtype}")
+    if len(offsets.shape) != 1 or offsets.shape[0] < 1:
+        raise ArgumentError(f"cu_seqlens must be (num_sequences + 1,), got shape {tuple(offsets.shape)}")
+    _check_device("cu_seqlens", offsets, q)
+    check_offsets(cu_seqlens, q.shape[1])
+    return offsets.shape[0] - 1
+
+
+def _check_device(name: str, tensor: Signature, q: Signature) -> None:
+    if tensor.device != q.device:
+        raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")

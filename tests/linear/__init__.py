@@ -1,0 +1,1 @@
+"""Linear attention: every backend against the recurrence in float64."""

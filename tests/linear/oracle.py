@@ -66,6 +66,6 @@ def _check_one(name: str, given: Tensor, wanted: Tensor, peer: Tensor, epsilon: 
     if wanted.numel() == 0:
         return
     error, allowed = (given.double() - wanted).abs().max().item(), (peer.double() - wanted).abs().max().item()
-    # Sums of a few tokens are exact in the peer by chance: one rounding of the largest number is always allowed.
-    allowed = 2 * allowed + epsilon * wanted.abs().max().item()
+    # Sums of a few tokens are exact in the peer by chance: two roundings of the largest number are always allowed.
+    allowed = 2 * allowed + 2 * epsilon * wanted.abs().max().item()
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"

@@ -19,7 +19,7 @@ from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 10  # of api.cpp
+_ABI_VERSION = 11  # of api.cpp
 
 
 class Peaks(NamedTuple):
@@ -64,6 +64,11 @@ class Library:
             self._functions.fastattention_backward, self._isa_index
         )
 
+        # Runs a call of linear attention, as `forward`.
+        self.linear: Callable[[int, bytes, int], int] = functools.partial(
+            self._functions.fastattention_linear, self._isa_index
+        )
+
     def _declare(self) -> None:
         int64 = ctypes.c_int64
         declarations: dict[str, tuple[type | None, Sequence[type]]] = {
@@ -74,6 +79,7 @@ class Library:
             "fastattention_multiplies_int8": (int64, (int64,)),
             "fastattention_forward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_backward": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, int64)),
+            "fastattention_linear": (int64, (int64, ctypes.c_void_p, ctypes.c_char_p, int64)),
             "fastattention_prepare": (ctypes.c_void_p, (int64, ctypes.c_void_p)),
             "fastattention_run": (None, (ctypes.c_void_p,)),
             "fastattention_failed": (int64, (ctypes.c_void_p,)),

@@ -11,7 +11,7 @@ from fastattention.backends.common.layout import scale_strides, score_strides, t
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.problem import Inputs, Layout, Problem
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 
 
 class AttentionParams(Params):
@@ -56,8 +56,8 @@ def attention_params(problem: Problem, inputs: Inputs) -> AttentionParams:
     lse_head = problem.total_q if varlen else problem.seqlen_q
     # fmt: off
     template = AttentionParams.template(
-        _DTYPE_CODES[problem.dtype], _DTYPE_CODES[problem.cache_dtype or problem.dtype],
-        0 if bias is None else _DTYPE_CODES[bias.dtype], _DTYPE_CODES[problem.qk_dtype or problem.dtype],
+        DTYPE_CODES[problem.dtype], DTYPE_CODES[problem.cache_dtype or problem.dtype],
+        0 if bias is None else DTYPE_CODES[bias.dtype], DTYPE_CODES[problem.qk_dtype or problem.dtype],
         problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
         problem.nheads, problem.nheads_k, problem.headdim, problem.headdim_v,
         problem.page_block_size or 0, problem.panel_size,

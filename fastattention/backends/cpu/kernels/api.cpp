@@ -30,7 +30,7 @@ FaAttentionParams with_addresses(const FaAttentionParams& plan, const void* addr
 }  // namespace
 
 // Changes with every change of params.h, of what its fields may be or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 10; }
+FA_EXPORT int64_t fastattention_abi_version() { return 11; }
 FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
@@ -53,6 +53,14 @@ FA_EXPORT int64_t fastattention_backward(int64_t isa, const FaAttentionParams* p
                                          const FaGradients* gradients, int64_t num_threads) {
     const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
     return backward(isa_kernels(static_cast<int>(isa)), params, *gradients) ? 0 : 1;
+}
+
+// Linear attention; 0, or 1 when memory ran out. `addresses` are the fields of `plan` before dtype.
+FA_EXPORT int64_t fastattention_linear(int64_t isa, const FaLinearParams* plan, const void* addresses, int64_t num_threads) {
+    FaLinearParams params = *plan;
+    std::memcpy(&params, addresses, offsetof(FaLinearParams, dtype));
+    params.num_threads = num_threads;
+    return linear(isa_kernels(static_cast<int>(isa)), params) ? 0 : 1;
 }
 
 // A call of a dense cache with lse, to be run later; null when memory ran out. fastattention_release gives it up.

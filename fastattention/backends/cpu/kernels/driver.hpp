@@ -14,4 +14,6 @@ bool forward(const Kernels& kernels, const FaAttentionParams& params);
 // Gradients of a call without a cache and without pages.
 bool backward(const Kernels& kernels, const FaAttentionParams& params, const FaGradients& gradients);
 
+bool linear(const Kernels& kernels, const FaLinearParams& params);
+
 }  // namespace fastattention

@@ -28,6 +28,9 @@ using namespace fastattention;
 #include "prefill.hpp"
 #include "panel_cache.hpp"
 #include "backward.hpp"
+#include "linear.hpp"
+#include "linear_chunks.hpp"
+#include "linear_tokens.hpp"
 #include "decode_key_block.hpp"
 #include "decode_dot.hpp"
 #ifdef FA_HAS_AMX
@@ -204,6 +207,29 @@ static void backward_chunk_of(const Call& call, const FaGradients& gradients, co
     });
 }
 
+template <class Use>
+FA_INLINE auto with_element(int64_t dtype, Use&& use) {
+    if (dtype == FA_FLOAT32) return use(float{});
+    if (dtype == FA_FLOAT16) return use(Float16{});
+    return use(Bfloat16{});
+}
+
+static void linear_of(const FaLinearParams& params, const LinearTask& task, float* scratch) {
+    with_element(params.dtype, [&](auto element) {
+        using Element = decltype(element);
+        if (params.chunk > 0) {
+            LinearChunks<Element>(params, task, scratch).run();
+        } else {
+            LinearSteps<Element>(params, task, scratch).run();
+        }
+    });
+}
+
+static int64_t linear_scratch_of(const FaLinearParams& params, int64_t num_columns) {
+    if (params.chunk > 0) return LinearLayout(params, num_columns).total;
+    return LinearSteps<float>::scratch_floats(params, num_columns);
+}
+
 #define FA_STRING(name) #name
 #define FA_NAME_OF(name) FA_STRING(name)
 
@@ -230,6 +256,8 @@ const Kernels kernels = {
     backward_geometry_of,
     pack_rows_of,
     backward_chunk_of,
+    linear_of,
+    linear_scratch_of,
     fma_loop,
 #ifdef FA_HAS_BF16_DOT
     bf16_dot_loop,

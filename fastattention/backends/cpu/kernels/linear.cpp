@@ -1,0 +1,71 @@
+// Linear attention: sequences, heads and columns of values become tasks of the thread pool.
+#include <algorithm>
+#include <exception>
+#include <vector>
+
+#include "arena.hpp"
+#include "driver.hpp"
+#include "sequences.hpp"
+#include "thread_pool.hpp"
+
+namespace fastattention {
+namespace {
+
+// Columns of a task: what a task of chunks takes at least, since scores of a chunk are computed for each, and what one that
+// goes token by token takes, whose part of the state then stays in the L1 cache.
+constexpr int64_t kColumns = 64;
+constexpr int64_t kTasksOfThread = 2;
+// As in forward.cpp.
+constexpr double kSerialWork = 2e5;
+constexpr int64_t kCacheLineFloats = 16;
+
+int64_t columns_of_task(const FaLinearParams& p) {
+    if (p.chunk == 0) return kColumns;
+    const int64_t heads = std::max<int64_t>(p.num_sequences * p.nheads, 1);
+    const int64_t slices = divide_up(kTasksOfThread * p.num_threads, heads);
+    return divide_up(divide_up(p.headdim_v, slices), kColumns) * kColumns;
+}
+
+std::vector<LinearTask> tasks_of(const FaLinearParams& p) {
+    const int64_t columns = columns_of_task(p);
+    std::vector<LinearTask> tasks;
+    for (int64_t sequence = 0; sequence < p.num_sequences; ++sequence) {
+        LinearTask task{sequence, 0, p.cu_seqlens ? 0 : sequence, 0, p.seqlen, 0, 0};
+        if (p.cu_seqlens) {
+            task.first_token = p.cu_seqlens[sequence];
+            task.num_tokens = p.cu_seqlens[sequence + 1] - task.first_token;
+        }
+        for (task.head = 0; task.head < p.nheads; ++task.head)
+            for (task.first_column = 0; task.first_column < p.headdim_v; task.first_column += columns) {
+                task.num_columns = std::min(columns, p.headdim_v - task.first_column);
+                tasks.push_back(task);
+            }
+    }
+    // The longest first, so that threads finish together.
+    std::stable_sort(tasks.begin(), tasks.end(),
+                     [](const LinearTask& a, const LinearTask& b) { return a.num_tokens > b.num_tokens; });
+    return tasks;
+}
+
+}  // namespace
+
+bool linear(const Kernels& kernels, const FaLinearParams& p) {
+    try {
+        const std::vector<LinearTask> tasks = tasks_of(p);
+        double work = 0.0;
+        for (const LinearTask& task : tasks) work += static_cast<double>(task.num_tokens) * task.num_columns * p.headdim_k;
+        const int threads = work < kSerialWork ? 1 : static_cast<int>(p.num_threads);
+        const int64_t columns = std::min(columns_of_task(p), p.headdim_v);
+        const int64_t scratch = divide_up(kernels.linear_scratch(p, columns), kCacheLineFloats) * kCacheLineFloats;
+        Arena arena(scratch * threads * sizeof(float));
+        if (arena.data() == nullptr) return false;
+        float* working = reinterpret_cast<float*>(arena.data());
+        parallel_for(static_cast<int64_t>(tasks.size()), threads,
+                     [&](int64_t index, int slot) { kernels.linear(p, tasks[index], working + slot * scratch); });
+        return true;
+    } catch (const std::exception&) {  // of memory for the list: tasks throw nothing
+        return false;
+    }
+}
+
+}  // namespace fastattention

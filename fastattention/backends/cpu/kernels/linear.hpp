@@ -1,0 +1,91 @@
+// Linear attention: where the tokens of a task lie, and how they are read; fastattention/linear/reference.py has the formulas.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+// As in fastattention/linear/validation.py.
+static constexpr int64_t kMaxLinearHeaddim = 256;
+static constexpr float kL2NormEpsilon = 1e-6f;
+
+// n numbers of a dtype that is known only now, from element `at` on.
+FA_INLINE void widen_any(const void* from, int64_t dtype, int64_t at, float* to, int64_t n, int64_t padded) {
+    if (dtype == FA_FLOAT32) return widen_row(static_cast<const float*>(from) + at, to, n, padded);
+    if (dtype == FA_FLOAT16) return widen_row(static_cast<const Float16*>(from) + at, to, n, padded);
+    widen_row(static_cast<const Bfloat16*>(from) + at, to, n, padded);
+}
+
+FA_INLINE float number_of(const void* from, int64_t dtype, int64_t at) {
+    float number;
+    widen_any(from, dtype, at, &number, 1, 1);
+    return number;
+}
+
+FA_INLINE float exp_of(float x) { return exp2(x * kLog2E); }
+
+// The tokens of one head of a sequence.
+template <class Element>
+struct LinearTokens {
+    const FaLinearParams& p;
+    const LinearTask& task;
+
+    // A row of floats, with zeros behind it up to `padded`.
+    void query(int64_t token, float* to, int64_t padded) const {
+        load_row(p.q, p.q_stride_batch, p.q_stride_row, p.q_stride_head, token, to, padded, static_cast<float>(p.scale));
+    }
+    void key(int64_t token, float* to, int64_t padded) const {
+        load_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token, to, padded, 1.0f);
+    }
+    void value(int64_t token, float* to, int64_t padded) const {
+        const int64_t at = task.batch * p.v_stride_batch + (task.first_token + token) * p.v_stride_row +
+                           task.head * p.v_stride_head + task.first_column;
+        widen_row(static_cast<const Element*>(p.v) + at, to, task.num_columns, padded);
+    }
+    // The gate of the head.
+    float gate(int64_t token) const { return exp_of(number_of(p.g, p.gate_dtype, gate_at(token))); }
+    // Those of all key dimensions, with zeros behind them.
+    void gates(int64_t token, float* to, int64_t padded) const {
+        widen_any(p.g, p.gate_dtype, gate_at(token), to, p.headdim_k, padded);
+        for (int64_t d = 0; d < padded; d += Vec::kWidth) store(to + d, exp2(load(to + d) * broadcast(kLog2E)));
+    }
+    float beta(int64_t token) const {
+        return number_of(p.beta, p.beta_dtype,
+                         task.batch * p.beta_stride_batch + (task.first_token + token) * p.beta_stride_row +
+                             task.head * p.beta_stride_head);
+    }
+    void write(int64_t token, const float* from) const {
+        const int64_t row = (task.batch * p.seqlen + task.first_token + token) * p.nheads + task.head;
+        narrow_row(from, static_cast<Element*>(p.out) + row * p.headdim_v + task.first_column, task.num_columns);
+    }
+
+    // Row d of the state before the first token, null for zeros, and behind the last, null where nobody asks for it.
+    const float* initial_state(int64_t d) const {
+        if (p.initial_state == nullptr) return nullptr;
+        return p.initial_state + task.sequence * p.state_stride_sequence + task.head * p.state_stride_head +
+               d * p.state_stride_row + task.first_column;
+    }
+    float* final_state(int64_t d) const {
+        if (p.final_state == nullptr) return nullptr;
+        return p.final_state + ((task.sequence * p.nheads + task.head) * p.headdim_k + d) * p.headdim_v + task.first_column;
+    }
+
+private:
+    int64_t gate_at(int64_t token) const {
+        return task.batch * p.g_stride_batch + (task.first_token + token) * p.g_stride_row + task.head * p.g_stride_head;
+    }
+
+    void load_row(const void* base, int64_t stride_batch, int64_t stride_row, int64_t stride_head, int64_t token, float* to,
+                  int64_t padded, float factor) const {
+        const int64_t at = task.batch * stride_batch + (task.first_token + token) * stride_row +
+                           task.head / (p.nheads / p.nheads_k) * stride_head;
+        widen_row(static_cast<const Element*>(base) + at, to, p.headdim_k, padded);
+        if (p.l2norm) {
+            Vec sum = zero();
+            for (int64_t d = 0; d < padded; d += Vec::kWidth) sum = fma(load(to + d), load(to + d), sum);
+            factor /= __builtin_sqrtf(reduce_add(sum) + kL2NormEpsilon);
+        }
+        if (factor != 1.0f)
+            for (int64_t d = 0; d < padded; d += Vec::kWidth) store(to + d, load(to + d) * broadcast(factor));
+    }
+};
+
+}  // namespace FA_NAMESPACE

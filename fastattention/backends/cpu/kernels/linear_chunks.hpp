@@ -1,0 +1,318 @@
+// Linear attention in chunks of tokens: a chunk is a few matrix products, and the state passes from one to the next.
+//
+// fastattention/linear/backends/torch_form.py has the formulas. Weights between tokens, products of the gates between them,
+// grow row by row from gates, so that strong ones neither overflow nor lose digits. With a gate for every key dimension a chunk
+// consists of parts of 16 tokens. Within a part scores are summed up one by one. Between two, queries carry the gates from the
+// beginning of theirs on, keys those up to the end of theirs, and queries those of the parts in between.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+static constexpr int64_t kPartTokens = 16;
+// Key dimensions that are worked on at a time within a part: as many vectors as registers hold.
+static constexpr int64_t kPartVectors = 4, kPartColumns = kPartVectors * Vec::kWidth;
+static constexpr int64_t kPartTileRows = (kPartTokens + kRows - 1) / kRows * kRows;
+
+// What a chunk needs, in floats from the beginning of the working memory.
+struct LinearLayout {
+    int64_t chunk;
+    int64_t key_columns, key_rows;  // headdim_k in whole vectors; in whole tiles of rows
+    int64_t key_stride, value_stride;
+    int64_t keys, queries, keys_t, scores, held, values, state, gates, row, total;
+
+    LinearLayout(const FaLinearParams& p, int64_t num_columns) : chunk(p.chunk) {
+        key_columns = round_up(p.headdim_k, kPartColumns);
+        key_rows = round_up(p.headdim_k, FloatUnit::kRowStep);
+        key_stride = key_columns + kRowPadding;
+        value_stride = round_up(num_columns, Vec::kWidth) + (num_columns > kPanel ? kRowPadding : 0);
+        int64_t at = 0;
+        const auto take = [&](int64_t floats) {
+            const int64_t here = at;
+            at += round_up(floats, kRowPadding);
+            return here;
+        };
+        // Keys before queries: both are multiplied by the keys, and by the state, as rows of one matrix. A tile of rows may
+        // reach beyond the last of them.
+        keys = take(2 * chunk * key_stride + FloatUnit::kRowStep * key_stride);
+        queries = keys + chunk * key_stride;
+        keys_t = take(larger(key_rows, key_columns) * chunk);
+        scores = take((2 * chunk + FloatUnit::kRowStep) * chunk);
+        held = take((2 * chunk + FloatUnit::kRowStep) * value_stride);
+        values = take(chunk * value_stride);
+        state = take(key_rows * value_stride);
+        gates = take(chunk * (p.gate_per_key ? key_stride : 1));
+        row = take(larger(2 * chunk, (1 + chunk / kPartTokens) * key_columns + kPartTileRows * key_stride));
+        total = at;
+    }
+};
+
+template <class Element>
+class LinearChunks {
+public:
+    LinearChunks(const FaLinearParams& p, const LinearTask& task, float* scratch)
+        : p_(p),
+          task_(task),
+          tokens_{p, task},
+          l_(p, task.num_columns),
+          columns_(round_up(task.num_columns, Vec::kWidth)),
+          keys_(scratch + l_.keys),
+          queries_(scratch + l_.queries),
+          keys_t_(scratch + l_.keys_t),
+          scores_(scratch + l_.scores),
+          held_(scratch + l_.held),
+          values_(scratch + l_.values),
+          state_(scratch + l_.state),
+          gates_(scratch + l_.gates),
+          row_(scratch + l_.row) {}
+
+    void run() {
+        memset(state_, 0, l_.key_rows * l_.value_stride * sizeof(float));
+        for (int64_t d = 0; p_.initial_state && d < p_.headdim_k; ++d)
+            widen_row(tokens_.initial_state(d), state_ + d * l_.value_stride, task_.num_columns, task_.num_columns);
+        // Rows of tiles that no token has: they are multiplied like others.
+        memset(keys_, 0, (2 * l_.chunk + FloatUnit::kRowStep) * l_.key_stride * sizeof(float));
+        memset(keys_t_, 0, larger(l_.key_rows, l_.key_columns) * l_.chunk * sizeof(float));
+        memset(scores_, 0, (2 * l_.chunk + FloatUnit::kRowStep) * l_.chunk * sizeof(float));
+        for (int64_t first = 0; first < task_.num_tokens; first += l_.chunk) {
+            load(first, smaller(l_.chunk, task_.num_tokens - first));
+            p_.gate_per_key ? run_key_gates() : run_head_gates();
+            for (int64_t i = 0; i < smaller(l_.chunk, task_.num_tokens - first); ++i)
+                tokens_.write(first + i, held_queries() + i * l_.value_stride);
+        }
+        for (int64_t d = 0; p_.final_state && d < p_.headdim_k; ++d)
+            narrow_row(state_ + d * l_.value_stride, tokens_.final_state(d), task_.num_columns);
+    }
+
+private:
+    bool is_delta() const { return p_.beta != nullptr; }
+    float* held_queries() const { return held_ + l_.chunk * l_.value_stride; }
+    float* query_scores() const { return scores_ + l_.chunk * l_.chunk; }
+
+    // Tokens behind the last of a sequence are zeros with gates of 1.
+    void load(int64_t first, int64_t n) {
+        first_ = first;
+        n_ = n;
+        for (int64_t i = 0; i < n; ++i) {
+            tokens_.key(first + i, keys_ + i * l_.key_stride, l_.key_columns);
+            tokens_.query(first + i, queries_ + i * l_.key_stride, l_.key_columns);
+            tokens_.value(first + i, values_ + i * l_.value_stride, columns_);
+            if (p_.gate_per_key) {
+                tokens_.gates(first + i, gates_ + i * l_.key_stride, l_.key_columns);
+            } else {
+                gates_[i] = tokens_.gate(first + i);
+            }
+        }
+        for (int64_t i = n; i < l_.chunk; ++i) {
+            memset(keys_ + i * l_.key_stride, 0, l_.key_columns * sizeof(float));
+            memset(queries_ + i * l_.key_stride, 0, l_.key_columns * sizeof(float));
+            memset(values_ + i * l_.value_stride, 0, columns_ * sizeof(float));
+            for (int64_t d = 0; d < (p_.gate_per_key ? l_.key_columns : 1); ++d)
+                gates_[i * (p_.gate_per_key ? l_.key_stride : 1) + d] = 1.0f;
+        }
+    }
+
+    void run_head_gates() {
+        transpose_units(keys_, l_.key_stride, keys_t_, l_.chunk, l_.chunk, round_up(p_.headdim_k, Vec::kWidth));
+        float* const rows = is_delta() ? keys_ : queries_;  // what is multiplied
+        const int64_t skipped = is_delta() ? 0 : l_.chunk;
+        multiply_lower(rows, scores_ + skipped * l_.chunk, is_delta() ? 2 : 1);
+        multiply<false>(rows, l_.key_stride, state_, p_.headdim_k, held_ + skipped * l_.value_stride, 2 * l_.chunk - skipped);
+        float* const weights = row_;  // of every token for the one at hand: gates behind it, multiplied
+        float* const since = row_ + l_.chunk;  // gates of all tokens of the chunk up to one
+        memset(weights, 0, l_.chunk * sizeof(float));
+        float all = 1.0f;
+        for (int64_t i = 0; i < l_.chunk; ++i) {
+            since[i] = all *= gates_[i];
+            for (int64_t j = 0; j < i; j += Vec::kWidth) store(weights + j, load_of(weights + j) * broadcast(gates_[i]));
+            weights[i] = 1.0f;
+            weigh(i, query_scores() + i * l_.chunk, weights, 1.0f);
+            if (is_delta()) weigh_system(i, weights, since[i]);
+        }
+        if (is_delta()) solve();
+        scale_rows(held_queries(), since);
+        add_values();
+        // Of the last token: what each adds to the state.
+        scale_rows(values_, weights);
+        for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all));
+        multiply<true>(keys_t_, l_.chunk, values_, l_.chunk, state_, l_.key_rows);
+    }
+
+    // scores = rows keys^T, where tokens of rows are not before those of keys. rows: `times` chunks of them.
+    void multiply_lower(const float* rows, float* scores, int64_t times) {
+        for (int64_t t = 0; t < times; ++t)
+            for (int64_t i = 0; i < l_.chunk; i += FloatUnit::kRowStep) {
+                const int64_t first = t * l_.chunk + i, columns = round_up(i + FloatUnit::kRowStep, Vec::kWidth);
+                for (int64_t j = 0; j < smaller(columns, l_.chunk); j += kPanel)
+                    multiply_panel<false>(FloatUnit{}, rows + first * l_.key_stride, l_.key_stride, keys_t_ + j, l_.chunk,
+                                          p_.headdim_k, scores + first * l_.chunk + j, l_.chunk, FloatUnit::kRowStep,
+                                          smaller(kPanel, smaller(columns, l_.chunk) - j));
+            }
+    }
+
+    // result (rows, columns of the task) = or += a (rows, depth) b (depth, columns of the task)
+    template <bool kAccumulate>
+    void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth, float* result, int64_t rows) const {
+        for (int64_t j = 0; j < columns_; j += kPanel)
+            multiply_panel<kAccumulate>(FloatUnit{}, a, a_stride, b + j, l_.value_stride, depth, result + j, l_.value_stride,
+                                        round_up(rows, FloatUnit::kRowStep), smaller(kPanel, columns_ - j));
+    }
+
+    static Vec load_of(const float* from) { return FA_NAMESPACE::load(from); }
+
+    // Scores of token i; those of the tokens behind it become 0.
+    void weigh(int64_t i, float* scores, const float* weights, float factor) const {
+        for (int64_t j = 0; j <= i; j += Vec::kWidth)
+            store(scores + j, load_of(scores + j) * load_of(weights + j) * broadcast(factor));
+        for (int64_t j = i + 1; j < l_.chunk; ++j) scores[j] = 0.0f;
+    }
+
+    // A row of the system of equations, and of its right side: beta (v - what the state before the chunk holds for the key).
+    void weigh_system(int64_t i, const float* weights, float since) {
+        const float beta = i < n_ ? tokens_.beta(first_ + i) : 0.0f;
+        float* system = scores_ + i * l_.chunk;
+        weigh(i, system, weights, -beta);
+        float* value = values_ + i * l_.value_stride;
+        const float* held = held_ + i * l_.value_stride;
+        for (int64_t c = 0; c < columns_; c += Vec::kWidth)
+            store(value + c, broadcast(beta) * (load_of(value + c) - broadcast(since) * load_of(held + c)));
+    }
+
+    // u_i = right_i + sum_{j<i} system_ij u_j, in the place of the values: rows of a tile together, then one after the other.
+    void solve() {
+        for (int64_t first = 0; first < l_.chunk; first += FloatUnit::kRowStep) {
+            const float* system = scores_ + first * l_.chunk;
+            float* rows = values_ + first * l_.value_stride;
+            if (first > 0) multiply<true>(system, l_.chunk, values_, first, rows, FloatUnit::kRowStep);
+            for (int64_t c = 0; c < columns_; c += Vec::kWidth) {
+                Vec u[FloatUnit::kRowStep];
+#pragma GCC unroll 16
+                for (int i = 0; i < FloatUnit::kRowStep; ++i) {
+                    u[i] = load_of(rows + i * l_.value_stride + c);
+#pragma GCC unroll 16
+                    for (int j = 0; j < i; ++j) u[i] = fma(broadcast(system[i * l_.chunk + first + j]), u[j], u[i]);
+                    store(rows + i * l_.value_stride + c, u[i]);
+                }
+            }
+        }
+    }
+
+    // Results: what the state before the chunk gives, and the values of its tokens.
+    void add_values() {
+        for (int64_t i = 0; i < l_.chunk; i += FloatUnit::kRowStep)
+            multiply<true>(query_scores() + i * l_.chunk, l_.chunk, values_, smaller(i + FloatUnit::kRowStep, l_.chunk),
+                           held_queries() + i * l_.value_stride, FloatUnit::kRowStep);
+    }
+
+    void scale_row(float* row, Vec factor) const {
+        for (int64_t c = 0; c < columns_; c += Vec::kWidth) store(row + c, load_of(row + c) * factor);
+    }
+    void scale_rows(float* rows, const float* factors) const {
+        for (int64_t i = 0; i < l_.chunk; ++i) scale_row(rows + i * l_.value_stride, broadcast(factors[i]));
+    }
+
+    void run_key_gates() {
+        float* const all = row_;  // gates of all parts before the one at hand, multiplied
+        float* const part_gates = row_ + l_.key_columns;  // gates of each part, multiplied
+        for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) store(all + d, broadcast(1.0f));
+        for (int64_t part = 0; part < l_.chunk / kPartTokens; ++part) {
+            const int64_t first = part * kPartTokens;
+            float* const gates_of_part = part_gates + part * l_.key_columns;
+            score_part(first);
+            carry_keys(first, gates_of_part);
+            score_parts_before(part, part_gates);
+            for (int64_t i = first; i < first + kPartTokens; ++i) multiply_key_row(queries_ + i * l_.key_stride, all);
+            multiply_key_row(all, gates_of_part);
+        }
+        multiply<false>(queries_, l_.key_stride, state_, p_.headdim_k, held_queries(), l_.chunk);
+        add_values();
+        carry_keys_to_end(part_gates);
+        for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all[d]));
+        multiply<true>(keys_t_, l_.chunk, values_, l_.chunk, state_, l_.key_rows);
+    }
+
+    void multiply_key_row(float* row, const float* factors) const {
+        for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) store(row + d, load_of(row + d) * load_of(factors + d));
+    }
+
+    // Scores of the tokens of a part among themselves. Queries then carry the gates of the part up to theirs.
+    void score_part(int64_t first) {
+        for (int64_t i = first; i < first + kPartTokens; ++i) {
+            Vec sums[kPartTokens];
+            for (Vec& sum : sums) sum = zero();
+            for (int64_t d = 0; d < l_.key_columns; d += kPartColumns) {
+                float* query = queries_ + i * l_.key_stride + d;
+                Vec carried[kPartVectors];
+                for (int64_t c = 0; c < kPartVectors; ++c) carried[c] = load_of(query + c * Vec::kWidth);
+                for (int64_t j = i; j >= first; --j) {
+                    const float *key = keys_ + j * l_.key_stride + d, *gate = gates_ + j * l_.key_stride + d;
+#pragma GCC unroll 4
+                    for (int64_t c = 0; c < kPartVectors; ++c) {
+                        sums[j - first] = fma(carried[c], load_of(key + c * Vec::kWidth), sums[j - first]);
+                        carried[c] = carried[c] * load_of(gate + c * Vec::kWidth);
+                    }
+                }
+                for (int64_t c = 0; c < kPartVectors; ++c) store(query + c * Vec::kWidth, carried[c]);
+            }
+            float* scores = query_scores() + i * l_.chunk + first;
+            for (int64_t j = 0; j < kPartTokens; j += Vec::kWidth) store(scores + j, reduce_columns(sums + j));
+        }
+    }
+
+    // Keys of a part carry the gates behind them up to its end; gates_of_part becomes all of its gates, multiplied.
+    void carry_keys(int64_t first, float* gates_of_part) {
+        for (int64_t d = 0; d < l_.key_columns; d += Vec::kWidth) {
+            Vec behind = broadcast(1.0f);
+            for (int64_t j = first + kPartTokens - 1; j >= first; --j) {
+                float* key = keys_ + j * l_.key_stride + d;
+                store(key, load_of(key) * behind);
+                behind = behind * load_of(gates_ + j * l_.key_stride + d);
+            }
+            store(gates_of_part + d, behind);
+        }
+        transpose_units(keys_ + first * l_.key_stride, l_.key_stride, keys_t_ + first, l_.chunk, kPartTokens,
+                        round_up(p_.headdim_k, Vec::kWidth));
+    }
+
+    // Scores of the tokens of a part with those of the parts before it. Whole tiles of rows are multiplied: the scores of the
+    // next part that this writes are written again.
+    void score_parts_before(int64_t part, const float* part_gates) {
+        const int64_t first = part * kPartTokens;
+        float* const rows = row_ + (1 + l_.chunk / kPartTokens) * l_.key_columns;
+        for (int64_t i = 0; i < kPartTileRows; ++i)
+            memcpy(rows + i * l_.key_stride, queries_ + (first + i) * l_.key_stride, l_.key_columns * sizeof(float));
+        for (int64_t other = part - 1; other >= 0; --other) {
+            for (int64_t i = 0; other < part - 1 && i < kPartTokens; ++i)
+                multiply_key_row(rows + i * l_.key_stride, part_gates + (other + 1) * l_.key_columns);
+            for (int64_t j = 0; j < kPartTokens; j += kPanel) {
+                const int64_t column = other * kPartTokens + j;
+                multiply_panel<false>(FloatUnit{}, rows, l_.key_stride, keys_t_ + column, l_.chunk, p_.headdim_k,
+                                      query_scores() + first * l_.chunk + column, l_.chunk, kPartTileRows,
+                                      smaller(kPanel, kPartTokens - j));
+            }
+        }
+    }
+
+    // Keys carry the gates behind them up to the end of the chunk.
+    void carry_keys_to_end(const float* part_gates) {
+        for (int64_t d = 0; d < p_.headdim_k; ++d) {
+            float behind = 1.0f;
+            for (int64_t part = l_.chunk / kPartTokens - 1; part >= 0; --part) {
+                float* keys = keys_t_ + d * l_.chunk + part * kPartTokens;
+                for (int64_t j = 0; j < kPartTokens; j += Vec::kWidth) store(keys + j, load_of(keys + j) * broadcast(behind));
+                behind *= part_gates[part * l_.key_columns + d];
+            }
+        }
+    }
+
+    const FaLinearParams& p_;
+    const LinearTask& task_;
+    const LinearTokens<Element> tokens_;
+    const LinearLayout l_;
+    const int64_t columns_;
+    float *const keys_, *const queries_, *const keys_t_, *const scores_, *const held_, *const values_, *const state_,
+                                                                                                           *const gates_,
+                                                                                                               *const row_;
+    int64_t first_ = 0, n_ = 0;
+};
+
+}  // namespace FA_NAMESPACE

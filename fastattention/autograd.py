@@ -5,7 +5,8 @@ Of a call are kept its tensors, out and lse: nothing of size seqlen_q x seqlen_k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -107,3 +108,20 @@ def _gradients_by_operator(
         problem.deterministic, *(problem.block_size or (0, 0)), None, " ".join(problem.grads), backend.name,
     )  # fmt: skip
     return dict(zip(problem.grads, found, strict=True))
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Lets autograd record inside an operator, which torch runs with autograd's dispatch keys excluded."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+_AUTOGRAD_KEYS = tuple(
+    getattr(torch._C.DispatchKey, name)
+    for name in ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+)

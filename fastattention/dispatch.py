@@ -33,8 +33,8 @@ from fastattention.validation.prefill import MaxSeqlens
 class Explanation(NamedTuple):
     """Which backend serves a call, every backend's reason, and the call's main-memory traffic. `print` shows a table.
 
-    `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, for a call with
-    attn_bias, block_mask or qk_dtype, and for linear attention.
+    `traffic` is that of `backend`, or of the one that the call names. None when it cannot serve the call, for a call
+    with attn_bias, block_mask or qk_dtype, and for linear attention.
     """
 
     problem: Any  # the Problem of attention, the LinearProblem of linear attention

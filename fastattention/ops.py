@@ -7,8 +7,7 @@ An operator's scalars are those of `Options`, in order. Annotations are types, n
 them.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any, List  # noqa: UP035  list[...] is no schema to torch 2.4
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastattention import flops
-from fastattention.autograd import OPERATOR_TENSORS, gradients, gradients_by_torch
+from fastattention.autograd import OPERATOR_TENSORS, gradients, gradients_by_torch, recording
 from fastattention.dispatch import Plan, kvcache_signature, plan_kvcache, plan_prefill, prefill_signature
 from fastattention.problem import AttentionOutput, Inputs, OutputGradients
 from fastattention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_prefill
@@ -284,26 +283,9 @@ def attention_backward(
         assert out is not None
         found = gradients(plan.backend, plan.problem, inputs, AttentionOutput(out, lse), from_gradients)
     else:
-        with _autograd():
+        with recording():
             found = gradients_by_torch(plan.problem, inputs, from_gradients)
     return [found[name].to(getattr(given, name).dtype) for name in grads.split()]
-
-
-@contextlib.contextmanager
-def _autograd() -> Iterator[None]:
-    """Lets autograd record inside an operator, which torch runs with autograd's dispatch keys excluded."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD_KEYS:
-        excluded = excluded.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield
-
-
-_AUTOGRAD_KEYS = tuple(
-    getattr(torch._C.DispatchKey, name)
-    for name in ("ADInplaceOrView", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
-)
 
 
 @attention_backward.register_fake

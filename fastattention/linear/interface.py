@@ -108,7 +108,9 @@ def chunk_gated_delta_rule(
 
     Returns (out, final_state) and raises as `chunk_gla`.
     """
-    given = LinearInputs(q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens)
+    given = LinearInputs(
+        q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
+    )
     options = read_linear_options(True, True, scale, use_qk_l2norm_in_kernel, output_final_state)
     return _attend(given, options, state_v_first, backend)
 
@@ -134,7 +136,9 @@ def recurrent_gated_delta_rule(
 
     Each state is read and written once, however many tokens there are.
     """
-    given = LinearInputs(q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens)
+    given = LinearInputs(
+        q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
+    )
     options = read_linear_options(True, False, scale, use_qk_l2norm_in_kernel, output_final_state)
     return _attend(given, options, state_v_first, backend)
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattention.autograd import recording
 from fastattention.linear.dispatch import linear_signature, plan_linear
 from fastattention.linear.problem import LinearInputs, LinearOutput
-from fastattention.linear.validation import LinearOptions, prepare
+from fastattention.linear.validation import LinearOptions
 
 _NUM_TENSORS = len(LinearInputs._fields)
 
@@ -88,11 +89,13 @@ def linear_attention_backward(
     """Gradients of q, k, v, g, beta and initial_state; empty ones of tensors that there are not."""
     tensors = [q, k, v, g, beta, initial_state]
     options = LinearOptions(delta_rule, chunked, scale, l2norm, returns_state)
-    with torch.enable_grad():
+    with recording():
         leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
-        given = LinearInputs(*leaves, cu_seqlens)  # type: ignore[arg-type]
+        given = LinearInputs._make([*leaves, cu_seqlens])
         results = plan_linear(linear_signature(given, options, "torch"), given, options, "torch").run(given)
-    pairs = [(x, grad) for x, grad in zip(results, (grad_out, grad_state), strict=True) if x is not None and grad is not None]
+    pairs = [
+        (x, grad) for x, grad in zip(results, (grad_out, grad_state), strict=True) if x is not None and grad is not None
+    ]
     found = torch.autograd.grad(
         [x for x, _ in pairs], [x for x in leaves if x is not None], [grad for _, grad in pairs],
         allow_unused=True, materialize_grads=True,

@@ -75,7 +75,7 @@ class LinearInputs(NamedTuple):
 
 
 class LinearOutput(NamedTuple):
-    """What a backend returns: out, and the state behind the last token of each sequence where the problem asks for it."""
+    """What a backend returns: final_state is None unless the problem asks for it."""
 
     out: Tensor
     final_state: Tensor | None

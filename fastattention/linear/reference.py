@@ -11,6 +11,8 @@ GLA: https://arxiv.org/abs/2312.06635, equation 4. Gated delta rule: https://arx
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,7 @@ from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProbl
 L2NORM_EPSILON = 1e-6  # as flash-linear-attention and Transformers have it
 
 
-def linear_attention(
-    problem: LinearProblem, inputs: LinearInputs, dtype: torch.dtype = torch.float64
-) -> LinearOutput:
+def linear_attention(problem: LinearProblem, inputs: LinearInputs, dtype: torch.dtype = torch.float64) -> LinearOutput:
     """(out, final state) in `dtype`, in which everything is computed."""
     q, k, v, g = (tensor.to(dtype) for tensor in inputs[:4])
     if problem.l2norm:
@@ -30,11 +30,12 @@ def linear_attention(
     beta = None if inputs.beta is None else inputs.beta.to(dtype)
     gate = g.exp() if problem.gate_per_key else g.exp().unsqueeze(-1)  # (batch_size, seqlen, nheads, headdim_k or 1)
     out = torch.zeros(problem.out_shape, dtype=dtype, device=problem.device)
-    states = torch.zeros(problem.state_shape, dtype=dtype, device=problem.device)
-    if inputs.initial_state is not None:
-        states = inputs.initial_state.to(dtype).clone()
-    for sequence, (batch, first, last) in enumerate(spans(problem, inputs.cu_seqlens)):
-        state = states[sequence]  # (nheads, headdim_k, headdim_v)
+    if inputs.initial_state is None:
+        states = torch.zeros(problem.state_shape, dtype=dtype, device=problem.device)
+    else:
+        states = inputs.initial_state.to(dtype)
+    final_states = []
+    for state, (batch, first, last) in zip(states, spans(problem, inputs.cu_seqlens), strict=True):
         for token in range(first, last):
             key, value = k[batch, token], v[batch, token]
             state = gate[batch, token].unsqueeze(-1) * state
@@ -42,7 +43,8 @@ def linear_attention(
                 value = beta[batch, token].unsqueeze(-1) * (value - torch.einsum("hkv,hk->hv", state, key))
             state = state + torch.einsum("hk,hv->hkv", key, value)
             out[batch, token] = torch.einsum("hkv,hk->hv", state, q[batch, token])
-        states[sequence] = state
+        final_states.append(state)  # (nheads, headdim_k, headdim_v)
+    states = torch.stack(final_states) if final_states else states
     return LinearOutput(out, states if problem.returns_state else None)
 
 
@@ -56,4 +58,4 @@ def spans(problem: LinearProblem, cu_seqlens: Tensor | None) -> list[tuple[int, 
     if cu_seqlens is None:
         return [(batch, 0, problem.seqlen) for batch in range(problem.batch_size)]
     offsets = cu_seqlens.tolist()
-    return [(0, first, last) for first, last in zip(offsets, offsets[1:], strict=False)]
+    return [(0, first, last) for first, last in itertools.pairwise(offsets)]

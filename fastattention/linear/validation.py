@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -101,7 +102,8 @@ def as_backends_read(given: LinearInputs) -> LinearInputs:
     offsets = given.cu_seqlens
     if offsets is not None:
         offsets = offsets.to(torch.int32).contiguous()
-    return LinearInputs(*(None if x is None else last_axis_contiguous(x) for x in given[:-1]), offsets)  # type: ignore[arg-type]
+    beta, state = (None if x is None else last_axis_contiguous(x) for x in (given.beta, given.initial_state))
+    return LinearInputs._make([*(last_axis_contiguous(x) for x in given[:4]), beta, state, offsets])
 
 
 def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
@@ -109,7 +111,7 @@ def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
     if cu_seqlens.device.type != "cpu" and not config.check_numbers():
         return
     offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] != seqlen or any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):
+    if offsets[0] != 0 or offsets[-1] != seqlen or any(b < a for a, b in itertools.pairwise(offsets)):
         raise ArgumentError(f"cu_seqlens={offsets} must rise from 0 to the number of tokens, {seqlen}")
 
 

@@ -61,11 +61,9 @@ class LinearCase:
             offsets = torch.tensor([0, *self.seqlens]).cumsum(0).to(torch.int32)
         if self.layout == "heads":
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-        inputs = LinearInputs(
-            q.to(dtype), k.to(dtype), v.to(dtype), g.to(gate_dtype), None if beta is None else beta.to(gate_dtype), state,
-            offsets,
-        )  # fmt: skip
-        return LinearInputs(*(None if x is None else x.to(device) for x in inputs))  # type: ignore[arg-type]
+        beta = None if beta is None else beta.to(gate_dtype)
+        inputs = LinearInputs(q.to(dtype), k.to(dtype), v.to(dtype), g.to(gate_dtype), beta, state, offsets)
+        return LinearInputs._make([None if x is None else x.to(device) for x in inputs])
 
 
 def _every_rule() -> dict[str, LinearCase]:
@@ -87,7 +85,9 @@ def _every_rule() -> dict[str, LinearCase]:
         "strides": LinearCase(batch_size=2, seqlen=75, layout="heads"),
         "gates-in-dtype": LinearCase(seqlen=80, gate_dtype=None),
     }
-    return {f"{rule}-{name}": replace(case, rule=rule) for rule in ("delta", "head", "key") for name, case in base.items()}
+    return {
+        f"{rule}-{name}": replace(case, rule=rule) for rule in ("delta", "head", "key") for name, case in base.items()
+    }
 
 
 CASES = _every_rule() | {

@@ -2,25 +2,157 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tiers import slow, thin
+from torch import Tensor
+from torch.testing import assert_close
 
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
+from fastattention.linear.backends.torch_form import linear_attention
 from fastattention.linear.dispatch import ORDER, get_backend
+from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
-from tests.linear.cases import CASES
-from tests.linear.oracle import check
+from linear.cases import CASES, LinearCase
+from linear.oracle import check, exact
 
 BACKENDS = [name for name in ORDER if get_backend(name).why_unavailable() is None]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+every_form = pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
+@thin(quick=11, all=2)
+@every_backend
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+@every_form
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_linear_attention_is_right(backend: str, name: str, chunked: bool, dtype: torch.dtype) -> None:
-    case = CASES[name]
-    problem, inputs = prepare(case.tensors(dtype), case.options(chunked))
+    problem, inputs = prepare(CASES[name].tensors(dtype), CASES[name].options(chunked))
     engine = get_backend(backend)
     if reason := engine.why_not(problem):
         pytest.skip(reason)
     check(problem, inputs, engine.plan(problem, inputs)(inputs))
+
+
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_chunks_of_torch_are_the_recurrence(rule: str) -> None:
+    """In float64, where nothing is rounded away."""
+    case = LinearCase(rule=rule, seqlen=150, initial_state=True, nheads=4)
+    problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))
+    wanted = exact(problem, inputs)
+    for chunk in (1, 16, 64, 200):
+        out, state = linear_attention(problem, inputs, chunk, torch.float64)
+        assert_close(out, wanted.out.float(), atol=1e-6, rtol=1e-5)
+        assert wanted.final_state is not None
+        assert_close(state, wanted.final_state.float(), atol=1e-6, rtol=1e-5)
+
+
+def call(inputs: LinearInputs, chunked: bool, backend: str, **arguments: object) -> tuple[Tensor, Tensor]:
+    """(out, final state) by the public functions."""
+    arguments = {"output_final_state": True, "backend": backend, "cu_seqlens": inputs.cu_seqlens, **arguments}
+    if inputs.beta is None:
+        function = chunk_gla if chunked else recurrent_gla
+        out, state = function(*inputs[:4], initial_state=inputs.initial_state, **arguments)  # type: ignore[arg-type]
+    else:
+        delta = chunk_gated_delta_rule if chunked else recurrent_gated_delta_rule
+        out, state = delta(*inputs[:5], initial_state=inputs.initial_state, use_qk_l2norm_in_kernel=True, **arguments)  # type: ignore[arg-type]
+    assert state is not None
+    return out, state
+
+
+def tokens_of(inputs: LinearInputs, first: int, last: int, state: Tensor | None) -> LinearInputs:
+    """A part of the tokens of every sequence."""
+    beta = None if inputs.beta is None else inputs.beta[:, first:last]
+    return LinearInputs._make([*(x[:, first:last] for x in inputs[:4]), beta, state, None])
+
+
+@every_backend
+@every_form
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_a_state_carried_over_calls_gives_the_results_of_one(backend: str, chunked: bool, rule: str) -> None:
+    inputs = LinearCase(rule=rule, batch_size=2, seqlen=150, initial_state=True).tensors(torch.float32)
+    whole, last_state = call(inputs, chunked, backend)
+    state, outs = inputs.initial_state, []
+    for first, last in ((0, 1), (1, 50), (50, 50), (50, 150)):
+        out, state = call(tokens_of(inputs, first, last, state), chunked, backend)
+        outs.append(out)
+    assert state is not None
+    assert_close(torch.cat(outs, dim=1), whole, atol=1e-5, rtol=1e-5)
+    assert_close(state, last_state, atol=1e-5, rtol=1e-5)
+
+
+@every_backend
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_chunks_and_tokens_agree(backend: str, rule: str) -> None:
+    inputs = LinearCase(rule=rule, batch_size=2, seqlen=130, initial_state=True).tensors(torch.float32)
+    for chunks, tokens in zip(call(inputs, True, backend), call(inputs, False, backend), strict=True):
+        assert_close(chunks, tokens, atol=1e-5, rtol=1e-5)
+
+
+@every_backend
+@every_form
+def test_sequences_in_a_row_are_as_alone(backend: str, chunked: bool) -> None:
+    inputs = LinearCase(seqlens=(30, 0, 71, 1), initial_state=True).tensors(torch.float32)
+    assert inputs.initial_state is not None
+    for dtype in (torch.int32, torch.int64):
+        out, states = call(
+            inputs._replace(cu_seqlens=torch.tensor([0, 30, 30, 101, 102], dtype=dtype)), chunked, backend
+        )
+        for i, (first, last) in enumerate(((0, 30), (30, 30), (30, 101), (101, 102))):
+            alone = call(tokens_of(inputs, first, last, inputs.initial_state[i : i + 1]), chunked, backend)
+            assert_close(out[:, first:last], alone[0], atol=1e-6, rtol=1e-6)
+            assert_close(states[i : i + 1], alone[1], atol=1e-6, rtol=1e-6)
+
+
+@every_backend
+@every_form
+def test_values_before_keys_in_states(backend: str, chunked: bool) -> None:
+    inputs = LinearCase(headdim_v=32, initial_state=True).tensors(torch.float32)
+    assert inputs.initial_state is not None
+    out, state = call(inputs, chunked, backend)
+    turned = inputs._replace(initial_state=inputs.initial_state.mT.contiguous())
+    out_turned, state_turned = call(turned, chunked, backend, state_v_first=True)
+    assert state_turned.is_contiguous()
+    assert torch.equal(out, out_turned)
+    assert torch.equal(state, state_turned.mT)
+
+
+@every_backend
+@every_form
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_gates_of_minus_infinity_forget(backend: str, chunked: bool, rule: str) -> None:
+    inputs = LinearCase(rule=rule, seqlen=100, initial_state=True).tensors(torch.float32)
+    inputs.g[:, 60] = -torch.inf
+    out, state = call(inputs, chunked, backend)
+    fresh_out, fresh_state = call(tokens_of(inputs, 60, 100, None), chunked, backend)
+    assert out.isfinite().all()
+    assert_close(out[:, 60:], fresh_out, atol=1e-5, rtol=1e-5)
+    assert_close(state, fresh_state, atol=1e-5, rtol=1e-5)
+
+
+@every_backend
+@every_form
+def test_inputs_are_not_written(backend: str, chunked: bool) -> None:
+    inputs = LinearCase(initial_state=True).tensors(torch.float32)
+    before = [None if x is None else x.clone() for x in inputs]
+    call(inputs, chunked, backend)
+    assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, before, strict=True) if y is not None)
+
+
+@slow
+@every_backend
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_64k_tokens_are_right(backend: str, rule: str) -> None:
+    case = LinearCase(rule=rule, seqlen=65536, nheads=1, nheads_k=1, headdim_k=16, headdim_v=16, gates=1e-3)
+    problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))
+    out, state = get_backend(backend).plan(problem, inputs)(inputs)
+    assert state is not None
+    # The recurrence in float64 over this many tokens, as chunks that nothing is lost in.
+    wanted = linear_attention(replace(problem, dtype=torch.float64), inputs, 64, torch.float64)
+    assert_close(out.double(), wanted.out, atol=1e-4, rtol=1e-4)
+    assert wanted.final_state is not None
+    assert_close(state, wanted.final_state, atol=1e-4, rtol=1e-4)

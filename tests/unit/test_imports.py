@@ -36,7 +36,7 @@ LAYERS = (
         "kv_store",
         "",
     ),
-    ("distributed", "offload"),
+    ("distributed", "offload", "linear"),
     ("integrations", "cli"),
     ("__main__",),
 )

@@ -1,0 +1,111 @@
+"""What linear attention refuses, and what its errors say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastattention import ArgumentError, UnsupportedError, explain
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
+
+Q = torch.zeros(2, 5, 2, 8)
+V = torch.zeros(2, 5, 4, 16)
+G = torch.zeros(2, 5, 4)
+STATE = torch.zeros(2, 4, 8, 16)
+OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
+ROW = {"q": Q[:1], "k": Q[:1], "v": V[:1], "g": G[:1], "beta": G[:1]}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "q-no-tensor": ({"q": 3}, r"q must be a torch.Tensor, got int"),
+    "q-rank": ({"q": Q[0]}, r"q must be \(batch_size, seqlen, nheads_k, headdim_k\), got shape \(5, 2, 8\)"),
+    "q-dtype": ({"q": Q.double()}, r"q has dtype torch.float64; allowed are float16, bfloat16, float32"),
+    "k-shape": ({"k": Q[:, :4]}, r"k must be .* = \(2, 5, 2, 8\), got shape \(2, 4, 2, 8\)"),
+    "k-dtype": ({"k": Q.half()}, r"k has dtype torch.float16 and q has torch.float32"),
+    "v-rank": ({"v": V[0]}, r"v must be \(batch_size, seqlen, nheads, headdim_v\)"),
+    "v-tokens": ({"v": V[:, :4]}, r"v must have the batch_size and seqlen of q, \(2, 5\), got shape \(2, 4, 4, 16\)"),
+    "v-heads": ({"v": V[:, :, :3]}, r"nheads=3 of v must be a positive multiple of nheads_k=2 of q"),
+    "v-device": ({"v": V.to("meta")}, r"v is on meta and q on cpu"),
+    "headdim": (
+        {"v": torch.zeros(2, 5, 4, 257)},
+        r"headdim_v=257 is not supported; allowed are 1 to 256",
+    ),
+    "g-shape": ({"g": G[..., :2]}, r"g must be \(batch_size, seqlen, nheads\) = \(2, 5, 4\), got shape \(2, 5, 2\)"),
+    "g-dtype": ({"g": G.double()}, r"g must be float32, float16 or bfloat16, got torch.float64"),
+    "beta-missing": ({"beta": None}, r"beta must be a torch.Tensor, got NoneType"),
+    "beta-shape": ({"beta": G[:, :1]}, r"beta must be \(batch_size, seqlen, nheads\)"),
+    "state-shape": (
+        {"initial_state": STATE[:1]},
+        r"initial_state must be .* = \(2, 4, 8, 16\), got shape \(1, 4, 8, 16\)",
+    ),
+    "state-dtype": ({"initial_state": STATE.half()}, r"initial_state must be float32, got torch.float16"),
+    "state-no-tensor": ({"initial_state": 1, "state_v_first": True}, r"initial_state must be a torch.Tensor, got int"),
+    "scale": ({"scale": "x"}, r"scale must be a number, got 'x'"),
+    "scale-infinite": ({"scale": float("inf")}, r"scale=inf must be finite"),
+    "flag": ({"output_final_state": 2}, r"output_final_state must be True or False, got 2"),
+    "l2norm": ({"use_qk_l2norm_in_kernel": "yes"}, r"use_qk_l2norm_in_kernel must be True or False, got 'yes'"),
+    "doubled": ({"allow_neg_eigval": True}, r"allow_neg_eigval takes use_beta_sigmoid_in_kernel=True"),
+    "offsets-batch": ({"cu_seqlens": OFFSETS}, r"with cu_seqlens q must have batch_size 1.*got 2"),
+    "offsets-dtype": ({**ROW, "cu_seqlens": OFFSETS.float()}, r"cu_seqlens must be int32 or int64, got torch.float32"),
+    "offsets-rank": ({**ROW, "cu_seqlens": OFFSETS[None]}, r"cu_seqlens must be \(num_sequences \+ 1,\)"),
+    "offsets-end": (
+        {**ROW, "cu_seqlens": OFFSETS[:2]},
+        r"cu_seqlens=\[0, 2\] must rise from 0 to the number of tokens, 5",
+    ),
+    "offsets-fall": ({**ROW, "cu_seqlens": torch.tensor([0, 6, 5])}, r"must rise from 0 to the number of tokens, 5"),
+    "backend": ({"backend": "cdpu"}, r"backend='cdpu' is not known; choose 'auto' or one of .*'cpu', 'torch'"),
+}
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, recurrent_gated_delta_rule])
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_names_the_argument(name: str, function: Any) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(ArgumentError, match=message):
+        function(**{"q": Q, "k": Q, "v": V, "g": G, "beta": G} | changes)
+
+
+@pytest.mark.parametrize("function", [chunk_gla, recurrent_gla])
+def test_gates_of_gla_are_of_heads_or_of_keys(function: Any) -> None:
+    for g in (G, torch.zeros(2, 5, 4, 8)):
+        assert function(Q, Q, V, g)[0].shape == V.shape
+    with pytest.raises(
+        ArgumentError, match=r"g must be .* = \(2, 5, 4, 8\) or, .* = \(2, 5, 4\), got shape \(2, 5, 4, 7\)"
+    ):
+        function(Q, Q, V, torch.zeros(2, 5, 4, 7))
+
+
+def test_offsets_are_checked_in_every_call() -> None:
+    """Also in those whose plan is known."""
+    arguments = {**ROW, "cu_seqlens": OFFSETS}
+    chunk_gated_delta_rule(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="must rise from 0"):
+        chunk_gated_delta_rule(**{**arguments, "cu_seqlens": torch.tensor([0, 3, 4], dtype=torch.int32)})  # type: ignore[arg-type]
+
+
+def test_sigmoid_and_doubling_of_beta() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(x.shape, generator=generator) for x in (Q, Q, V))
+    logits = torch.randn(G.shape, generator=generator)
+    for doubled in (False, True):
+        beta = logits.sigmoid() * (2 if doubled else 1)
+        wanted, _ = chunk_gated_delta_rule(q, k, v, G, beta, use_qk_l2norm_in_kernel=True)
+        out, _ = chunk_gated_delta_rule(
+            q, k, v, G, logits, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=doubled
+        )
+        assert torch.equal(out, wanted)
+
+
+def test_explain_lists_backends_with_reasons() -> None:
+    explanation = explain(Q, Q, V, G, function=chunk_gla)
+    assert explanation.backend == "cpu"
+    assert "-> cpu: serves this call by chunks of 48 tokens" in str(explanation)
+    training = explain(Q.clone().requires_grad_(), Q, V, G, function=chunk_gla)
+    assert training.backend == "torch"
+    assert "gradients of q are needed, which backend 'torch' computes" in str(training)
+
+
+def test_a_backend_that_cannot_serve_says_why() -> None:
+    with pytest.raises(UnsupportedError, match="gradients of q, k are needed"):
+        chunk_gla(Q.clone().requires_grad_(), Q.clone().requires_grad_(), V, G, backend="cpu")

@@ -1,0 +1,99 @@
+"""Linear attention under autograd, torch.compile and fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiers import slow
+from torch import Tensor
+from torch.testing import assert_close
+
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gla
+from fastattention.linear.problem import LinearInputs
+from fastattention.linear.reference import linear_attention
+from fastattention.linear.validation import prepare
+from linear.cases import LinearCase
+
+RULES = pytest.mark.parametrize("rule", ["delta", "head", "key"])
+
+
+def leaves(inputs: LinearInputs) -> list[Tensor]:
+    return [x for x in inputs[:6] if x is not None]
+
+
+def results(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
+    if inputs.beta is None:
+        out, state = chunk_gla(*inputs[:4], initial_state=inputs.initial_state, output_final_state=True)
+    else:
+        out, state = chunk_gated_delta_rule(
+            *inputs[:4],
+            inputs.beta,
+            initial_state=inputs.initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+    assert state is not None
+    return out, state
+
+
+def gradients(function: Any, inputs: LinearInputs, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    out, state = function(inputs)
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    return torch.autograd.grad((out * weights).sum() + state.square().sum(), tensors)
+
+
+@RULES
+def test_gradients_are_those_of_the_recurrence(rule: str) -> None:
+    inputs = LinearCase(
+        rule=rule, batch_size=2, seqlen=70, nheads=4, headdim_k=16, headdim_v=8, initial_state=True
+    ).tensors(torch.float32)
+    for tensor in leaves(inputs):
+        tensor.requires_grad_()
+    found = gradients(results, inputs, leaves(inputs))
+    problem, _ = prepare(inputs, LinearCase(rule=rule).options(chunked=True))
+    wanted = gradients(lambda x: linear_attention(problem, x), inputs, leaves(inputs))
+    for grad, exact in zip(found, wanted, strict=True):
+        assert_close(grad, exact, atol=1e-4, rtol=1e-4)
+
+
+@RULES
+def test_compiled_calls_and_their_gradients_are_the_same(rule: str) -> None:
+    inputs = LinearCase(rule=rule, seqlen=20, headdim_k=8, headdim_v=8, initial_state=True).tensors(torch.float32)
+    compiled = torch.compile(results, backend="aot_eager", fullgraph=True)
+    for given, wanted in zip(compiled(inputs), results(inputs), strict=True):
+        assert torch.equal(given, wanted)
+    for tensor in leaves(inputs):
+        tensor.requires_grad_()
+    found, eager = (gradients(function, inputs, leaves(inputs)) for function in (compiled, results))
+    for grad, wanted_grad in zip(found, eager, strict=True):
+        assert_close(grad, wanted_grad, atol=1e-6, rtol=1e-5)
+
+
+@slow
+@RULES
+def test_the_operator_keeps_the_rules_of_torch(rule: str) -> None:
+    inputs = LinearCase(rule=rule, seqlen=9, headdim_k=4, headdim_v=4, initial_state=True).tensors(torch.float32)
+    for tensor in leaves(inputs):
+        tensor.requires_grad_()
+    options = LinearCase(rule=rule).options(chunked=True)
+    torch.library.opcheck(torch.ops.fastattention.linear_attention.default, (*inputs, *options, "auto"))
+
+
+def test_fake_tensors_have_the_shapes_of_results() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, v, g = torch.empty(2, 5, 2, 8), torch.empty(2, 5, 4, 16), torch.empty(2, 5, 4)
+        out, state = recurrent_gla(q, q, v, g, output_final_state=True)
+        assert state is not None
+        assert (out.shape, state.shape, state.dtype) == (v.shape, (2, 4, 8, 16), torch.float32)
+        assert recurrent_gla(q, q, v, g)[1] is None
+
+
+def test_traced_calls_are_checked_when_they_run() -> None:
+    q, v, g = torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 3)
+    compiled = torch.compile(lambda: chunk_gla(q, q, v, g)[0], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="g must be"):
+        compiled()

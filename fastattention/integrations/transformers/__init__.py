@@ -8,9 +8,9 @@ kind of layer: it knows offsets, cache sizes and padding, and returns a mask of 
 that those cannot say. The attention function (attention.py) runs once a layer and does what the mask says.
 cache.py has FastAttentionCache, whose layers the attention function reads through stored.py; micro_batches.py has one
 of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. block_sparse.py has
-`sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. model_source.py looks at the
-code of models for what they do about attention. versions.py knows what Transformers has renamed, and warns of one that
-is too old.
+`sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. linear_attention.py has the
+gated delta rules of models such as Qwen3-Next. model_source.py looks at the code of models for what they do about
+attention. versions.py knows what Transformers has renamed, and warns of one that is too old.
 docs/guides/transformers.md tells users what is covered and what costs what.
 """
 
@@ -26,6 +26,7 @@ except ImportError as error:
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.block_sparse import PrefillLayer, sparse_prefill
 from fastattention.integrations.transformers.cache import FastAttentionCache
+from fastattention.integrations.transformers.linear_attention import serve_gated_delta_rule
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
 from fastattention.integrations.transformers.model_source import refuse_tables
@@ -40,6 +41,7 @@ __all__ = [
     "fast_attention_mask",
     "overlapped",
     "register",
+    "serve_gated_delta_rule",
     "sparse_prefill",
 ]
 
@@ -52,4 +54,5 @@ def register() -> None:
 
 
 register()
+serve_gated_delta_rule()
 warn_of_old_version()

@@ -1,0 +1,455 @@
+"""Models of Transformers with gated delta rules compute the same by fastattention.linear as by torch's operations."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import Mock
+
+import pytest
+import torch
+import transformers
+from tiers import slow
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+from transformers.integrations import hub_kernels
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from fastattention.errors import ArgumentError
+from fastattention.integrations.transformers import linear_attention, serve_gated_delta_rule
+from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
+from integrations.models import VOCABULARY, assert_same, padding_mask, prompts, sharpen
+
+NAMES = ("qwen3_next", "qwen3_5", "olmo_hybrid")
+LENGTH = 75  # more than a chunk of 64
+NUM_LINEAR = 2  # layers
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    """Shared by all tests: leave it as it is."""
+    makes: dict[str, Callable[[], Any]] = {
+        "qwen3_next": lambda: Qwen3NextForCausalLM(
+            Qwen3NextConfig(**_SIZES, **_EXPERTS, shared_expert_intermediate_size=32)
+        ),
+        "qwen3_5": lambda: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_SIZES)),
+        # No groups of heads; beta is up to 2.
+        "olmo_hybrid": lambda: OlmoHybridForCausalLM(
+            OlmoHybridConfig(**{**_SIZES, "linear_num_value_heads": 2}, linear_allow_neg_eigval=True)
+        ),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = makes[name]().eval()
+    sharpen(model)
+    return model
+
+
+class Calls(NamedTuple):
+    """Mocks that count calls of our functions, and compute."""
+
+    chunk: Mock
+    recurrent: Mock
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.chunk.call_count, self.recurrent.call_count
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    mocks = [Mock(wraps=getattr(linear_attention, f"{kind}_gated_delta_rule")) for kind in Calls._fields]
+    for kind, mock in zip(Calls._fields, mocks, strict=True):
+        monkeypatch.setattr(linear_attention, f"{kind}_gated_delta_rule", mock)
+    return Calls(*mocks)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What Transformers and we warn of."""
+    mock = Mock()
+    monkeypatch.setattr(hub_kernels.logger, "warning_once", mock)
+    monkeypatch.setattr(linear_attention._log, "warning_once", mock)
+    return mock
+
+
+def by_torch(compute: Callable[[], Any]) -> Any:
+    """What `compute` returns in the form of torch."""
+    serve_gated_delta_rule(False)
+    try:
+        return compute()
+    finally:
+        serve_gated_delta_rule()
+
+
+def arguments(seqlen: int = 9, headdim: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Any]:
+    """Of a gated delta rule, as models give them: 2 heads for queries and keys, 4 for values."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(1, seqlen, 2, headdim, generator=generator, dtype=dtype) for _ in range(2))
+    value = torch.randn(1, seqlen, 4, headdim, generator=generator, dtype=dtype)
+    g, beta = (torch.rand(1, seqlen, 4, generator=generator) for _ in range(2))
+    last = {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "cu_seqlens": None, "max_length_q": 3}
+    return {"query": query, "key": key, "value": value, "g": -g, "beta": beta, **last}
+
+
+# ---- whole models
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_torch(name: str, side: str, calls: Calls) -> None:
+    model, ids, mask = model_of(name), prompts(length=LENGTH), padding_mask(side, length=LENGTH)
+
+    @torch.no_grad()
+    def logits() -> Tensor:
+        return model(ids, attention_mask=mask).logits
+
+    ours = logits()
+    assert calls.counts == (NUM_LINEAR, 0)
+    assert_same(ours, by_torch(logits), mask, 1e-4)
+    assert calls.counts == (NUM_LINEAR, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_in_parts_and_decoding_are_those_of_torch(name: str, calls: Calls) -> None:
+    model, ids = model_of(name), prompts(length=LENGTH)
+
+    @torch.no_grad()
+    def logits() -> Tensor:
+        cache = DynamicCache(config=model.config)
+        parts = ids.split([70, 3, 1, 1], dim=1)
+        return torch.cat([model(part, **{CACHE_ARGUMENT: cache}).logits for part in parts], dim=1)
+
+    ours = logits()
+    assert calls.counts == (2 * NUM_LINEAR, 2 * NUM_LINEAR)
+    assert_same(ours, by_torch(logits), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_are_those_of_torch(name: str, calls: Calls) -> None:
+    model, ids, mask = model_of(name), prompts(length=20), padding_mask("left", length=20)
+
+    def tokens() -> Tensor:
+        return model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+
+    ours = tokens()
+    assert calls.counts == (NUM_LINEAR, 19 * NUM_LINEAR)
+    assert torch.equal(ours, by_torch(tokens))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_step_has_the_loss_and_gradients_of_torch(name: str, calls: Calls) -> None:
+    model, ids = model_of(name), prompts(length=LENGTH)
+
+    def step() -> tuple[Tensor, tuple[Tensor, ...]]:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        return loss, torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+
+    loss, grads = step()
+    assert calls.counts == (NUM_LINEAR, 0)
+    loss_of_torch, grads_of_torch = by_torch(step)
+    torch.testing.assert_close(loss, loss_of_torch, rtol=1e-5, atol=1e-5)
+    largest = max(grad.abs().max() for grad in grads_of_torch).item()
+    for one, other in zip(grads, grads_of_torch, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid"])  # experts of Qwen3-Next are chosen: errors may leap
+def test_bfloat16_is_as_near_to_float32_as_torch(name: str) -> None:
+    rounded = copy.deepcopy(model_of(name)).to(torch.bfloat16)
+    exact = copy.deepcopy(rounded).float()
+    ids = prompts(length=LENGTH)
+    with torch.no_grad():
+        wanted = by_torch(lambda: exact(ids).logits)
+        ours, others = rounded(ids).logits, by_torch(lambda: rounded(ids).logits)
+    errors = [(logits.float() - wanted).square().mean().sqrt().item() for logits in (ours, others)]
+    assert errors[0] <= 1.25 * errors[1]
+
+
+@slow
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_compiled_model_calls_our_operator() -> None:
+    model, ids = model_of("qwen3_5"), prompts(length=12)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        ours = compiled(ids, use_cache=False).logits
+    assert graphs[0].count("fastattention.linear_attention") == NUM_LINEAR
+    assert_same(ours, by_torch(lambda: model(ids, use_cache=False).logits.detach()), tolerance=1e-4)
+
+
+# ---- whether modules are found
+
+
+def names_of_models() -> list[str]:
+    """Models whose code has the functions."""
+    folder = Path(transformers.__file__).parent / "models"
+    return sorted(
+        path.parent.name
+        for path in folder.glob("*/modeling_*.py")
+        if "def torch_chunk_gated_delta_rule" in path.read_text()
+    )
+
+
+@slow
+@pytest.mark.parametrize("name", names_of_models())
+def test_every_model_with_gated_delta_rules_is_served(name: str, calls: Calls, warned: Mock) -> None:
+    modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    modeling.torch_chunk_gated_delta_rule(**arguments())
+    modeling.torch_recurrent_gated_delta_rule(**arguments())
+    assert calls.counts == (1, 1)
+    assert not warned.called
+
+
+def another_copy(name: str) -> ModuleType:
+    """The modelling module of Qwen3-Next, executed once more under another name."""
+    path = modeling_qwen3_next.__file__
+    assert path is not None
+    spec = importlib.util.spec_from_file_location(f"{modeling_qwen3_next.__package__}.{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("first", ["module", "integration"])
+def test_the_order_of_imports_does_not_matter(
+    first: str, calls: Calls, warned: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if first == "module":
+        factory = hub_kernels.use_kernel_func_from_hub_with_fallback.__wrapped__  # as it was
+        monkeypatch.setattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", factory)
+        monkeypatch.setattr(transformers.integrations, "use_kernel_func_from_hub_with_fallback", factory)
+    module = another_copy(f"imported_before_{first}")
+    try:
+        if first == "module":
+            module.torch_chunk_gated_delta_rule(**arguments())
+            assert calls.counts == (0, 0)
+            assert "falling back" in warned.call_args.args[0]
+            warned.reset_mock()
+            serve_gated_delta_rule()
+        module.torch_chunk_gated_delta_rule(**arguments())
+        module.torch_recurrent_gated_delta_rule(**arguments())
+    finally:
+        del sys.modules[module.__name__]
+    assert calls.counts == (1, 1)
+    assert not warned.called
+
+
+def test_repeated_calls_wrap_once() -> None:
+    before = modeling_qwen3_next.torch_chunk_gated_delta_rule, hub_kernels.use_kernel_func_from_hub_with_fallback
+    serve_gated_delta_rule()
+    after = modeling_qwen3_next.torch_chunk_gated_delta_rule, hub_kernels.use_kernel_func_from_hub_with_fallback
+    assert before == after
+
+
+def test_functions_of_others_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(torch_chunk_gated_delta_rule=arguments)
+    monkeypatch.setitem(sys.modules, "a_model_of_a_user", module)
+    serve_gated_delta_rule()
+    assert module.torch_chunk_gated_delta_rule is arguments
+
+
+def test_ours_comes_before_flash_linear_attention(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, gk: None = None, beta: Tensor | None = None) -> Any:
+        return g, gk, beta
+
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(fused_recurrent_gated_delta_rule=theirs))
+    decorator = hub_kernels.use_kernel_func_from_hub_with_fallback("fused_recurrent_gated_delta_rule", "fla")
+    function = decorator(modeling_qwen3_next.torch_recurrent_gated_delta_rule.__wrapped__)
+    given = arguments()
+    qkv = [given.pop(name) for name in ("query", "key", "value")]
+    function(*qkv, **given)
+    assert calls.counts == (0, 1)
+    assert by_torch(lambda: function(*qkv, **given)) == (given["g"], None, given["beta"])
+
+
+@pytest.mark.parametrize("first", ["module", "integration"])
+def test_functions_that_kernels_made_modules_are_served(
+    first: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package `kernels` makes an instance of a class of its own, and replaces the forward of the instance."""
+
+    def as_kernels_do(function: Callable[..., Any]) -> nn.Module:
+        class Func(nn.Module):
+            kernel_layer_name = "chunk_gated_delta_rule"
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs)
+
+        return Func()
+
+    if first == "integration":
+        monkeypatch.setattr(hub_kernels, "use_kernel_forward_from_hub", lambda name: as_kernels_do)
+        decorator = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "fla")
+        layer = decorator(lambda query, *_, **__: query)
+    else:
+        layer = as_kernels_do(lambda query, *_, **__: query)
+        monkeypatch.setitem(sys.modules, "a_module", SimpleNamespace(torch_chunk_gated_delta_rule=layer))
+        for _ in range(2):
+            serve_gated_delta_rule()
+    given = arguments()
+    assert layer(**given)[0].shape == given["value"].shape
+    assert calls.counts == (1, 0)
+    assert by_torch(lambda: layer(**given)) is given["query"]
+    layer.forward = lambda **_: "of the hub"
+    assert layer(**given) == "of the hub"
+    assert calls.counts == (1, 0)
+
+
+def test_a_transformers_without_the_decorator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(hub_kernels, "use_kernel_func_from_hub_with_fallback")
+    warning = Mock()
+    monkeypatch.setattr(linear_attention._log, "warning", warning)
+    serve_gated_delta_rule()
+    assert "has no use_kernel_func_from_hub_with_fallback" in warning.call_args.args[0]
+
+
+# ---- single calls
+
+
+def test_switched_off_models_compute_as_before(calls: Calls, warned: Mock) -> None:
+    by_torch(lambda: modeling_qwen3_next.torch_chunk_gated_delta_rule(**arguments() | {"max_length_q": None}))
+    assert calls.counts == (0, 0)
+    assert "falling back" in warned.call_args.args[0]
+    modeling_qwen3_next.torch_chunk_gated_delta_rule(**arguments())
+    assert calls.counts == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"headdim": 300}, "a head dimension is 300; allowed are 1 to 256"),
+        ({"dtype": torch.float64}, "query is torch.float64"),
+        ({"mixed": True}, "query, key and value are torch.float32, torch.float32 and torch.float16"),
+    ],
+    ids=["headdim", "float64", "mixed"],
+)
+@pytest.mark.parametrize("kind", Calls._fields)
+def test_what_is_refused_is_computed_by_the_model_with_a_warning(
+    kind: str, changed: dict[str, Any], reason: str, calls: Calls, warned: Mock
+) -> None:
+    given = arguments(**{name: value for name, value in changed.items() if name != "mixed"})
+    if "mixed" in changed:
+        given["value"] = given["value"].half()
+    function = getattr(modeling_qwen3_next, f"torch_{kind}_gated_delta_rule")
+    out, state = function(**given)
+    assert calls.counts == (0, 0)
+    assert any(reason in call.args[0] for call in warned.call_args_list)
+    out_of_torch, state_of_torch = by_torch(lambda: function(**given))
+    assert torch.equal(out, out_of_torch)
+    assert torch.equal(state, state_of_torch)
+
+
+def test_a_reason_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
+    given = arguments(headdim=301)
+    with caplog.at_level(logging.WARNING, logger=linear_attention.__name__):
+        for _ in range(2):
+            modeling_qwen3_next.torch_chunk_gated_delta_rule(**given)
+    assert sum("head dimension is 301" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_a_compiled_call_gives_its_reason_too(warned: Mock) -> None:
+    given = arguments(headdim=302)
+    compiled = torch.compile(modeling_qwen3_next.torch_recurrent_gated_delta_rule, backend="eager", fullgraph=True)
+    out, _ = compiled(**given)
+    assert any("head dimension is 302" in call.args[0] for call in warned.call_args_list)
+    assert torch.equal(out, by_torch(lambda: modeling_qwen3_next.torch_recurrent_gated_delta_rule(**given))[0])
+
+
+@pytest.mark.parametrize("kind", Calls._fields)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_states_of_any_dtype_are_taken_and_float32_is_returned(kind: str, dtype: torch.dtype) -> None:
+    state = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    given = arguments() | {"initial_state": state}
+    function = getattr(modeling_qwen3_next, f"torch_{kind}_gated_delta_rule")
+    ours, theirs = function(**given), by_torch(lambda: function(**given))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype is other.dtype is torch.float32
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_may_be_positional() -> None:
+    given = arguments()
+    five = [given[name] for name in ("query", "key", "value", "g", "beta")]
+    state = torch.ones(1, 4, 8, 8)
+    for function, rest in (
+        (modeling_qwen3_next.torch_chunk_gated_delta_rule, (16, state, True, True)),
+        (modeling_qwen3_next.torch_recurrent_gated_delta_rule, (state, True, True)),
+    ):
+        ours, theirs = function(*five, *rest), by_torch(functools.partial(function, *five, *rest))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", Calls._fields)
+def test_concatenated_sequences_are_kept_apart(kind: str, warned: Mock) -> None:
+    function = getattr(modeling_qwen3_next, f"torch_{kind}_gated_delta_rule")
+    first, second = arguments(5, seed=1), arguments(7, seed=2)
+    both = {name: torch.cat([first[name], second[name]], dim=1) for name in ("query", "key", "value", "g", "beta")}
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    out, states = function(**first | both | {"cu_seqlens": offsets, "seq_idx": torch.zeros(1, 12)})
+    assert not warned.called
+    for part, state, given in zip(out.split([5, 7], dim=1), states.split(1), (first, second), strict=True):
+        wanted = function(**given)
+        torch.testing.assert_close(part, wanted[0])
+        torch.testing.assert_close(state, wanted[1])
+    function(**first | both | {"cu_seqlens": offsets})
+    assert "give seq_idx, too" in warned.call_args.args[0]
+    with pytest.raises(ArgumentError, match="cu_seqlens"):
+        function(**first | both | {"cu_seqlens": offsets + 1})
+
+
+def test_export_keeps_the_form_of_torch(calls: Calls) -> None:
+    class Rule(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return modeling_qwen3_next.torch_recurrent_gated_delta_rule(query, key, value, g=g, beta=beta)[0]
+
+    given = {name: value for name, value in arguments(3).items() if isinstance(value, Tensor)}
+    program = torch.export.export(Rule(), (), given)
+    assert calls.counts == (0, 0)
+    assert "fastattention" not in program.graph_module.code

@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTED = {
     "replace_sdpa": ["largest difference", "serves this call"],
     "transformers_generate": ["self.items", "The tokens are those of eager attention."],
+    "linear_attention": ["each new token", "The tokens are those of torch's operations."],
     "paged_cache": ["sequence 0: 57 tokens", "sequence 1: 25 tokens"],
     "tensor_parallel": ["rank 0 of 1"],
     "serve": ["8 prompts at once: the tokens are those of eager attention"],

@@ -202,6 +202,27 @@ def test_bfloat16_is_as_near_to_float32_as_torch(name: str) -> None:
     assert errors[0] <= 1.25 * errors[1]
 
 
+def test_a_model_keeps_concatenated_sequences_apart(calls: Calls) -> None:
+    """With a convolution of one token: longer ones mix sequences, unless causal-conv1d is there to read seq_idx."""
+    config = Qwen3_5TextConfig(**_SIZES, linear_conv_kernel_dim=1)
+    model = Qwen3_5ForCausalLM._from_config(config, attn_implementation="fast_attention").eval()
+    sharpen(model)
+    ids = prompts(batch_size=1, length=LENGTH)
+    offsets = torch.tensor([0, 5, LENGTH], dtype=torch.int32)
+    lengths = {
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": LENGTH - 5,
+        "max_length_k": LENGTH - 5,
+    }
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])[None]
+    with torch.no_grad():
+        logits = model(ids, position_ids=positions, use_cache=False, **lengths).logits
+        assert calls.counts == (NUM_LINEAR, 0)
+        apart = torch.cat([model(part, use_cache=False).logits for part in ids.split([5, LENGTH - 5], dim=1)], dim=1)
+    assert_same(logits, apart, tolerance=1e-4)
+
+
 @slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_model_calls_our_operator() -> None:

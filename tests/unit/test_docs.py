@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 INSTALLATION = (ROOT / "docs" / "get-started" / "installation.md").read_text()
 CONFIG = (ROOT / "fastattention" / "config.py").read_text()
 RUNNABLE = ["README.md", "docs/index.md", "docs/get-started/first-calls.md"]
-RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "block-masks", "flash-attn")]
+RUNNABLE += [f"docs/guides/{name}.md" for name in ("cpu", "caches", "block-masks", "linear-attention", "flash-attn")]
 DOCUMENTED_EXTRAS = ("transformers", "plot", "cuda12")
 
 
@@ -56,6 +56,7 @@ def test_reference_documents_every_public_name() -> None:
     documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
     assert {f"fastattention.{name}" for name in fastattention.__all__} <= documented
     assert {f"fastattention.distributed.{name}" for name in exported("distributed/__init__.py")} <= documented
+    assert {f"fastattention.linear.{name}" for name in exported("linear/__init__.py")} <= documented
 
 
 def test_code_on_pages_runs() -> None:

@@ -60,7 +60,7 @@ def bench(
     questions: Annotated[
         list[str] | None,
         typer.Argument(
-            help="prefill, decode, packed, backward, overhead (CPU); gpu, gpu_decode, gpu_backward; npu. "
+            help="prefill, decode, packed, backward, overhead (CPU); gpu, gpu_decode, gpu_backward; npu; linear. "
             "Default: all for this machine. model: a whole model."
         ),
     ] = None,

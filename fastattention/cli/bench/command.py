@@ -9,7 +9,7 @@ import torch
 
 import fastattention
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.cli.bench import gpu, gpu_backward, gpu_decode, npu
+from fastattention.cli.bench import gpu, gpu_backward, gpu_decode, linear, npu
 from fastattention.cli.bench.session import answer, publish, show_header, start_session
 from fastattention.cli.bench.suite import full_suite, quick_suite
 from fastattention.cli.bench.workload import BenchWorkload
@@ -23,7 +23,7 @@ DEVICES = {
     "npu": npu.answer,
 }
 DEVICE_ROUNDS = 9
-MODEL = "model"
+LINEAR, MODEL = "linear", "model"
 FULL_SECONDS, QUICK_SECONDS = 7.0, 2.5  # a workload: 3 to 5 minutes and less than one in all on two cores
 
 
@@ -36,15 +36,16 @@ def bench(
     model: tuple[str, int | None],
     output: Path,
 ) -> None:
-    """Run the questions (all but MODEL when none is named) and publish each. Raises ArgumentError for an unknown one.
+    """Run the questions and publish each; all but LINEAR and MODEL when none is named.
 
-    seqlen: length of the longest prefill of the quick suite, which it selects. seconds: for each workload.
-    num_threads: None follows torch. model: its name or folder, and how many of its layers, for MODEL.
+    Raises ArgumentError for an unknown one. seqlen: length of the longest prefill of the quick suite, which it selects.
+    seconds: for each workload. num_threads: None follows torch. model: its name or folder, and how many of its layers,
+    for MODEL.
     """
     short = quick or seqlen is not None
     suite = quick_suite(seqlen or 2048) if short else full_suite()
     for question in questions:
-        if question not in (choices := [*suite, *DEVICES, MODEL]):
+        if question not in (choices := [*suite, *DEVICES, LINEAR, MODEL]):
             raise ArgumentError(f"question {question!r} is not known; choose from {', '.join(choices)}")
     _check_folder(output)
     if num_threads is not None:
@@ -55,6 +56,8 @@ def bench(
     for device, answer_on in DEVICES.items():
         if device in questions or (not questions and (has_npu if device == "npu" else has_gpu)):
             answer_on(gpu.QUICK_SEQLENS if short else gpu.FULL_SEQLENS, DEVICE_ROUNDS, output)
+    if LINEAR in questions:
+        linear.answer(DEVICE_ROUNDS, output)
     if MODEL in questions:
         require_extra("transformers", "transformers")
         from fastattention.cli.bench.whole_model import command as whole_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattention.linear.backends.torch_form import sums_between
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.reference import l2norm, linear_attention, spans
 
@@ -15,33 +16,48 @@ def exact(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
 
 
 def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
-    """The recurrence as matrix units compute it: operands of products in the dtype of the call, sums in float32."""
+    """What matrix units make of it: operands of products are rounded to the dtype of the call, sums are float32.
+
+    In chunks or token by token, as the problem says: what a chunk rounds off a value no later token of it puts right.
+    """
 
     def rounded(tensor: Tensor) -> Tensor:
         return tensor.to(problem.dtype).float()
 
     q, k, v, g = (tensor.float() for tensor in inputs[:4])
     if problem.l2norm:
-        q, k = rounded(l2norm(q)), rounded(l2norm(k))
-    q, k = (tensor.repeat_interleave(problem.group_size, dim=2) for tensor in (q, k))
-    gate = g.exp() if problem.gate_per_key else g.exp().unsqueeze(-1)
-    beta = None if inputs.beta is None else inputs.beta.float()
+        q, k = l2norm(q), l2norm(k)
+    q, k = (rounded(x).repeat_interleave(problem.group_size, dim=2) for x in (q * problem.scale, k))
+    if not problem.gate_per_key:
+        g = g.unsqueeze(-1)
+    beta = None if inputs.beta is None else inputs.beta.float().unsqueeze(-1)
+    chunk = 64 if problem.chunked else 1
     out = torch.zeros(problem.out_shape, dtype=problem.dtype, device=problem.device)
     states = torch.zeros(problem.state_shape, dtype=torch.float32, device=problem.device)
     if inputs.initial_state is not None:
         states = inputs.initial_state.clone()
     for sequence, (batch, first, last) in enumerate(spans(problem, inputs.cu_seqlens)):
-        state = states[sequence]
-        for token in range(first, last):
-            key, value = k[batch, token], v[batch, token]
-            state = gate[batch, token].unsqueeze(-1) * state
+        for begin in range(first, last, chunk):
+            part = slice(begin, min(begin + chunk, last))
+            queries, keys, values, gates = (
+                x[batch, part].transpose(0, 1) for x in (q, k, v, g)
+            )  # (nheads, tokens, ...)
+            between = sums_between(gates.unsqueeze(0))[0].exp()  # (nheads, tokens, tokens, headdim_k or 1)
+            since = gates.cumsum(dim=1).exp()
+            state, update = rounded(states[sequence]), values
             if beta is not None:
-                held = torch.einsum("hkv,hk->hv", rounded(state), key)
-                value = rounded(beta[batch, token].unsqueeze(-1) * (value - held))
-            state = state + torch.einsum("hk,hv->hkv", key, value)
-            query = rounded(q[batch, token] * problem.scale)
-            out[batch, token] = torch.einsum("hkv,hk->hv", rounded(state), query).to(problem.dtype)
-        states[sequence] = state
+                learned = beta[batch, part].transpose(0, 1)
+                system = learned * ((keys @ keys.mT) * between[..., 0]).tril(-1)
+                right = learned * (values - since * (keys @ state))
+                update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+            scores = torch.einsum(
+                "hid,hjd,hijd->hij", queries, keys, between.expand(*between.shape[:3], keys.shape[-1])
+            )
+            result = rounded(queries * since) @ state + rounded(scores) @ rounded(update)
+            out[batch, part] = result.transpose(0, 1).to(problem.dtype)
+            carried = rounded(keys * between[:, -1]) if problem.gate_per_key else keys
+            update = update if problem.gate_per_key else update * between[:, -1]
+            states[sequence] = since[:, -1].unsqueeze(-1) * states[sequence] + carried.mT @ rounded(update)
     return LinearOutput(out, states if problem.returns_state else None)
 
 

@@ -16,9 +16,15 @@ from fastattention.linear.backends.base import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.threads import get_num_threads
 
-# Tokens of a chunk: whole register tiles of six rows and whole vectors. Twice as many take 12% more operations a token;
-# with half of them the state is read and written twice as often.
-CHUNK = 48
+
+
+def chunk_of(dtype: torch.dtype, isa: str) -> int:
+    """Tokens of a chunk.
+
+    Whole register tiles of six rows and whole vectors, or of AMX tiles. Twice as many take 12% more operations a token;
+    with half of them the state is read and written twice as often.
+    """
+    return 64 if dtype is torch.bfloat16 and isa == "amx_bf16" else 48
 
 
 class LinearParams(Params):
@@ -37,7 +43,7 @@ class LinearParams(Params):
 
 
 class CpuLinearBackend(LinearBackend):
-    """Computes in float32 whatever the dtype."""
+    """Computes in float32. Products of bfloat16 are those of its instructions, where there are such."""
 
     name = "cpu"
 
@@ -60,8 +66,8 @@ class CpuLinearBackend(LinearBackend):
 
     def how(self, problem: LinearProblem) -> str:
         """The instruction set, and how many tokens go together."""
-        chunks = f"chunks of {CHUNK} tokens" if problem.chunked else "token by token"
-        return f"{chunks}, {load_library().isa}"
+        isa = load_library().isa
+        return f"{f'chunks of {chunk_of(problem.dtype, isa)} tokens' if problem.chunked else 'token by token'}, {isa}"
 
     def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """A call of the library whose parameters are set up once."""
@@ -98,7 +104,8 @@ def linear_params(problem: LinearProblem, inputs: LinearInputs) -> LinearParams:
         problem.nheads, problem.nheads_k, problem.headdim_k, problem.headdim_v,
         *token_strides(inputs.q), *token_strides(inputs.k), *token_strides(inputs.v),
         *_gate_strides(inputs.g), *_gate_strides(inputs.beta), *((0, 0, 0) if state is None else state.stride()[:3]),
-        problem.gate_per_key, problem.l2norm, CHUNK if problem.chunked else 0, 0,
+        problem.gate_per_key, problem.l2norm,
+        chunk_of(problem.dtype, load_library().isa) if problem.chunked else 0, 0,
         problem.scale,
     )
     # fmt: on

@@ -104,7 +104,7 @@ def _chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """(out, next state) of one chunk, by the formulas above."""
     q, k, update, g, beta = tokens
     since = g.cumsum(dim=2).exp()  # a(i, -1): (batch_size, nheads, chunk, headdim_k or 1)
-    between = _sums_between(g).exp()  # a(i, j): (batch_size, nheads, chunk, chunk, headdim_k or 1)
+    between = sums_between(g).exp()  # a(i, j): (batch_size, nheads, chunk, chunk, headdim_k or 1)
     if g.shape[-1] == 1:
         weights = between[..., 0]
         scores = (q @ k.mT) * weights
@@ -120,7 +120,7 @@ def _chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return out, since[:, :, -1].unsqueeze(-1) * state + last.mT @ update
 
 
-def _sums_between(g: Tensor) -> Tensor:
+def sums_between(g: Tensor) -> Tensor:
     """Sums of g over tokens j+1 to i, for every i and j: (..., chunk, chunk, headdim_k or 1); -inf where j > i."""
     chunk = g.shape[2]
     token = torch.arange(chunk, device=g.device)

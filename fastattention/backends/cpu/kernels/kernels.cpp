@@ -59,9 +59,9 @@ struct Path {
 };
 
 template <class Use>
-FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
-    if (p.dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
-    if (p.dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>, WideUnit<Float16>>{});
+FA_INLINE auto with_path_of(int64_t dtype, Use&& use) {
+    if (dtype == FA_FLOAT32) return use(Path<float, FloatUnit, Wide<float>>{});
+    if (dtype == FA_FLOAT16) return use(Path<Float16, FloatUnit, Wide<Float16>, WideUnit<Float16>>{});
 #if defined(FA_HAS_AMX)
     return use(Path<Bfloat16, AmxPair, Bfloat16Tiles>{});
 #elif defined(FA_HAS_BF16_DOT)
@@ -69,6 +69,11 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
 #else
     return use(Path<Bfloat16, FloatUnit, WidePairs, WidePair>{});
 #endif
+}
+
+template <class Use>
+FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
+    return with_path_of(p.dtype, use);
 }
 
 // What prefill multiplies queries and keys as. Quantised caches have quantised keys already, which it does not quantise again.
@@ -207,27 +212,23 @@ static void backward_chunk_of(const Call& call, const FaGradients& gradients, co
     });
 }
 
-template <class Use>
-FA_INLINE auto with_element(int64_t dtype, Use&& use) {
-    if (dtype == FA_FLOAT32) return use(float{});
-    if (dtype == FA_FLOAT16) return use(Float16{});
-    return use(Bfloat16{});
-}
-
 static void linear_of(const FaLinearParams& params, const LinearTask& task, float* scratch) {
-    with_element(params.dtype, [&](auto element) {
-        using Element = decltype(element);
+    with_path_of(params.dtype, [&](auto path) {
+        using Path = decltype(path);
         if (params.chunk > 0) {
-            LinearChunks<Element>(params, task, scratch).run();
+            LinearChunks<typename Path::Element, typename Path::Unit>(params, task, scratch).run();
         } else {
-            LinearSteps<Element>(params, task, scratch).run();
+            LinearSteps<typename Path::Element>(params, task, scratch).run();
         }
     });
 }
 
 static int64_t linear_scratch_of(const FaLinearParams& params, int64_t num_columns) {
-    if (params.chunk > 0) return LinearLayout(params, num_columns).total;
-    return LinearSteps<float>::scratch_floats(params, num_columns);
+    return with_path_of(params.dtype, [&](auto path) {
+        using Path = decltype(path);
+        if (params.chunk > 0) return LinearLayout<typename Path::Unit>(params, num_columns).total;
+        return LinearSteps<typename Path::Element>::scratch_floats(params, num_columns);
+    });
 }
 
 #define FA_STRING(name) #name

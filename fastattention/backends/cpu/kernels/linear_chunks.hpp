@@ -14,15 +14,24 @@ static constexpr int64_t kPartVectors = 4, kPartColumns = kPartVectors * Vec::kW
 static constexpr int64_t kPartTileRows = (kPartTokens + kRows - 1) / kRows * kRows;
 
 // What a chunk needs, in floats from the beginning of the working memory.
+template <class Unit>
 struct LinearLayout {
+    // Rows of results with the same tokens behind them: what is multiplied at a time where scores are a triangle.
+    static constexpr int64_t kDepthStep = Unit::kElements * Unit::kDepthStep;
+    static constexpr int64_t kStepRows = Unit::kRowStep > kDepthStep ? Unit::kRowStep : kDepthStep;
+    static constexpr bool kPairs = Unit::kElements == 2;
+    static_assert(Unit::kElements <= 2);
+
     int64_t chunk;
-    int64_t key_columns, key_rows;  // headdim_k in whole vectors; in whole tiles of rows
+    int64_t key_columns;  // headdim_k in whole parts
+    int64_t key_depth, key_rows;  // as the depth of a product, and as the rows of its result
     int64_t key_stride, value_stride;
-    int64_t keys, queries, keys_t, scores, held, values, state, gates, row, total;
+    int64_t keys, queries, keys_t, scores, held, values, state, gates, row, left, right, total;
 
     LinearLayout(const FaLinearParams& p, int64_t num_columns) : chunk(p.chunk) {
         key_columns = round_up(p.headdim_k, kPartColumns);
-        key_rows = round_up(p.headdim_k, FloatUnit::kRowStep);
+        key_depth = round_up(p.headdim_k, kDepthStep);
+        key_rows = round_up(key_depth, Unit::kRowStep);
         key_stride = key_columns + kRowPadding;
         value_stride = round_up(num_columns, Vec::kWidth) + (num_columns > kPanel ? kRowPadding : 0);
         int64_t at = 0;
@@ -31,23 +40,33 @@ struct LinearLayout {
             at += round_up(floats, kRowPadding);
             return here;
         };
-        // Keys before queries: both are multiplied by the keys, and by the state, as rows of one matrix. A tile of rows may
-        // reach beyond the last of them.
-        keys = take(2 * chunk * key_stride + FloatUnit::kRowStep * key_stride);
+        const int64_t tokens = 2 * chunk;  // keys before queries: rows of one matrix
+        // A tile of rows may reach beyond the last of them.
+        keys = take((tokens + kPartTileRows) * key_stride);
         queries = keys + chunk * key_stride;
         keys_t = take(larger(key_rows, key_columns) * chunk);
-        scores = take((2 * chunk + FloatUnit::kRowStep) * chunk);
-        held = take((2 * chunk + FloatUnit::kRowStep) * value_stride);
-        values = take(chunk * value_stride);
+        scores = take((tokens + kPartTileRows) * chunk);
+        held = take((tokens + kPartTileRows) * value_stride);
+        values = take((chunk + FloatUnit::kRowStep) * value_stride);
         state = take(key_rows * value_stride);
         gates = take(chunk * (p.gate_per_key ? key_stride : 1));
         row = take(larger(2 * chunk, (1 + chunk / kPartTokens) * key_columns + kPartTileRows * key_stride));
+        left = take(kPairs ? larger(tokens * (key_stride / 2 + kRowPadding), key_rows * (chunk / 2 + kRowPadding)) : 0);
+        right = take(kPairs ? larger(key_rows, chunk) / 2 * larger(value_stride, chunk) : 0);
         total = at;
     }
 };
 
-template <class Element>
+// One operand of a matrix product, in units.
+struct Operand {
+    const float* at;
+    int64_t stride;
+};
+
+template <class Element, class Unit>
 class LinearChunks {
+    using Layout = LinearLayout<Unit>;
+
 public:
     LinearChunks(const FaLinearParams& p, const LinearTask& task, float* scratch)
         : p_(p),
@@ -63,22 +82,26 @@ public:
           values_(scratch + l_.values),
           state_(scratch + l_.state),
           gates_(scratch + l_.gates),
-          row_(scratch + l_.row) {}
+          row_(scratch + l_.row),
+          left_(scratch + l_.left),
+          right_(scratch + l_.right) {}
 
     void run() {
         memset(state_, 0, l_.key_rows * l_.value_stride * sizeof(float));
         for (int64_t d = 0; p_.initial_state && d < p_.headdim_k; ++d)
             widen_row(tokens_.initial_state(d), state_ + d * l_.value_stride, task_.num_columns, task_.num_columns);
         // Rows of tiles that no token has: they are multiplied like others.
-        memset(keys_, 0, (2 * l_.chunk + FloatUnit::kRowStep) * l_.key_stride * sizeof(float));
-        memset(keys_t_, 0, larger(l_.key_rows, l_.key_columns) * l_.chunk * sizeof(float));
-        memset(scores_, 0, (2 * l_.chunk + FloatUnit::kRowStep) * l_.chunk * sizeof(float));
+        memset(keys_, 0, (l_.keys_t - l_.keys) * sizeof(float));
+        memset(keys_t_, 0, (l_.scores - l_.keys_t) * sizeof(float));
+        memset(scores_, 0, (l_.held - l_.scores) * sizeof(float));
+        Unit{}.begin();
         for (int64_t first = 0; first < task_.num_tokens; first += l_.chunk) {
             load(first, smaller(l_.chunk, task_.num_tokens - first));
             p_.gate_per_key ? run_key_gates() : run_head_gates();
             for (int64_t i = 0; i < smaller(l_.chunk, task_.num_tokens - first); ++i)
                 tokens_.write(first + i, held_queries() + i * l_.value_stride);
         }
+        Unit{}.end();
         for (int64_t d = 0; p_.final_state && d < p_.headdim_k; ++d)
             narrow_row(state_ + d * l_.value_stride, tokens_.final_state(d), task_.num_columns);
     }
@@ -113,10 +136,16 @@ private:
 
     void run_head_gates() {
         transpose_units(keys_, l_.key_stride, keys_t_, l_.chunk, l_.chunk, round_up(p_.headdim_k, Vec::kWidth));
-        float* const rows = is_delta() ? keys_ : queries_;  // what is multiplied
-        const int64_t skipped = is_delta() ? 0 : l_.chunk;
-        multiply_lower(rows, scores_ + skipped * l_.chunk, is_delta() ? 2 : 1);
-        multiply<false>(rows, l_.key_stride, state_, p_.headdim_k, held_ + skipped * l_.value_stride, 2 * l_.chunk - skipped);
+        // Of the delta rule keys meet the state and other keys, too.
+        const int64_t first = is_delta() ? 0 : l_.chunk, rows = 2 * l_.chunk - first;
+        const Operand tokens = left(keys_ + first * l_.key_stride, l_.key_stride, rows, l_.key_depth);
+        const Operand keys = right(keys_t_, l_.chunk, l_.key_depth, l_.chunk);
+        for (int64_t chunk = 0; chunk < rows; chunk += l_.chunk)
+            for (int64_t i = 0; i < l_.chunk; i += Layout::kStepRows)
+                multiply<false>(row_of(tokens, chunk + i), keys, l_.key_depth, scores_ + (first + chunk + i) * l_.chunk,
+                                l_.chunk, Layout::kStepRows, smaller(round_up(i + Layout::kStepRows, Vec::kWidth), l_.chunk));
+        multiply<false>(tokens, right(state_, l_.value_stride, l_.key_depth, columns_), l_.key_depth,
+                        held_ + first * l_.value_stride, l_.value_stride, rows, columns_);
         float* const weights = row_;  // of every token for the one at hand: gates behind it, multiplied
         float* const since = row_ + l_.chunk;  // gates of all tokens of the chunk up to one
         memset(weights, 0, l_.chunk * sizeof(float));
@@ -134,27 +163,35 @@ private:
         // Of the last token: what each adds to the state.
         scale_rows(values_, weights);
         for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all));
-        multiply<true>(keys_t_, l_.chunk, values_, l_.chunk, state_, l_.key_rows);
+        add_to_state();
     }
 
-    // scores = rows keys^T, where tokens of rows are not before those of keys. rows: `times` chunks of them.
-    void multiply_lower(const float* rows, float* scores, int64_t times) {
-        for (int64_t t = 0; t < times; ++t)
-            for (int64_t i = 0; i < l_.chunk; i += FloatUnit::kRowStep) {
-                const int64_t first = t * l_.chunk + i, columns = round_up(i + FloatUnit::kRowStep, Vec::kWidth);
-                for (int64_t j = 0; j < smaller(columns, l_.chunk); j += kPanel)
-                    multiply_panel<false>(FloatUnit{}, rows + first * l_.key_stride, l_.key_stride, keys_t_ + j, l_.chunk,
-                                          p_.headdim_k, scores + first * l_.chunk + j, l_.chunk, FloatUnit::kRowStep,
-                                          smaller(kPanel, smaller(columns, l_.chunk) - j));
-            }
+    // Operand A of `rows` rows of floats, and operand B of `depth` of them: as they are, or in pairs of bfloat16.
+    Operand left(const float* from, int64_t stride, int64_t rows, int64_t depth) const {
+        if constexpr (!Layout::kPairs) return {from, stride};
+        const int64_t units = depth / 2 + kRowPadding;
+        for (int64_t i = 0; i < rows; ++i)
+            narrow_row(from + i * stride, reinterpret_cast<Bfloat16*>(left_ + i * units), depth);
+        return {left_, units};
     }
+    Operand right(const float* from, int64_t stride, int64_t depth, int64_t columns) const {
+        if constexpr (Layout::kPairs) {
+            for (int64_t i = 0; i < depth; i += 2)
+                for (int64_t c = 0; c < columns; c += Vec::kWidth)
+                    store(right_ + i / 2 * stride + c,
+                          Unit{}.pack(load_of(from + i * stride + c), load_of(from + (i + 1) * stride + c)));
+            return {right_, stride};
+        }
+        return {from, stride};
+    }
+    static Operand row_of(Operand a, int64_t row) { return {a.at + row * a.stride, a.stride}; }
 
-    // result (rows, columns of the task) = or += a (rows, depth) b (depth, columns of the task)
-    template <bool kAccumulate>
-    void multiply(const float* a, int64_t a_stride, const float* b, int64_t depth, float* result, int64_t rows) const {
-        for (int64_t j = 0; j < columns_; j += kPanel)
-            multiply_panel<kAccumulate>(FloatUnit{}, a, a_stride, b + j, l_.value_stride, depth, result + j, l_.value_stride,
-                                        round_up(rows, FloatUnit::kRowStep), smaller(kPanel, columns_ - j));
+    // result (rows, columns) = or += a (rows, depth) b (depth, columns)
+    template <bool kAccumulate, class SomeUnit = Unit>
+    static void multiply(Operand a, Operand b, int64_t depth, float* result, int64_t stride, int64_t rows, int64_t columns) {
+        for (int64_t j = 0; j < columns; j += kPanel)
+            multiply_panel<kAccumulate>(SomeUnit{}, a.at, a.stride, b.at + j, b.stride, depth / SomeUnit::kElements,
+                                        result + j, stride, rows, smaller(kPanel, columns - j));
     }
 
     static Vec load_of(const float* from) { return FA_NAMESPACE::load(from); }
@@ -178,11 +215,14 @@ private:
     }
 
     // u_i = right_i + sum_{j<i} system_ij u_j, in the place of the values: rows of a tile together, then one after the other.
+    // A chunk need not end with a tile: rows behind it are written, and nobody reads them.
     void solve() {
         for (int64_t first = 0; first < l_.chunk; first += FloatUnit::kRowStep) {
             const float* system = scores_ + first * l_.chunk;
             float* rows = values_ + first * l_.value_stride;
-            if (first > 0) multiply<true>(system, l_.chunk, values_, first, rows, FloatUnit::kRowStep);
+            if (first > 0)
+                multiply<true, FloatUnit>({system, l_.chunk}, {values_, l_.value_stride}, first, rows, l_.value_stride,
+                                          FloatUnit::kRowStep, columns_);
             for (int64_t c = 0; c < columns_; c += Vec::kWidth) {
                 Vec u[FloatUnit::kRowStep];
 #pragma GCC unroll 16
@@ -198,9 +238,16 @@ private:
 
     // Results: what the state before the chunk gives, and the values of its tokens.
     void add_values() {
-        for (int64_t i = 0; i < l_.chunk; i += FloatUnit::kRowStep)
-            multiply<true>(query_scores() + i * l_.chunk, l_.chunk, values_, smaller(i + FloatUnit::kRowStep, l_.chunk),
-                           held_queries() + i * l_.value_stride, FloatUnit::kRowStep);
+        const Operand scores = left(query_scores(), l_.chunk, l_.chunk, l_.chunk);
+        const Operand values = right(values_, l_.value_stride, l_.chunk, columns_);
+        for (int64_t i = 0; i < l_.chunk; i += Layout::kStepRows)
+            multiply<true>(row_of(scores, i), values, smaller(i + Layout::kStepRows, l_.chunk),
+                           held_queries() + i * l_.value_stride, l_.value_stride, Layout::kStepRows, columns_);
+    }
+
+    void add_to_state() {
+        multiply<true>(left(keys_t_, l_.chunk, l_.key_rows, l_.chunk), right(values_, l_.value_stride, l_.chunk, columns_),
+                       l_.chunk, state_, l_.value_stride, l_.key_rows, columns_);
     }
 
     void scale_row(float* row, Vec factor) const {
@@ -223,11 +270,13 @@ private:
             for (int64_t i = first; i < first + kPartTokens; ++i) multiply_key_row(queries_ + i * l_.key_stride, all);
             multiply_key_row(all, gates_of_part);
         }
-        multiply<false>(queries_, l_.key_stride, state_, p_.headdim_k, held_queries(), l_.chunk);
+        multiply<false>(left(queries_, l_.key_stride, l_.chunk, l_.key_depth),
+                        right(state_, l_.value_stride, l_.key_depth, columns_), l_.key_depth, held_queries(), l_.value_stride,
+                        l_.chunk, columns_);
         add_values();
         carry_keys_to_end(part_gates);
         for (int64_t d = 0; d < p_.headdim_k; ++d) scale_row(state_ + d * l_.value_stride, broadcast(all[d]));
-        multiply<true>(keys_t_, l_.chunk, values_, l_.chunk, state_, l_.key_rows);
+        add_to_state();
     }
 
     void multiply_key_row(float* row, const float* factors) const {
@@ -283,12 +332,9 @@ private:
         for (int64_t other = part - 1; other >= 0; --other) {
             for (int64_t i = 0; other < part - 1 && i < kPartTokens; ++i)
                 multiply_key_row(rows + i * l_.key_stride, part_gates + (other + 1) * l_.key_columns);
-            for (int64_t j = 0; j < kPartTokens; j += kPanel) {
-                const int64_t column = other * kPartTokens + j;
-                multiply_panel<false>(FloatUnit{}, rows, l_.key_stride, keys_t_ + column, l_.chunk, p_.headdim_k,
-                                      query_scores() + first * l_.chunk + column, l_.chunk, kPartTileRows,
-                                      smaller(kPanel, kPartTokens - j));
-            }
+            const int64_t column = other * kPartTokens;
+            multiply<false, FloatUnit>({rows, l_.key_stride}, {keys_t_ + column, l_.chunk}, p_.headdim_k,
+                                       query_scores() + first * l_.chunk + column, l_.chunk, kPartTileRows, kPartTokens);
         }
     }
 
@@ -307,11 +353,13 @@ private:
     const FaLinearParams& p_;
     const LinearTask& task_;
     const LinearTokens<Element> tokens_;
-    const LinearLayout l_;
+    const Layout l_;
     const int64_t columns_;
-    float *const keys_, *const queries_, *const keys_t_, *const scores_, *const held_, *const values_, *const state_,
-                                                                                                           *const gates_,
-                                                                                                               *const row_;
+    float *const keys_,
+        *const queries_,
+            *const keys_t_, *const scores_, *const held_, *const values_, *const state_, *const gates_, *const row_,
+                                                                                                            *const left_,
+                                                                                                                *const right_;
     int64_t first_ = 0, n_ = 0;
 };
 

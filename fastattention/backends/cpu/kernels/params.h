@@ -96,7 +96,7 @@ typedef struct FaLinearParams {
     int64_t beta_stride_batch, beta_stride_row, beta_stride_head;
     int64_t state_stride_sequence, state_stride_head, state_stride_row;  // of initial_state
     int64_t gate_per_key, l2norm;
-    int64_t chunk;  // tokens of a chunk, a multiple of 48; 0: token by token
+    int64_t chunk;  // tokens of a chunk: what the rows and the depth of a product are multiples of; 0: token by token
     int64_t num_threads;
     double scale;
 } FaLinearParams;

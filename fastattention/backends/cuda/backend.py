@@ -14,7 +14,6 @@ from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
-from fastattention.backends.common.params import Params
 from fastattention.backends.common.traffic import Extent, Traffic, is_modelled, traffic_of
 from fastattention.backends.cuda.backward import BackwardPlan, differentiate, make_backward_plan, why_not_widths
 from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
@@ -31,7 +30,7 @@ from fastattention.backends.cuda.plan import Plan, make_plan
 from fastattention.backends.cuda.quantise import Int8Call, why_not_int8
 from fastattention.backends.cuda.scratch import Scratch, scratch_of
 from fastattention.backends.cuda.traffic import tiled_keys
-from fastattention.gpu_runtime import module
+from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
@@ -178,45 +177,19 @@ class CudaBackend(Backend):
     # What the emulator of the tests does its own way.
 
     def _why_not_device(self, problem: Problem | MergeProblem) -> str | None:
-        if problem.device.type != "cuda":
-            return f"tensors are on {problem.device}; the cuda backend takes tensors on cuda"
-        limits = self._limits(problem)
-        if limits.target < ARCHS[-1]:
-            capability = f"{limits.target / 10:.1f}"
-            return f"{problem.device} has compute capability {capability}; Pascal (6.0) is the oldest that is served"
-        forced = config.cuda_arch()
-        if forced is not None and not (forced in ARCHS and forced <= limits.target):
-            allowed = ", ".join(str(arch) for arch in ARCHS if arch <= limits.target)
-            return f"FASTATTENTION_CUDA_ARCH={forced} is no code path of {problem.device}; choose one of {allowed}"
-        return None
+        return device.why_not(problem.device)
 
     def _limits(self, problem: Problem | MergeProblem) -> Limits:
-        return module.device_limits(_device_index(problem))
+        return module.device_limits(device.index_of(problem.device))
 
     def _arch(self, limits: Limits) -> int:
         return self._forced_arch or config.cuda_arch() or limits.arch
 
     def _scratch(self, problem: Problem) -> Callable[[int, int], Scratch]:
         """Gives so many counters and floats of the current stream."""
-        index = _device_index(problem)
+        index = device.index_of(problem.device)
         take, current_stream = scratch_of(index).take, module.current_stream
         return lambda num_counters, num_floats: take(num_counters, num_floats, current_stream(index))
 
     def _launcher(self, launch: KernelLaunch, problem: Problem | MergeProblem) -> Launcher:
-        index, num_ctas = _device_index(problem), launch.num_ctas
-        enqueue_on = launch.function(index).launch
-        current_device, current_stream = module.current_device, module.current_stream
-
-        def enqueue(params: Params) -> None:
-            if index == current_device():
-                enqueue_on(params, num_ctas, current_stream(index))
-            else:
-                with torch.cuda.device(index):
-                    enqueue_on(params, num_ctas, current_stream(index))
-
-        return enqueue
-
-
-def _device_index(problem: Problem | MergeProblem) -> int:
-    index: int | None = problem.device.index
-    return torch.cuda.current_device() if index is None else index
+        return device.launcher(launch, problem.device)

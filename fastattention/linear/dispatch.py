@@ -18,6 +18,7 @@ from fastattention.linear.validation import LinearOptions, as_backends_read, che
 
 # Name -> module:class, most specialised first. Modules are imported when first asked for.
 ORDER: dict[str, str] = {
+    "cuda": "fastattention.linear.backends.cuda.backend:CudaLinearBackend",
     "cpu": "fastattention.linear.backends.cpu:CpuLinearBackend",
     "torch": "fastattention.linear.backends.torch_form:TorchBackend",
 }

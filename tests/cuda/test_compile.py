@@ -36,6 +36,7 @@ from fastattention.errors import CompileError
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.variant import Variant
+from fastattention.linear.backends.cuda.config import step_variants
 
 REASON = compiler.why_unavailable()
 pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -129,6 +130,16 @@ def test_a_merge_or_an_all_reduce_spills_nothing(chip: str) -> None:
     merges = [kernel for kernel in variants_of(CHIPS[chip], (64,)) if isinstance(kernel, MergeConfig)]
     assert len(merges) == 7
     assert spills([measure(kernel, target) for kernel in (*merges, *usual_configs(CHIPS[chip]))]) == {}
+
+
+@thin(all=37)
+@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "H100"])
+@pytest.mark.parametrize("kernel", step_variants(), ids=lambda kernel: kernel.name)
+def test_a_step_of_linear_attention_spills_nothing(kernel: Variant, chip: str) -> None:
+    target = CHIPS[chip].target
+    if (reason := compiler.why_not_target(target)) is not None:
+        pytest.skip(reason)
+    assert spills([measure(kernel, target)]) == {}
 
 
 def test_bulk_copies_compile_from_hopper_on() -> None:

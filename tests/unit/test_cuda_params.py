@@ -22,10 +22,12 @@ from fastattention.backends.cuda.params import (
 )
 from fastattention.backends.cuda.plan import divisor
 from fastattention.distributed.transports.all_reduce import AllReduceParams
+from fastattention.linear.backends.cuda.params import StepParams
 
 PACKAGE = Path(fastattention.__file__).parent
 PARAMS = PACKAGE / "backends" / "cuda" / "kernels" / "params.h"
 ALL_REDUCE = PACKAGE / "distributed" / "kernels" / "all_reduce_params.h"
+LINEAR_STEP = PACKAGE / "linear" / "backends" / "cuda" / "kernels" / "step_params.h"
 # BackwardParams holds another struct, and is filled field by field.
 TEMPLATES: dict[type[Params], Path] = {
     AttentionParams: PARAMS,
@@ -33,6 +35,7 @@ TEMPLATES: dict[type[Params], Path] = {
     AppendParams: PARAMS,
     MergeParams: PARAMS,
     AllReduceParams: ALL_REDUCE,
+    StepParams: LINEAR_STEP,
 }
 HEADERS: dict[type[Params], Path] = {AttentionParams: PARAMS, BackwardParams: PARAMS, **TEMPLATES}
 
@@ -54,7 +57,8 @@ def names(struct: type[Params]) -> list[str]:
 
 
 def test_the_headers_have_no_other_struct() -> None:
-    found = [name for header in (PARAMS, ALL_REDUCE) for name in re.findall(r"struct (\w+) \{", header.read_text())]
+    headers = dict.fromkeys(HEADERS.values())
+    found = [name for header in headers for name in re.findall(r"struct (\w+) \{", header.read_text())]
     assert found == [struct.__name__ for struct in HEADERS]
 
 

@@ -113,7 +113,9 @@ FA_DEVICE float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysi
 FA_DEVICE float exp2_approximate(float x) { return flushed(std::exp2(flushed(x))); }
 FA_DEVICE float log2_approximate(float x) { return std::log2(flushed(x)); }
 FA_DEVICE float reciprocal_approximate(float x) { return flushed(1.0f / flushed(x)); }
+FA_DEVICE float exp_exact(float x) { return flushed(std::exp(x)); }
 FA_DEVICE float tanh_exact(float x) { return std::tanh(x); }
+FA_DEVICE float reciprocal_root(float x) { return 1.0f / std::sqrt(flushed(x)); }
 
 FA_DEVICE uint32_t pack_float16(float low, float high) {
     return emulator::float_to_float16(low) | static_cast<uint32_t>(emulator::float_to_float16(high)) << 16;

@@ -172,7 +172,11 @@ FA_DEVICE float exp2_approximate(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// To two units in the last place; 0 for -infinity.
+FA_DEVICE float exp_exact(float x) { return expf(x); }
 FA_DEVICE float tanh_exact(float x) { return tanhf(x); }
+// 1 / sqrt(x), to two units in the last place.
+FA_DEVICE float reciprocal_root(float x) { return rsqrtf(x); }
 // To 2^-22, absolute near 1 and relative elsewhere.
 FA_DEVICE float log2_approximate(float x) {
     float y;

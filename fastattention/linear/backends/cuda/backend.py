@@ -1,0 +1,58 @@
+"""The cuda backend of linear attention: what it serves, and by which kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fastattention.backends.common.params import Params
+from fastattention.gpu_runtime import device, module
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.linear.backends.base import LinearBackend, Serve
+from fastattention.linear.backends.cuda.heuristics import choose_step, num_ctas
+from fastattention.linear.backends.cuda.step import StepCall
+from fastattention.linear.problem import LinearInputs, LinearProblem
+
+_MOST_CTAS = 2**31 - 1  # of a launch
+
+
+class CudaLinearBackend(LinearBackend):
+    """Our kernels for GPUs from Pascal on."""
+
+    name = "cuda"
+
+    def why_unavailable(self) -> str | None:
+        """Why no kernel can run here."""
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        return module.why_unavailable()
+
+    def why_not(self, problem: LinearProblem) -> str | None:
+        """Refuses gradients, and chunks."""
+        if (reason := self._why_not_device(problem)) is not None:
+            return reason
+        if problem.grads:
+            return "gradients are computed by backend 'torch'; use it or torch.no_grad()"
+        if problem.chunked:
+            return "chunks of tokens are not served; use the recurrent function, or backend='torch'"
+        num_states = problem.num_sequences * problem.nheads
+        if num_ctas(problem, choose_step(problem, self._limits(problem).num_sms).columns) > _MOST_CTAS:
+            return f"{num_states} states are more than one launch takes; divide the batch, or use backend='torch'"
+        return None
+
+    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+        """One launch, prepared for these strides."""
+        return StepCall(problem, inputs, self._limits(problem), lambda launch: self._launcher(launch, problem))
+
+    # What the emulator of the tests does its own way.
+
+    def _why_not_device(self, problem: LinearProblem) -> str | None:
+        return device.why_not(problem.device)
+
+    def _limits(self, problem: LinearProblem) -> Limits:
+        return module.device_limits(device.index_of(problem.device))
+
+    def _launcher(self, launch: KernelLaunch, problem: LinearProblem) -> Callable[[Params], None]:
+        return device.launcher(launch, problem.device)

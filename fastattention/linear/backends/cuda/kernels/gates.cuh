@@ -1,0 +1,19 @@
+// Gates, which may be of another dtype than q, k and v.
+#pragma once
+
+#include "element.cuh"
+
+namespace fastattention {
+
+// A number as it lies in memory: whoever widened it would wait for it. format: see step_params.h.
+FA_DEVICE uint32_t read_bits(const void* numbers, int64_t at, int format) {
+    return format == 0 ? static_cast<const uint32_t*>(numbers)[at] : static_cast<const uint16_t*>(numbers)[at];
+}
+
+FA_DEVICE float widen_bits(uint32_t bits, int format) {
+    if (format == 0) return as_float(bits);
+    const uint16_t half = static_cast<uint16_t>(bits);
+    return format == 1 ? Float16::widen(half) : Bfloat16::widen(half);
+}
+
+}  // namespace fastattention

@@ -1,0 +1,6 @@
+// The library of one variant of the kernel of linear attention token by token.
+#include "step.cuh"
+
+#include "launch.hpp"
+
+FA_EMULATED(emulate_linear_step, fastattention_linear_step, StepParams, fastattention::kStepWarps, FA_SHARED_BYTES)

@@ -1,0 +1,121 @@
+"""Linear attention by CUDA kernels on the GPUs of this machine; skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from linear.cases import CASES, LinearCase
+from linear.oracle import check
+from torch import Tensor
+
+from fastattention import UnsupportedError
+from fastattention.gpu_runtime.chips import ARCHS
+from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla
+from fastattention.linear.backends.cuda.config import DTYPES
+from fastattention.linear.dispatch import get_backend
+from fastattention.linear.problem import LinearInputs, LinearOutput
+from fastattention.linear.validation import prepare
+
+if get_backend("cuda").why_unavailable() is not None:
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+
+def target() -> int:
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return 10 * major + minor
+
+
+def moved(tensors: tuple[Tensor | None, ...], device: str) -> list[Any]:
+    return [None if x is None else x.to(device) for x in tensors]
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch <= target()])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_right_and_repeat(
+    monkeypatch: pytest.MonkeyPatch, name: str, chunked: bool, dtype: torch.dtype, arch: int
+) -> None:
+    monkeypatch.setenv("FASTATTENTION_CUDA_ARCH", str(arch))
+    case, backend = CASES[name], get_backend("cuda")
+    problem, inputs = prepare(case.tensors(dtype, "cuda"), case.options(chunked))
+    if (reason := backend.why_not(problem)) is not None:
+        pytest.skip(reason)
+    call = backend.plan(problem, inputs)
+    torch.use_deterministic_algorithms(True)  # which fills fresh memory with NaN
+    try:
+        result, again = call(inputs), call(inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(result, again, strict=True))
+    on_cpu = case.tensors(dtype), case.options(chunked)
+    check(*prepare(*on_cpu), LinearOutput(*moved(result, "cpu")))
+
+
+def step(case: LinearCase, inputs: LinearInputs, function: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    arguments = [x for x in inputs[:5] if x is not None]
+    more = {"use_qk_l2norm_in_kernel": True} if case.rule == "delta" else {}
+    out, state = function(
+        *arguments, initial_state=inputs.initial_state, output_final_state=True, cu_seqlens=inputs.cu_seqlens,
+        backend="cuda", **more,
+    )  # fmt: skip
+    return out, state
+
+
+FUNCTIONS = {"delta": recurrent_gated_delta_rule, "head": recurrent_gla, "key": recurrent_gla}
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "varlen"])
+@pytest.mark.parametrize("rule", FUNCTIONS)
+def test_a_captured_decode_replays_with_new_numbers(rule: str, varlen: bool) -> None:
+    """And with the state of the step before, as models do it."""
+    shape: dict[str, Any] = {"seqlens": (1, 1, 1)} if varlen else {"batch_size": 3}
+    case = LinearCase(rule, seqlen=1, headdim_k=128, headdim_v=128, initial_state=True, **shape)
+    inputs = case.tensors(torch.bfloat16, "cuda")
+    state = inputs.initial_state
+    assert state is not None
+    step(case, inputs, FUNCTIONS[rule])  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, after = step(case, inputs, FUNCTIONS[rule])
+        state.copy_(after)
+    expected_state = state.clone()
+    for _ in range(5):
+        for tensor in (inputs.q, inputs.k, inputs.v):
+            tensor.normal_()
+        expected, expected_state = step(case, inputs._replace(initial_state=expected_state), FUNCTIONS[rule])
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(state, expected_state)
+
+
+def test_work_is_in_order_with_the_current_stream() -> None:
+    case = CASES["delta-one-token"]
+    inputs = case.tensors(torch.float16, "cuda")
+    expected, _ = step(case, inputs._replace(v=2 * inputs.v), FUNCTIONS["delta"])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        out, _ = step(case, inputs._replace(v=2 * inputs.v), FUNCTIONS["delta"])
+        result = out + 0
+        assert not stream.query()  # no call has waited
+    stream.synchronize()
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_of_one_process_agree() -> None:
+    case = CASES["key-one-token"]
+    results = [step(case, case.tensors(torch.float16, f"cuda:{index}"), FUNCTIONS["key"])[0] for index in range(2)]
+    assert torch.equal(results[0].cpu(), results[1].cpu())
+
+
+def test_gradients_are_refused_with_a_reason() -> None:
+    case = CASES["head-plain"]
+    inputs = case.tensors(torch.float32, "cuda")
+    with pytest.raises(UnsupportedError, match="gradients are computed by backend 'torch'"):
+        step(case, inputs._replace(q=inputs.q.requires_grad_()), FUNCTIONS["head"])

@@ -15,6 +15,8 @@ struct Layout16 {
     static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
     static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
     static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
+    // The lane whose rows are neighbours of this one's: the next for even rows, the ones before for odd rows.
+    static constexpr int kNeighbour = 4;  // what its number differs in
     // Which of a lane's columns of a tile it is in.
     static FA_DEVICE constexpr int column_of_element(int i) { return i % 2; }
 

@@ -107,6 +107,52 @@ struct Arch : Layout16 {
         }
     }
 
+    // Rows of the first product that are the warp's own accumulators, as products leave them; with the first columns of a tile.
+    // The lane that has a number hands it to the three others of the row.
+    template <int kSteps, int kColumns, int kTileColumns = kColumns>
+    class ScoreRows {
+    public:
+        FA_DEVICE explicit ScoreRows(const float (&acc)[kSteps][kColumns / 8][4]) : acc_(acc) {}
+
+        FA_DEVICE float number(int step, int which, int column) const {
+            return shuffle(acc_[step][column / 8][which * 2 + column % 2], lane_index() / 4 * 4 + column % 8 / 2);
+        }
+
+    private:
+        const float (&acc_)[kSteps][kColumns / 8][4];
+    };
+    template <int kSteps, int kColumns>
+    using ValueRows = ScoreRows<kSteps, kColumns>;
+
+    template <int kSteps, int kColumns, int kTileColumns, int kTiles>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4],
+                                        const ScoreRows<kSteps, kColumns, kTileColumns>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<kSharedBytes>(kTileColumns);
+        const uint32_t k_at = k + lane_index() % 4 * 2 * kPitch;
+#pragma unroll
+        for (int depth = 0; depth < kColumns; depth += 4) {
+            float rows[kSteps][2][4];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int which = 0; which < 2; ++which)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) rows[step][which][i] = q.number(step, which, depth + i);
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const Numbers<4> key(k_at + (n * 8 + c) * kPitch + depth * kSharedBytes);
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                        for (int which = 0; which < 2; ++which)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) acc_s[step][n][which * 2 + c] += rows[step][which][i] * key.x[i];
+                }
+        }
+    }
+
     // Operands of the second product, read from a tile of values.
     template <int kColumns>
     class Values {

@@ -38,6 +38,7 @@ struct Arch {
         return tile / 2 * 16 + i / 4 * 8 + tile % 2 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
     }
 
+    static constexpr int kNeighbour = 1;  // layout16.cuh
     static FA_DEVICE constexpr int column_of_element(int i) { return i / 4 * 2 + i % 2; }
 
     template <class Combine>
@@ -56,6 +57,8 @@ struct Arch {
     template <int kSteps, int kColumns>
     class Rows {
     public:
+        static constexpr int kDepth = kColumns, kTileColumns = kColumns;  // of a product, and of the tile it is with
+
         // tile: address of the warp's first row.
         FA_DEVICE void load(uint32_t tile) {
             const int lane = lane_index();
@@ -85,12 +88,57 @@ struct Arch {
         Words4 fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kColumns / 8 : 1];
     };
 
-    template <int kSteps, int kColumns, int kTiles>
-    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<2>(kColumns);
+    // Likewise from the warp's own accumulators, as multiply_rows leaves them; with the first columns of a tile.
+    template <int kSteps, int kColumns, int kColumnsOfTile = kColumns>
+    class ScoreRows {
+    public:
+        static constexpr int kDepth = kColumns, kTileColumns = kColumnsOfTile;
+
+        FA_DEVICE explicit ScoreRows(const float (&acc)[kSteps][kColumns / 8][8]) : acc_(acc) {}
+
+        FA_DEVICE Words4 fragment(int step, int depth) const {
+            const Words2 first = exchange_rows(&acc_[step][depth][0]), second = exchange_rows(&acc_[step][depth][4]);
+            return {first.word[0], first.word[1], second.word[0], second.word[1]};
+        }
+
+    private:
+        const float (&acc_)[kSteps][kColumns / 8][8];
+    };
+
+    // Likewise as Values::accumulate leaves them.
+    template <int kSteps, int kColumns>
+    class ValueRows {
+    public:
+        static constexpr int kDepth = kColumns, kTileColumns = kColumns;
+
+        FA_DEVICE explicit ValueRows(const float (&acc)[kSteps][kColumns / 8][8]) : acc_(acc) {}
+
+        FA_DEVICE Words4 fragment(int step, int depth) const {
+            const int pair = depth / 2 * 2, half = depth % 2 * 4;
+            const Words2 first = exchange_rows(&acc_[step][pair][half]),
+                         second = exchange_rows(&acc_[step][pair + 1][half]);
+            return {first.word[0], first.word[1], second.word[0], second.word[1]};
+        }
+
+    private:
+        const float (&acc_)[kSteps][kColumns / 8][8];
+    };
+
+    // Of two neighbouring columns of two rows, and the next two columns that the lane at distance 2 has, all four columns of
+    // one row: the first row for one lane, the second for the other.
+    static FA_DEVICE Words2 exchange_rows(const float* p) {
+        const bool second = lane_index() & 2;
+        const uint32_t row0 = Operand::pack(p[0], p[1]), row1 = Operand::pack(p[2], p[3]);
+        const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
+        return {second ? received : row0, second ? row1 : received};
+    }
+
+    template <int kSteps, int kTiles, class RowsA>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][8], const RowsA& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(RowsA::kTileColumns);
         const uint32_t at = k + operand_row() * kPitch;
 #pragma unroll
-        for (int depth = 0; depth < kColumns / 8; ++depth) {
+        for (int depth = 0; depth < RowsA::kDepth / 8; ++depth) {
             Words4 a[kSteps];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) a[step] = q.fragment(step, depth);
@@ -120,9 +168,11 @@ struct Arch {
         template <int kSteps, int kTiles, int kTilesOfP>
         FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][8], const float (&p)[kSteps][kTilesOfP][8],
                                   int group) const {
-            uint32_t a[kSteps][4];
+            Words2 a[kSteps][2];  // of keys 0 to 3, and 4 to 7
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step) exchange_rows(a[step], p[step][group]);
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) a[step][i] = exchange_rows(&p[step][group][4 * i]);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -130,28 +180,15 @@ struct Arch {
                     const Words4 b = load_shared_128(at_ + (group * 8 + half * 2) * kPitch + column * 32);
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step) {
-                        const uint32_t* pair = &a[step][half * 2];
-                        mma_m8n8k4_row_row(acc_o[step][2 * column], pair[0], pair[1], b.word[0], b.word[1]);
-                        mma_m8n8k4_row_row(acc_o[step][2 * column + 1], pair[0], pair[1], b.word[2], b.word[3]);
+                        const uint32_t a0 = a[step][0].word[half], a1 = a[step][1].word[half];
+                        mma_m8n8k4_row_row(acc_o[step][2 * column], a0, a1, b.word[0], b.word[1]);
+                        mma_m8n8k4_row_row(acc_o[step][2 * column + 1], a0, a1, b.word[2], b.word[3]);
                     }
                 }
         }
 
     private:
         static constexpr int kPitch = pitch_of<2>(kColumns);
-
-        // Operand A of the two products of eight keys: words 0, 1 of keys 0 1 4 5, and 2, 3 of keys 2 3 6 7.
-        static FA_DEVICE void exchange_rows(uint32_t (&a)[4], const float (&p)[8]) {
-            const bool second = lane_index() & 2;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint32_t row0 = Operand::pack(p[4 * i], p[4 * i + 1]);
-                const uint32_t row1 = Operand::pack(p[4 * i + 2], p[4 * i + 3]);
-                const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
-                a[i] = second ? received : row0;
-                a[2 + i] = second ? row1 : received;
-            }
-        }
 
         uint32_t at_;
     };

@@ -1,0 +1,98 @@
+"""Serves chunked linear attention by two kernels: what depends on no state for all chunks, then one chunk after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastattention.backends.common.layout import pointers, token_strides
+from fastattention.backends.cuda.memory import aligned_as
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.linear.backends.base import Serve
+from fastattention.linear.backends.cuda.chunk_config import factors_of_chunk
+from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels, operand_dtype
+from fastattention.linear.backends.cuda.chunk_params import ChunkParams
+from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+
+Launcher = Callable[[ChunkParams], None]
+
+_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of gates; kernels/chunk_params.h has the same
+
+
+def make_chunk_plan(
+    problem: LinearProblem, arch: int, limits: Limits, launcher: Callable[[KernelLaunch], Launcher]
+) -> Serve:
+    """How calls of a chunked problem in 16 bits are served. launcher: gives what enqueues a kernel on the right stream."""
+    return ChunkedCall(problem, arch, limits, launcher)
+
+
+class ChunkedCall:
+    """Calls of one problem. Keeps nothing of a call."""
+
+    def __init__(
+        self, problem: LinearProblem, arch: int, limits: Limits, launcher: Callable[[KernelLaunch], Launcher]
+    ) -> None:
+        self._problem, self._dtype = problem, operand_dtype(problem.dtype, arch)
+        prepare, scan, self._num_parts = choose_chunk_kernels(problem, arch, limits)
+        self._num_slots = _num_slots(problem, scan.chunk)
+        self._columns_v = -(-problem.headdim_v // 8) * 8
+        heads, square = problem.nheads * self._num_slots, scan.chunk**2
+        tokens = scan.chunk * scan.headdim * problem.gate_per_key
+        factors = scan.headdim if problem.gate_per_key else factors_of_chunk(scan.chunk)
+        # Bytes of scratch in the order of ChunkParams.
+        sizes = (2 * square, 2 * square * problem.delta_rule, 4 * factors, 2 * tokens, 2 * tokens)
+        *self._offsets, self._scratch_bytes = itertools.accumulate((heads * size for size in sizes), initial=0)
+        grids = heads, problem.num_sequences * problem.nheads * self._num_parts
+        self._launchers = [
+            launcher(KernelLaunch(config, 0, num_ctas))
+            for config, num_ctas in zip((prepare, scan), grids, strict=True)
+            if num_ctas
+        ]
+
+    def __call__(self, inputs: LinearInputs) -> LinearOutput:
+        """(out, final state)."""
+        problem = self._problem
+        q, k, v = (aligned_as(tensor, self._dtype) for tensor in inputs[:3])
+        out = q.new_empty((*problem.out_shape[:3], self._columns_v))
+        final_state = q.new_empty(problem.state_shape, dtype=torch.float32) if problem.returns_state else None
+        scratch = q.new_empty(self._scratch_bytes, dtype=torch.uint8)
+        (first,) = pointers(scratch)
+        params = ChunkParams.make(
+            self._template(q, k, v, inputs),
+            *pointers(q, k, v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens, out, final_state),
+            *(first + offset for offset in self._offsets),
+        )
+        for launch in self._launchers:
+            launch(params)
+        if (out.shape, out.dtype) != (problem.out_shape, problem.dtype):
+            out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
+        return LinearOutput(out, final_state)
+
+    def _template(self, q: Tensor, k: Tensor, v: Tensor, inputs: LinearInputs) -> bytes:
+        problem = self._problem
+        (q_batch, q_row, q_head), (k_batch, k_row, k_head), (v_batch, v_row, v_head) = map(token_strides, (q, k, v))
+        gates = *_gate_strides(inputs.g), *_gate_strides(inputs.beta)
+        states = (0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()[:3]
+        beta_format = 0 if problem.beta_dtype is None else _FORMATS[problem.beta_dtype]
+        return ChunkParams.template(
+            q_batch, q_head, k_batch, k_head, v_batch, v_head, *gates, *states, q_row, k_row, v_row,
+            problem.num_sequences, problem.seqlen, self._num_slots, problem.nheads, problem.group_size,
+            problem.headdim_k, problem.headdim_v, q.shape[-1], self._columns_v, self._num_parts,
+            _FORMATS[problem.gate_dtype], beta_format, problem.l2norm, problem.scale,
+        )  # fmt: skip
+
+
+def _num_slots(problem: LinearProblem, chunk: int) -> int:
+    """Chunks that scratch of a head has room for; of varlen the most there can be (kernels/chunk.cuh)."""
+    if problem.varlen:
+        return problem.seqlen // chunk + problem.num_sequences
+    return problem.batch_size * -(-problem.seqlen // chunk)
+
+
+def _gate_strides(gate: Tensor | None) -> tuple[int, int, int]:
+    """(batch, row, head) strides; zeros for None."""
+    return (0, 0, 0) if gate is None else gate.stride()[:3]  # type: ignore[return-value]

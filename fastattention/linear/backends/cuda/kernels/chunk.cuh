@@ -1,0 +1,55 @@
+// Chunks of tokens of a sequence: where they begin, and which slots of scratch they have.
+#pragma once
+
+#include "chunk_params.h"
+#include "element.cuh"
+
+namespace fastattention {
+
+constexpr int kChunk = FA_CHUNK;  // tokens
+
+// The last chunk of a sequence may have fewer tokens than the others. Its slots of scratch have room for all.
+struct Sequence {
+    int batch;          // row of the batch
+    int first, length;  // its tokens in that row
+    int first_slot;
+
+    FA_DEVICE int num_chunks() const { return (length + kChunk - 1) / kChunk; }
+
+    // Of the first token of a head, in elements.
+    FA_DEVICE int64_t offset(int64_t stride_batch, int64_t stride_row, int64_t stride_head, int head) const {
+        return batch * stride_batch + first * stride_row + head * stride_head;
+    }
+};
+
+// Of varlen sequences that lie one behind the other, slots are found without looking at all of them: one more than the
+// chunks of the tokens before it, for each sequence before it, is always enough.
+FA_DEVICE Sequence sequence_at(const ChunkParams& p, int index) {
+    if (p.cu_seqlens == nullptr) return {index, 0, p.seqlen, index * ((p.seqlen + kChunk - 1) / kChunk)};
+    const int first = p.cu_seqlens[index];
+    return {0, first, p.cu_seqlens[index + 1] - first, first / kChunk + index};
+}
+
+// The sequence that a slot belongs to: the last that begins at it or before.
+FA_DEVICE Sequence sequence_of_slot(const ChunkParams& p, int slot) {
+    int low = 0, high = p.num_sequences;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        (sequence_at(p, middle).first_slot <= slot ? low : high) = middle;
+    }
+    return sequence_at(p, low);
+}
+
+// The first slot of a sequence among those of a head.
+FA_DEVICE int64_t slot_of(const ChunkParams& p, const Sequence& sequence, int head) {
+    return static_cast<int64_t>(head) * p.num_slots + sequence.first_slot;
+}
+
+// A number of a gate or of beta.
+FA_DEVICE float number_at(const void* numbers, int64_t at, int format) {
+    if (format == 0) return static_cast<const float*>(numbers)[at];
+    const uint16_t bits = static_cast<const uint16_t*>(numbers)[at];
+    return format == 1 ? Float16::widen(bits) : Bfloat16::widen(bits);
+}
+
+}  // namespace fastattention

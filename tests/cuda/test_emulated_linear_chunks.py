@@ -14,7 +14,7 @@ from tiers import Tier, combinations, tier_of
 from fastattention.backends.common.params import Params
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.linear.backends.cuda.chunk_config import ScanConfig
+from fastattention.linear.backends.cuda.chunk_config import PrepareConfig, PrepareKeysConfig, ScanConfig
 from fastattention.linear.backends.cuda.chunk_params import ChunkParams
 from fastattention.linear.backends.cuda.chunk_plan import make_chunk_plan
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
@@ -45,7 +45,8 @@ def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
     assert isinstance(params, ChunkParams)
     config = launch.variant
     chunk, headdim = config.chunk, config.headdim
-    key = isinstance(config, ScanConfig) and config.rule == "key"
+    assert isinstance(config, PrepareConfig | PrepareKeysConfig | ScanConfig)
+    key = isinstance(config, PrepareKeysConfig) or (isinstance(config, ScanConfig) and config.rule == "key")
     slots = params.num_slots * params.nheads
     offsets = _int32s(params.cu_seqlens, params.num_sequences + 1)
     rows = params.num_sequences if not offsets else 1
@@ -85,8 +86,7 @@ def new_memory_holds_nan() -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
         tier = tier_of(metafunc.config)
-        names = [name for name in CASES if not name.startswith("key")]
-        runs = combinations(tier, names, list(LIMITS), [torch.float16, torch.bfloat16])
+        runs = combinations(tier, list(CASES), list(LIMITS), [torch.float16, torch.bfloat16])
         ids = ["-".join((name, chip, str(dtype).removeprefix("torch."))) for name, chip, dtype in runs]
         metafunc.parametrize(("name", "chip", "dtype"), runs, ids=ids)
 

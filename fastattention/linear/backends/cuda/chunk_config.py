@@ -77,6 +77,43 @@ class PrepareConfig:
 
 
 @dataclass(frozen=True)
+class PrepareKeysConfig:
+    """One variant of kernels/prepare_keys.cuh, which is the same on every code path."""
+
+    include_folders: ClassVar = FOLDERS
+    dtype: str
+    headdim: int  # one of HEADDIMS
+    chunk: int  # tokens
+
+    source: ClassVar[str] = "prepare_keys.cuh"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_linear_prepare_keys", 2 * self.chunk, self.shared_bytes),)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA; the kernel asserts the same: slices of queries, keys and gates."""
+        return 3 * self.chunk * (64 + 4) * 4
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"linear_prepare_keys_{self.dtype}_d{self.headdim}c{self.chunk}"
+
+    def macros(self) -> dict[str, str]:
+        """What the kernel is compiled with."""
+        return {
+            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
+            "FA_CACHE_FORMAT": "0",
+            "FA_CHUNK": str(self.chunk),
+            "FA_HEADDIM": str(self.headdim),
+            "FA_SHARED_BYTES": str(self.shared_bytes),
+        }
+
+
+@dataclass(frozen=True)
 class ScanConfig:
     """One variant of kernels/scan.cuh."""
 

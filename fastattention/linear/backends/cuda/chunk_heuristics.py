@@ -8,7 +8,12 @@ import torch
 
 from fastattention.backends.cuda.kernel_config import ARCH_FACTS
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.linear.backends.cuda.chunk_config import PrepareConfig, ScanConfig, padded_headdim
+from fastattention.linear.backends.cuda.chunk_config import (
+    PrepareConfig,
+    PrepareKeysConfig,
+    ScanConfig,
+    padded_headdim,
+)
 from fastattention.linear.problem import LinearProblem
 
 # (tokens of a chunk, chunks in shared memory), the best first. Chunks of 64 tokens halve the steps that follow one another;
@@ -25,7 +30,7 @@ _MOST_WARPS = 8
 class ChunkKernels(NamedTuple):
     """The kernels of a call."""
 
-    prepare: PrepareConfig
+    prepare: PrepareConfig | PrepareKeysConfig
     scan: ScanConfig
     num_parts: int  # CTAs that share the columns of v of a head
 
@@ -49,7 +54,11 @@ def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> C
         for config in [ScanConfig(arch, dtype, headdim, chunk, rule, num_warps, num_stages)]
         if config.shared_bytes <= limits.shared_per_cta
     )
-    prepare = PrepareConfig(arch, dtype, headdim, scan.chunk, problem.delta_rule)
+    prepare = (
+        PrepareKeysConfig(dtype, headdim, scan.chunk)
+        if problem.gate_per_key
+        else PrepareConfig(arch, dtype, headdim, scan.chunk, problem.delta_rule)
+    )
     return ChunkKernels(prepare, scan, -(-steps // num_warps))
 
 

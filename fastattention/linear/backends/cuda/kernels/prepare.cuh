@@ -112,8 +112,7 @@ private:
                 gate = exp2_approximate(number_at(p_.g, at + (first_ + token) * p_.g_stride_row, p_.gate_format) * kLog2E);
             }
             if (kDeltaRule && exists) {
-                const int64_t at =
-                    sequence_.offset(p_.beta_stride_batch, p_.beta_stride_row, p_.beta_stride_head, head_);
+                const int64_t at = sequence_.offset(p_.beta_stride_batch, p_.beta_stride_row, p_.beta_stride_head, head_);
                 beta = number_at(p_.beta, at + (first_ + token) * p_.beta_stride_row, p_.beta_format);
             }
             store_number(memory_.gate(token), gate);
@@ -139,8 +138,7 @@ private:
     FA_DEVICE void find_lengths() const {
         constexpr int kLanes = kHeaddim / 8, kRows = 32 / kLanes;
         for (int row = warp_index() * kRows + lane_index() / kLanes; row < 2 * kChunk; row += kWarps * kRows) {
-            const Words4 words =
-                load_shared_128(memory_.keys() + row * TokenCopy::kPitch + lane_index() % kLanes * 16);
+            const Words4 words = load_shared_128(memory_.keys() + row * TokenCopy::kPitch + lane_index() % kLanes * 16);
             float sum = 0.0f;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -193,9 +191,9 @@ private:
             float scores[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                scores[i] = column + i > row ? 0.0f
-                                             : pair[i] * (load_number(memory_.product(row, column + i)) * query *
-                                                          key_factor(column + i));
+                scores[i] = column + i > row
+                                ? 0.0f
+                                : pair[i] * (load_number(memory_.product(row, column + i)) * query * key_factor(column + i));
             store_shared_32(memory_.queries() + row * TokenCopy::kPitch + column * 2, Operand::pack(scores[0], scores[1]));
         });
         warp_barrier();

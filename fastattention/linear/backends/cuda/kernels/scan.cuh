@@ -50,8 +50,7 @@ class ChunkTiles {
     using ValueCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kColumns>;
     using FactorCopy = NumbersCopy<(kGatePerKey ? kHeaddim : kFactors) * 4>;
     static constexpr int kQueries = TokenCopy::kBytes, kScores = 2 * TokenCopy::kBytes,
-                         kInverse = kScores + SquareCopy::kBytes,
-                         kValues = kInverse + (kDeltaRule ? SquareCopy::kBytes : 0),
+                         kInverse = kScores + SquareCopy::kBytes, kValues = kInverse + (kDeltaRule ? SquareCopy::kBytes : 0),
                          kFactorsAt = kValues + ValueCopy::kBytes;
 
 public:
@@ -206,9 +205,9 @@ private:
     static FA_DEVICE void scale(Tokens& x, uint32_t tiles, float factor) {
 #pragma unroll
         for (int n = 0; n < kChunk / 8; ++n)
-            scale_columns(x[0][n], [&](int i) {
-                return ChunkTiles::factor(tiles, kPlane * kChunk + Arch::score_column(n, i));
-            }, factor);
+            scale_columns(
+                x[0][n], [&](int i) { return ChunkTiles::factor(tiles, kPlane * kChunk + Arch::score_column(n, i)); },
+                factor);
     }
 
     FA_DEVICE void decay_state(uint32_t tiles) {
@@ -284,8 +283,7 @@ private:
     }
 
     FA_DEVICE void write_state() {
-        float* to = p_.final_state +
-                    (static_cast<int64_t>(index_) * p_.nheads + head_) * p_.headdim_k * p_.headdim_v;
+        float* to = p_.final_state + (static_cast<int64_t>(index_) * p_.nheads + head_) * p_.headdim_k * p_.headdim_v;
         for_each_of_state([&](float& x, int key, int column) { to[key * p_.headdim_v + column] = x; });
     }
 

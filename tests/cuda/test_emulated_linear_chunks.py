@@ -9,18 +9,18 @@ import emulator
 import pytest
 import torch
 from emulator import Range, Report
-from tiers import Tier, combinations, tier_of
+from linear.cases import CASES
+from linear.oracle import check
+from tiers import combinations, thin, tier_of
 
 from fastattention.backends.common.params import Params
-from fastattention.gpu_runtime.chips import CHIPS, Limits
+from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.cuda.chunk_config import PrepareConfig, PrepareKeysConfig, ScanConfig
 from fastattention.linear.backends.cuda.chunk_params import ChunkParams
 from fastattention.linear.backends.cuda.chunk_plan import make_chunk_plan
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
-from linear.cases import CASES
-from linear.oracle import check
 
 LIMITS = {backend.name: backend.limits for backend in emulator.EMULATED}
 
@@ -91,6 +91,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("name", "chip", "dtype"), runs, ids=ids)
 
 
+@thin(quick=7, all=3)
 def test_chunks_are_as_exact_as_the_recurrence(name: str, chip: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))

@@ -167,8 +167,9 @@ class ScanConfig:
 def _macros(arch: int, dtype: str, headdim: int, chunk: int, delta_rule: bool) -> dict[str, str]:
     """Those that the kernels have in common. What attention has besides is off."""
     off = (
-        "FA_CACHE_FORMAT", "FA_MODIFIES", "FA_DROPS", "FA_PAGED", "FA_INT8_PRODUCTS", "FA_BLOCK_SPARSE", "FA_MIXES_BLOCKS",
-        "FA_GROUPED_ROWS", "FA_SPLIT_KEYS_ACROSS_WARPS", "FA_VALUES_IN_KEYS", "FA_QUERIES_IN_REGISTERS", "FA_SWIZZLED",
+        "FA_CACHE_FORMAT", "FA_MODIFIES", "FA_DROPS", "FA_PAGED", "FA_INT8_PRODUCTS", "FA_BLOCK_SPARSE",
+        "FA_MIXES_BLOCKS", "FA_GROUPED_ROWS", "FA_SPLIT_KEYS_ACROSS_WARPS", "FA_VALUES_IN_KEYS",
+        "FA_QUERIES_IN_REGISTERS", "FA_SWIZZLED",
     )  # fmt: skip
     return {
         **dict.fromkeys(off, "0"),

@@ -16,9 +16,9 @@ from fastattention.linear.backends.cuda.chunk_config import (
 )
 from fastattention.linear.problem import LinearProblem
 
-# (tokens of a chunk, chunks in shared memory), the best first. Chunks of 64 tokens halve the steps that follow one another;
-# beside a state of 256 key dimensions there are registers for 32. Copies through registers have one stage, and 32 tokens
-# leave room for a second CTA, which works while the first one copies.
+# (tokens of a chunk, chunks in shared memory), the best first. Chunks of 64 tokens halve the steps that follow one
+# another; beside a state of 256 key dimensions there are registers for 32. Copies through registers have one stage, and
+# 32 tokens leave room for a second CTA, which works while the first one copies.
 _TILES = {True: ((64, 2), (32, 2), (32, 1)), False: ((32, 1),)}  # by whether copies are asynchronous
 _LONGEST_CHUNK = {64: 64, 128: 64, 256: 32}  # by headdim of keys
 

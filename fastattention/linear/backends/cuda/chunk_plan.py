@@ -1,4 +1,4 @@
-"""Serves chunked linear attention by two kernels: what depends on no state for all chunks, then one chunk after the other."""
+"""Serves chunked linear attention by two kernels: what depends on no state for all chunks, then chunk after chunk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of gates; 
 def make_chunk_plan(
     problem: LinearProblem, arch: int, limits: Limits, launcher: Callable[[KernelLaunch], Launcher]
 ) -> Serve:
-    """How calls of a chunked problem in 16 bits are served. launcher: gives what enqueues a kernel on the right stream."""
+    """How calls of a chunked problem in 16 bits are served. launcher: gives what enqueues a kernel."""
     return ChunkedCall(problem, arch, limits, launcher)
 
 

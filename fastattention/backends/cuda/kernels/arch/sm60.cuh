@@ -125,8 +125,8 @@ struct Arch : Layout16 {
     using ValueRows = ScoreRows<kSteps, kColumns>;
 
     template <int kSteps, int kColumns, int kTileColumns, int kTiles>
-    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4],
-                                        const ScoreRows<kSteps, kColumns, kTileColumns>& q, uint32_t k) {
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const ScoreRows<kSteps, kColumns, kTileColumns>& q,
+                                        uint32_t k) {
         constexpr int kPitch = pitch_of<kSharedBytes>(kTileColumns);
         const uint32_t k_at = k + lane_index() % 4 * 2 * kPitch;
 #pragma unroll

@@ -115,8 +115,7 @@ struct Arch {
 
         FA_DEVICE Words4 fragment(int step, int depth) const {
             const int pair = depth / 2 * 2, half = depth % 2 * 4;
-            const Words2 first = exchange_rows(&acc_[step][pair][half]),
-                         second = exchange_rows(&acc_[step][pair + 1][half]);
+            const Words2 first = exchange_rows(&acc_[step][pair][half]), second = exchange_rows(&acc_[step][pair + 1][half]);
             return {first.word[0], first.word[1], second.word[0], second.word[1]};
         }
 

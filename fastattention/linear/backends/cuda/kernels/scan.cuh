@@ -123,10 +123,10 @@ public:
 
     FA_DEVICE void run() {
         read_state();
-        ChunkTiles tiles(p_, sequence_, head_, column_);
         const uint32_t shared = shared_memory();
         const int chunks = sequence_.num_chunks();
         if constexpr (kStages > 1) {
+            ChunkTiles tiles(p_, sequence_, head_, column_);
             // One barrier a chunk says both that its tiles have arrived and that nobody uses those before them any more.
             if (chunks > 0) tiles.begin(0, shared);
             copy_async_commit();
@@ -140,7 +140,8 @@ public:
         } else {
             for (int chunk = 0; chunk < chunks; ++chunk) {
                 if (chunk > 0) cta_barrier();
-                tiles.begin(chunk, shared);
+                // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
+                ChunkTiles(p_, sequence_, opaque(head_), opaque(column_)).begin(chunk, shared);
                 if constexpr (Arch::kAsyncCopy) {
                     copy_async_commit();
                     copy_async_wait<0>();
@@ -162,30 +163,38 @@ private:
 
     FA_DEVICE void add_chunk(int chunk, uint32_t tiles) {
         Tokens updates = {};
-        if constexpr (kDeltaRule) {
-            Arch::multiply_rows(updates, StateRows(state_), ChunkTiles::keys(tiles));
-            scale<kKeysOfState>(updates, tiles, -1.0f);
+        if constexpr (!kDeltaRule) add_values(updates, tiles);
+        // What the state holds for keys, then for queries. Not unrolled where registers are short: the compiler would keep the
+        // state as operands from the first product to the second.
+#pragma unroll Arch::kAsyncCopy ? 2 : 1
+        for (int turn = kDeltaRule ? 0 : 1; turn < 2; ++turn) {
+            Tokens x = {};
+            Arch::multiply_rows(x, StateRows(state_), turn == 0 ? ChunkTiles::keys(tiles) : ChunkTiles::queries(tiles));
+            if (turn == 0) {
+                find_updates(updates, x, tiles);
+            } else {
+                if constexpr (!kGatePerKey) scale<kQueriesOfState>(x, tiles, 1.0f);
+                Arch::multiply_rows(x, TokenRows(updates), ChunkTiles::scores(tiles));
+                write_out(x, chunk, ChunkTiles::values(tiles));
+            }
         }
-        add_values(updates, tiles);
-        if constexpr (kDeltaRule) {
-            scale<kBetas>(updates, tiles, 1.0f);
-            Tokens right;
-#pragma unroll
-            for (int n = 0; n < kChunk / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < kElements; ++i) right[0][n][i] = updates[0][n][i];
-            Arch::multiply_rows(updates, TokenRows(right), ChunkTiles::inverse(tiles));
-        }
-        Tokens out = {};
-        Arch::multiply_rows(out, StateRows(state_), ChunkTiles::queries(tiles));
-        if constexpr (!kGatePerKey) scale<kQueriesOfState>(out, tiles, 1.0f);
-        Arch::multiply_rows(out, TokenRows(updates), ChunkTiles::scores(tiles));
-        write_out(out, chunk, ChunkTiles::values(tiles));
         decay_state(tiles);
         if constexpr (!kGatePerKey) scale<kKeysToState>(updates, tiles, 1.0f);
         const typename Arch::template Values<kHeaddim> keys(ChunkTiles::keys(tiles));
 #pragma unroll
         for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) keys.accumulate(state_, updates, group);
+    }
+
+    // Of the delta rule, from what the state holds for keys.
+    static FA_DEVICE void find_updates(Tokens& updates, Tokens& x, uint32_t tiles) {
+        scale<kKeysOfState>(x, tiles, -1.0f);
+        add_values(x, tiles);
+        scale<kBetas>(x, tiles, 1.0f);
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < kElements; ++i) updates[0][n][i] = x[0][n][i];
+        Arch::multiply_rows(updates, TokenRows(x), ChunkTiles::inverse(tiles));
     }
 
     // x += V, transposed by a product with I: exact, and accumulators need no other way to be filled.
@@ -264,12 +273,15 @@ private:
     template <class Visit>
     FA_DEVICE void for_each_of_state(Visit visit) {
 #pragma unroll
-        for (int n = 0; n < kHeaddim / 8; ++n)
+        for (int n = 0; n < kHeaddim / 8; ++n) {
+            // Volta's state leaves few registers for addresses: one after the other.
+            if constexpr (!Arch::kAsyncCopy) warp_barrier();
 #pragma unroll
             for (int i = 0; i < kElements; ++i) {
                 const int key = Arch::value_column(n, i), column = warp_column_ + Arch::row(Arch::row_of_element(i));
                 if (key < p_.headdim_k && column < p_.headdim_v) visit(state_[0][n][i], key, column);
             }
+        }
     }
 
     FA_DEVICE void read_state() {

@@ -17,7 +17,6 @@ from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProbl
 from fastattention.threads import get_num_threads
 
 
-
 def chunk_of(dtype: torch.dtype, isa: str) -> int:
     """Tokens of a chunk.
 

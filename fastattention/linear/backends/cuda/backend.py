@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from fastattention import config
 from fastattention.backends.common.params import Params
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.base import LinearBackend, Serve
+from fastattention.linear.backends.cuda.chunk_plan import make_chunk_plan
 from fastattention.linear.backends.cuda.heuristics import choose_step, num_ctas
 from fastattention.linear.backends.cuda.step import StepCall
 from fastattention.linear.problem import LinearInputs, LinearProblem
@@ -30,21 +32,28 @@ class CudaLinearBackend(LinearBackend):
         return module.why_unavailable()
 
     def why_not(self, problem: LinearProblem) -> str | None:
-        """Refuses gradients, and chunks."""
+        """Refuses gradients, chunks of float32, and more states than a launch has CTAs for."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
         if problem.grads:
             return "gradients are computed by backend 'torch'; use it or torch.no_grad()"
-        if problem.chunked:
-            return "chunks of tokens are not served; use the recurrent function, or backend='torch'"
+        if problem.chunked and problem.dtype is torch.float32:
+            return "chunks of float32 are not served; use float16, bfloat16, the recurrent function or backend='torch'"
         num_states = problem.num_sequences * problem.nheads
         if num_ctas(problem, choose_step(problem, self._limits(problem).num_sms).columns) > _MOST_CTAS:
             return f"{num_states} states are more than one launch takes; divide the batch, or use backend='torch'"
         return None
 
     def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
-        """One launch, prepared for these strides."""
-        return StepCall(problem, inputs, self._limits(problem), lambda launch: self._launcher(launch, problem))
+        """Two launches for chunks, one token by token."""
+        limits = self._limits(problem)
+
+        def launcher(launch: KernelLaunch) -> Callable[[Params], None]:
+            return self._launcher(launch, problem)
+
+        if problem.chunked:
+            return make_chunk_plan(problem, config.cuda_arch() or limits.arch, limits, launcher)
+        return StepCall(problem, inputs, limits, launcher)
 
     # What the emulator of the tests does its own way.
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import emulator
 import pytest
 import torch
-from emulator import Range, Report
-from linear.cases import CASES
+from emulator import Range, Report, Wavefronts
+from linear.cases import CASES, LinearCase
 from linear.oracle import check
 from tiers import combinations, thin, tier_of
+from torch import Tensor
 
 from fastattention.backends.common.params import Params
-from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.cuda.chunk_config import PrepareConfig, PrepareKeysConfig, ScanConfig
+from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels
 from fastattention.linear.backends.cuda.chunk_params import ChunkParams
 from fastattention.linear.backends.cuda.chunk_plan import make_chunk_plan
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
@@ -96,3 +100,94 @@ def test_chunks_are_as_exact_as_the_recurrence(name: str, chip: str, dtype: torc
     case = CASES[name]
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))
     check(problem, inputs, EmulatedChunks(LIMITS[chip]).run(problem, inputs))
+
+
+def sliced(tensor: Tensor) -> Tensor:
+    """The same numbers at odd addresses, in rows of an odd length."""
+    wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
+    wide[..., 1:-2] = tensor
+    return wide[..., 1:-2]
+
+
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_strides_and_addresses_may_be_odd(rule: str) -> None:
+    case = CASES[f"{rule}-plain"]
+    problem, inputs = prepare(case.tensors(torch.float16), case.options(chunked=True))
+    engine = EmulatedChunks(LIMITS["cuda-sm80"])
+    aligned = engine.run(problem, inputs)
+    odd = engine.run(problem, LinearInputs(*(None if x is None else sliced(x) for x in inputs)))
+    assert torch.equal(aligned.out, odd.out)
+    assert torch.equal(aligned.final_state, odd.final_state)
+
+
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_order_of_ctas_and_warps_changes_nothing(rule: str) -> None:
+    case = replace(CASES[f"{rule}-varlen"], headdim_v=128)
+    problem, inputs = prepare(case.tensors(torch.float16), case.options(chunked=True))
+    engine = EmulatedChunks(LIMITS["cuda-sm80"])
+    first = engine.run(problem, inputs)
+    with emulator.shuffled(7):
+        second = engine.run(problem, inputs)
+    assert torch.equal(first.out, second.out)
+    assert torch.equal(first.final_state, second.final_state)
+
+
+def test_a_key_of_zeros_writes_nothing() -> None:
+    """Whatever its value: in float16 a value times the inverse of its length, 1000, would be infinite."""
+    case = LinearCase(seqlen=70)
+    given = case.tensors(torch.float16)
+    given.k[:, 10] = 0
+    given.v[:, 10] = 500
+    problem, inputs = prepare(given, case.options(chunked=True))
+    check(problem, inputs, EmulatedChunks(LIMITS["cuda-sm80"]).run(problem, inputs))
+
+
+def wavefronts_of_a_chunk(chip: str, headdim: int, rule: str) -> dict[str, Wavefronts]:
+    """That the second kernel takes for one chunk more, whose tokens all exist."""
+
+    def count(chunks: int) -> Report:
+        case = LinearCase(rule, seqlen=64 * chunks, nheads=1, nheads_k=1, headdim_k=headdim, headdim_v=headdim)
+        engine = EmulatedChunks(LIMITS[chip])
+        engine.run(*prepare(case.tensors(torch.float16), case.options(chunked=True)))
+        return engine.reports[-1]
+
+    less, more = count(1), count(2)
+    kinds = "loads", "stores", "matrices", "copies"
+    return {
+        kind: Wavefronts(
+            *(getattr(getattr(more, kind), n) - getattr(getattr(less, kind), n) for n in ("counted", "ideal"))
+        )
+        for kind in kinds
+    }
+
+
+@thin(quick=5, all=2)
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("chip", ["cuda-sm70", "cuda-sm75", "cuda-sm80"])
+def test_main_loop_has_next_to_no_bank_conflicts(chip: str, rule: str, headdim: int) -> None:
+    """Operands have none. Outputs, which change their axes on the way, and copies of few columns of v have some.
+
+    Outputs most on Volta, whose lanes have more rows.
+    """
+    found = wavefronts_of_a_chunk(chip, headdim, rule)
+    assert found["matrices"].counted == found["matrices"].ideal
+    counted, ideal = (sum(getattr(kind, name) for kind in found.values()) for name in ("counted", "ideal"))
+    assert ideal > 0
+    assert counted <= (1.2 if chip == "cuda-sm70" else 1.1) * ideal
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+def test_kernels_fit_every_chip(chip: str, rule: str) -> None:
+    limits = CHIPS[chip]
+    for headdim_k, headdim_v, batch_size in itertools.product((1, 64, 65, 128, 256), (1, 48, 128, 256), (1, 64)):
+        case = LinearCase(rule, batch_size, seqlen=1, headdim_k=headdim_k, headdim_v=headdim_v)
+        problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
+        kernels = choose_chunk_kernels(problem, limits.arch, limits)
+        for config in kernels[:2]:
+            assert max(entry.shared_bytes for entry in config.entries) <= limits.shared_per_cta
+        assert kernels.prepare.chunk == kernels.scan.chunk
+        assert kernels.scan.headdim >= headdim_k
+        assert kernels.num_parts * kernels.scan.columns >= headdim_v
+        assert (kernels.num_parts - 1) * kernels.scan.columns < headdim_v

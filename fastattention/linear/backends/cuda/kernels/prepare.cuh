@@ -227,7 +227,7 @@ private:
             float x[16];
 #pragma unroll
             for (int row = 0; row < 16; ++row) x[row] = block + row == column ? 1.0f : 0.0f;
-#pragma unroll 2
+#pragma unroll 1
             for (int k = first; k < block; ++k)
                 subtract_row(x, k, block, k < column ? 0.0f : k == column ? 1.0f : load_number(memory_.product(k, column)));
 #pragma unroll
@@ -259,10 +259,11 @@ private:
             const int row = i / (kChunk / 8), column = i % (kChunk / 8) * 8;
             Words4 words;
 #pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {
-                const int at = column + 2 * pair;
-                words.word[pair] = Operand::pack(at < row ? load_number(memory_.product(row, at)) : 0.0f,
-                                                 at + 1 < row ? load_number(memory_.product(row, at + 1)) : 0.0f);
+            for (int half = 0; half < 2; ++half) {
+                const Words4 four = load_shared_128(memory_.product(row, column + 4 * half));
+                const auto number = [&](int at) { return column + 4 * half + at < row ? as_float(four.word[at]) : 0.0f; };
+                words.word[2 * half] = Operand::pack(number(0), number(1));
+                words.word[2 * half + 1] = Operand::pack(number(2), number(3));
             }
             store_global_128(p_.inverse + (slot_ * kChunk + row) * kChunk + column, words);
         }

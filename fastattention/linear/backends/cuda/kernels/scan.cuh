@@ -114,18 +114,13 @@ class Scan {
 public:
     // column: the CTA's first of v.
     FA_DEVICE Scan(const ChunkParams& p, int sequence, int head, int column)
-        : p_(p),
-          index_(sequence),
-          sequence_(sequence_at(p, sequence)),
-          head_(head),
-          column_(column),
-          warp_column_(column + warp_index() * Arch::kStepRows) {}
+        : p_(p), sequence_(sequence_at(p, sequence)), head_(head), column_(column) {}
 
     FA_DEVICE void run() {
         read_state();
         const uint32_t shared = shared_memory();
-        const int chunks = sequence_.num_chunks();
         if constexpr (kStages > 1) {
+            const int chunks = sequence_.num_chunks();
             ChunkTiles tiles(p_, sequence_, head_, column_);
             // One barrier a chunk says both that its tiles have arrived and that nobody uses those before them any more.
             if (chunks > 0) tiles.begin(0, shared);
@@ -138,7 +133,7 @@ public:
                 add_chunk(chunk, shared + chunk % 2 * ChunkTiles::kBytes);
             }
         } else {
-            for (int chunk = 0; chunk < chunks; ++chunk) {
+            for (int chunk = 0; chunk * kChunk < sequence_.length; ++chunk) {
                 if (chunk > 0) cta_barrier();
                 // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
                 ChunkTiles(p_, sequence_, opaque(head_), opaque(column_)).begin(chunk, shared);
@@ -160,6 +155,9 @@ private:
     using Tokens = float[1][kChunk / 8][kElements];  // a column for each
     using StateRows = typename Arch::template ValueRows<1, kHeaddim>;
     using TokenRows = typename Arch::template ScoreRows<1, kChunk>;
+
+    // Of v, the warp's first.
+    FA_DEVICE int warp_column() const { return column_ + warp_index() * Arch::kStepRows; }
 
     FA_DEVICE void add_chunk(int chunk, uint32_t tiles) {
         Tokens updates = {};
@@ -264,25 +262,29 @@ private:
         warp_barrier();
         const int64_t first = static_cast<int64_t>(sequence_.batch) * p_.seqlen + sequence_.first + chunk * kChunk;
         const int64_t stride = static_cast<int64_t>(p_.nheads) * p_.columns_v;
-        const RowsOut rows{p_.out + first * stride + head_ * p_.columns_v + warp_column_, stride,
-                           sequence_.length - chunk * kChunk, p_.columns_v - warp_column_};
+        const RowsOut rows{p_.out + first * stride + head_ * p_.columns_v + warp_column(), stride,
+                           sequence_.length - chunk * kChunk, p_.columns_v - warp_column()};
         copy_rows<kChunk, Arch::kStepRows, ChunkTiles::kValuePitch>(rows, values, 0);
     }
 
     // Calls visit(element of the state, key dimension, column of v) of those that there are.
     template <class Visit>
     FA_DEVICE void for_each_of_state(Visit visit) {
+        const int first_column = warp_column();
 #pragma unroll
         for (int n = 0; n < kHeaddim / 8; ++n) {
             // Volta's state leaves few registers for addresses: one after the other.
             if constexpr (!Arch::kAsyncCopy) warp_barrier();
 #pragma unroll
             for (int i = 0; i < kElements; ++i) {
-                const int key = Arch::value_column(n, i), column = warp_column_ + Arch::row(Arch::row_of_element(i));
+                const int key = Arch::value_column(n, i), column = first_column + Arch::row(Arch::row_of_element(i));
                 if (key < p_.headdim_k && column < p_.headdim_v) visit(state_[0][n][i], key, column);
             }
         }
     }
+
+    // Of the sequence.
+    FA_DEVICE int64_t index() const { return cta_index() / (static_cast<int64_t>(p_.num_parts) * p_.nheads); }
 
     FA_DEVICE void read_state() {
 #pragma unroll
@@ -290,19 +292,18 @@ private:
 #pragma unroll
             for (int i = 0; i < kElements; ++i) state_[0][n][i] = 0.0f;
         if (p_.initial_state == nullptr) return;
-        const float* from = p_.initial_state + index_ * p_.state_stride_sequence + head_ * p_.state_stride_head;
+        const float* from = p_.initial_state + index() * p_.state_stride_sequence + head_ * p_.state_stride_head;
         for_each_of_state([&](float& x, int key, int column) { x = from[key * p_.state_stride_key + column]; });
     }
 
     FA_DEVICE void write_state() {
-        float* to = p_.final_state + (static_cast<int64_t>(index_) * p_.nheads + head_) * p_.headdim_k * p_.headdim_v;
+        float* to = p_.final_state + (index() * p_.nheads + head_) * p_.headdim_k * p_.headdim_v;
         for_each_of_state([&](float& x, int key, int column) { to[key * p_.headdim_v + column] = x; });
     }
 
     const ChunkParams& p_;
-    const int index_;
     const Sequence sequence_;
-    const int head_, column_, warp_column_;  // columns of v
+    const int head_, column_;
     State state_;
 };
 

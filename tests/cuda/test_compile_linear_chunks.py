@@ -1,0 +1,43 @@
+"""NVRTC compiles the kernels of chunked linear attention for their own code path, and they fit their registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from linear.cases import LinearCase
+from tiers import slow, thin
+
+from fastattention.gpu_runtime import compiler
+from fastattention.gpu_runtime.chips import CHIPS
+from fastattention.gpu_runtime.variant import Variant
+from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels
+from fastattention.linear.validation import prepare
+
+REASON = compiler.why_unavailable()
+pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
+    """Of calls with few sequences, and with many."""
+    limits = CHIPS[chip]
+    dtype = torch.bfloat16 if limits.arch >= 80 else torch.float16
+    for batch_size in (1, 128):
+        case = LinearCase(rule, batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=headdim, headdim_v=headdim)
+        problem, _ = prepare(case.tensors(dtype), case.options(chunked=True))
+        yield from choose_chunk_kernels(problem, limits.arch, limits)[:2]
+
+
+@thin(all=5)
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "H100"])
+def test_chunked_kernels_spill_nothing(chip: str, headdim: int, rule: str) -> None:
+    target = CHIPS[chip].target
+    if (reason := compiler.why_not_target(target)) is not None:
+        pytest.skip(reason)
+    for kernel in dict.fromkeys(kernels_of(chip, rule, headdim)):
+        resources = compiler.compile_kernel(kernel, target).resources
+        assert resources.keys() == {entry.name for entry in kernel.entries}
+        assert sum(one.spill_bytes for one in resources.values()) == 0

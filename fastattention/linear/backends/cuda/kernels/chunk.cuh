@@ -45,11 +45,16 @@ FA_DEVICE int64_t slot_of(const ChunkParams& p, const Sequence& sequence, int he
     return static_cast<int64_t>(head) * p.num_slots + sequence.first_slot;
 }
 
-// A number of a gate or of beta.
-FA_DEVICE float number_at(const void* numbers, int64_t at, int format) {
-    if (format == 0) return static_cast<const float*>(numbers)[at];
+// A number of a gate or of beta, in a format of chunk_params.h.
+template <int kFormat>
+FA_DEVICE float number_at(const void* numbers, int64_t at) {
+    if constexpr (kFormat == 0) return static_cast<const float*>(numbers)[at];
     const uint16_t bits = static_cast<const uint16_t*>(numbers)[at];
-    return format == 1 ? Float16::widen(bits) : Bfloat16::widen(bits);
+    return kFormat == 1 ? Float16::widen(bits) : Bfloat16::widen(bits);
+}
+
+FA_DEVICE float number_at(const void* numbers, int64_t at, int format) {
+    return format == 0 ? number_at<0>(numbers, at) : format == 1 ? number_at<1>(numbers, at) : number_at<2>(numbers, at);
 }
 
 }  // namespace fastattention

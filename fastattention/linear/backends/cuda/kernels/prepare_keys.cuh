@@ -16,6 +16,7 @@ namespace fastattention {
 
 constexpr int kHeaddim = FA_HEADDIM;  // the call's, rounded up
 constexpr int kThreads = 2 * kChunk;  // a warp for each group
+constexpr int kMinCtas = 512 / kThreads;  // as many as shared memory holds on most GPUs
 constexpr int kGroup = 16, kGroups = kChunk / kGroup;
 constexpr int kSlice = 64;
 static_assert(kHeaddim % kSlice == 0 && kChunk % kGroup == 0, "slices and groups are whole");
@@ -49,6 +50,7 @@ public:
         : p_(p), sequence_(sequence), head_(head), first_(chunk * kChunk), slot_(slot_of(p, sequence, head) + chunk) {}
 
     FA_DEVICE void run() {
+#pragma unroll 1
         for (int column = 0; column < kHeaddim; column += kSlice) {
             if (column > 0) cta_barrier();
             read(column);
@@ -69,6 +71,9 @@ private:
     // Of the queries of a thread, and of the groups before theirs.
     static constexpr int kQueries = kGroup * kGroup / kThreads;
 
+    // Asked anew in each loop over a slice: addresses of others would fill registers meanwhile.
+    static FA_DEVICE int thread() { return opaque(thread_index()); }
+
     FA_DEVICE uint32_t query(int row, int column = 0) const { return memory_ + row * kPitch + column * 4; }
     FA_DEVICE uint32_t key(int row, int column = 0) const { return query(row, column) + kRowsBytes; }
     FA_DEVICE uint32_t gate(int row, int column = 0) const { return query(row, column) + 2 * kRowsBytes; }
@@ -85,23 +90,35 @@ private:
                   first_column, query(0), p_.scale);
         read_rows(p_.k + sequence_.offset(p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head, key_head), p_.k_stride_row,
                   first_column, key(0), 1.0f);
-        const int64_t gates = sequence_.offset(p_.g_stride_batch, p_.g_stride_row, p_.g_stride_head, head_);
-#pragma unroll 4
-        for (int i = thread_index(); i < kChunk * kSlice; i += kThreads) {
-            const int row = i / kSlice, column = i % kSlice;
-            float x = 1.0f;
-            if (first_ + row < sequence_.length && first_column + column < p_.headdim_k)
-                x = exp2_approximate(
-                    number_at(p_.g, gates + (first_ + row) * p_.g_stride_row + first_column + column, p_.gate_format) *
-                    kLog2E);
-            store(gate(row, column), x);
+        // The format is asked for once: loads that branches part do not overlap.
+        if (p_.gate_format == 0) {
+            read_gates<0>(first_column);
+        } else if (p_.gate_format == 1) {
+            read_gates<1>(first_column);
+        } else {
+            read_gates<2>(first_column);
+        }
+    }
+
+    template <int kFormat>
+    FA_DEVICE void read_gates(int first_column) const {
+        const int64_t first = sequence_.offset(p_.g_stride_batch, p_.g_stride_row, p_.g_stride_head, head_) + first_column;
+        const int rows = sequence_.length - first_, columns = p_.headdim_k - first_column;
+        const int column = thread() % kSlice, first_row = thread() / kSlice;
+#pragma unroll 16
+        for (int i = 0; i < kChunk * kSlice / kThreads; ++i) {
+            const int row = first_row + i * (kThreads / kSlice);
+            const bool exists = row < rows && column < columns;
+            const float log = exists ? number_at<kFormat>(p_.g, first + (first_ + row) * p_.g_stride_row + column) : 0.0f;
+            store(gate(row, column), exp2_approximate(log * kLog2E));
         }
     }
 
     FA_DEVICE void read_rows(const uint16_t* base, int stride_row, int first_column, uint32_t to, float factor) const {
-#pragma unroll 4
-        for (int i = thread_index(); i < kChunk * (kSlice / 8); i += kThreads) {
-            const int row = i / (kSlice / 8), column = i % (kSlice / 8) * 8;
+        const int column = thread() % (kSlice / 8) * 8, first_row = thread() / (kSlice / 8);
+#pragma unroll
+        for (int i = 0; i < kChunk * (kSlice / 8) / kThreads; ++i) {
+            const int row = first_row + i * (kThreads / (kSlice / 8));
             const bool exists = first_ + row < sequence_.length && first_column + column < p_.columns_k;
             const Words4 words =
                 exists ? load_global_128(base + static_cast<int64_t>(first_ + row) * stride_row + first_column + column)
@@ -121,8 +138,8 @@ private:
     // Half a warp has a group's keys, one a lane, and half of the columns: a key meets one query after the other, and before
     // each the gate of that token. What it finds with queries before it is not used.
     FA_DEVICE void multiply_within_groups() {
-        const int first = thread_index() / 32 * kGroup, own = thread_index() % kGroup;
-        const int begin = thread_index() % 32 / kGroup * (kSlice / 2);
+        const int index = thread(), first = index / 32 * kGroup, own = index % kGroup;
+        const int begin = index % 32 / kGroup * (kSlice / 2);
 #pragma unroll 1
         for (int column = begin; column < begin + kSlice / 2; column += 4) {
             Four gated(key(first + own, column));
@@ -139,7 +156,7 @@ private:
 
     // Queries by all gates since their group began, keys by those behind them to its end. A thread has a column of a group.
     FA_DEVICE void multiply_gates() const {
-        for (int i = thread_index(); i < kGroups * kSlice; i += kThreads) {
+        for (int i = thread(); i < kGroups * kSlice; i += kThreads) {
             const int first = i / kSlice * kGroup, column = i % kSlice;
             float before = 1.0f, behind = 1.0f;
 #pragma unroll
@@ -157,7 +174,7 @@ private:
 
     // Queries of each group with all keys before it, which then take its gates too.
     FA_DEVICE void multiply_groups() {
-        const int row = thread_index() / kGroup, other = thread_index() % kGroup;
+        const int index = thread(), row = index / kGroup, other = index % kGroup;
 #pragma unroll
         for (int group = 1; group < kGroups; ++group) {
 #pragma unroll 2
@@ -171,7 +188,7 @@ private:
                 }
             }
             cta_barrier();
-            for (int i = thread_index(); i < group * kGroup * kSlice; i += kThreads)
+            for (int i = thread(); i < group * kGroup * kSlice; i += kThreads)
                 scale(key(i / kSlice, i % kSlice), load(product(group, i % kSlice)));
             cta_barrier();
         }
@@ -180,7 +197,7 @@ private:
     // Queries take the gates of groups before theirs on the way.
     FA_DEVICE void write(int first_column) const {
         const int64_t at = slot_ * kChunk * kHeaddim + first_column;
-        for (int i = thread_index(); i < kChunk * (kSlice / 8); i += kThreads) {
+        for (int i = thread(); i < kChunk * (kSlice / 8); i += kThreads) {
             const int row = i / (kSlice / 8), column = i % (kSlice / 8) * 8;
             float queries[8], keys[8];
 #pragma unroll
@@ -198,7 +215,7 @@ private:
             store_global_128(p_.q_scaled + at + row * kHeaddim + column, packed(queries));
             store_global_128(p_.k_scaled + at + row * kHeaddim + column, packed(keys));
         }
-        for (int column = thread_index(); column < kSlice; column += kThreads) {
+        for (int column = thread(); column < kSlice; column += kThreads) {
             float all = 1.0f;
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) all *= load(product(group, column));
@@ -253,7 +270,7 @@ private:
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, 1)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::kMinCtas)
     fastattention_linear_prepare_keys(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
     let_next_kernel_start();

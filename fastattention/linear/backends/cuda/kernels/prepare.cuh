@@ -86,6 +86,7 @@ public:
             cta_barrier();
             invert();
             cta_barrier();
+            if constexpr (kChunk > kTriangle) join_triangles();
             write_inverse();
         }
     }
@@ -217,25 +218,67 @@ private:
         });
     }
 
-    // A thread finds a column of the inverse T, row by row: T_ij = -sum of L_ik T_kj over k < i. It lies below the diagonal
-    // of the products. 16 rows at a time, so that one number of T serves as many products.
+    // Rows of T that are found one after the other.
+    static constexpr int kTriangle = 32;
+    static_assert(kChunk == kTriangle || kChunk == 2 * kTriangle, "two triangles are joined");
+
+    // A thread finds a column of the inverse T, within the triangle of kTriangle rows at the diagonal that it is in, row by
+    // row: T_ij = -sum of L_ik T_kj over k < i. It lies below the diagonal of the products. 16 rows at a time, so that one
+    // number of T serves as many products.
     FA_DEVICE void invert() const {
         const int column = thread_index();
         if (column >= kChunk) return;
-        const int first = column / 32 * 32;  // the same for all lanes
-        for (int block = first; block < kChunk; block += 16) {
+        const int first = column / kTriangle * kTriangle;  // the same for all lanes
+#pragma unroll 1
+        for (int block = first; block < first + kTriangle; block += 16) {
             float x[16];
 #pragma unroll
             for (int row = 0; row < 16; ++row) x[row] = block + row == column ? 1.0f : 0.0f;
 #pragma unroll 1
-            for (int k = first; k < block; ++k)
-                subtract_row(x, k, block, k < column ? 0.0f : k == column ? 1.0f : load_number(memory_.product(k, column)));
+            for (int k = first; k < block; ++k) subtract_row(x, k, block, inverse(k, column));
 #pragma unroll
             for (int row = 0; row < 16; ++row) {
                 if (row < 15) subtract_row(x, block + row, block, x[row], row + 1);
                 if (block + row > column) store_number(memory_.product(block + row, column), x[row]);
             }
         }
+    }
+
+    // Of T, within a triangle.
+    FA_DEVICE float inverse(int row, int column) const {
+        return row < column ? 0.0f : row == column ? 1.0f : load_number(memory_.product(row, column));
+    }
+
+    // The square below the first triangle and beside the second: -T2 L T1, where L is what the system has there. A lane has
+    // a column, a warp some rows.
+    FA_DEVICE void join_triangles() const {
+        constexpr int kRows = kTriangle / kWarps;
+        const int column = lane_index(), first_row = kTriangle + warp_index() * kRows;
+        float square[kRows] = {};
+#pragma unroll 4
+        for (int k = 0; k < kTriangle; ++k) {
+            const float t = inverse(k, column);
+#pragma unroll
+            for (int row = 0; row < kRows; ++row) square[row] += load_number(memory_.product(k, first_row + row)) * t;
+        }
+        leave_square(square, first_row, column);
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) square[row] = 0.0f;
+#pragma unroll 4
+        for (int k = kTriangle; k < kChunk; ++k) {
+            const float x = load_number(memory_.product(k, column));
+#pragma unroll
+            for (int row = 0; row < kRows; ++row) square[row] -= inverse(first_row + row, k) * x;
+        }
+        cta_barrier();
+        leave_square(square, first_row, column);
+    }
+
+    template <int kRows>
+    FA_DEVICE void leave_square(const float (&square)[kRows], int first_row, int column) const {
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) store_number(memory_.product(first_row + row, column), square[row]);
+        cta_barrier();
     }
 
     // x_i -= L_ik t for the rows i of a block, from one of them on. Before that one others may write meanwhile.

@@ -144,27 +144,30 @@ def recurrent_gated_delta_rule(
 
 
 def _beta(beta: Tensor, before_sigmoid: object, doubled: object) -> Tensor:
+    if before_sigmoid is False and doubled is False:
+        return beta
+    doubled = read_flag("allow_neg_eigval", doubled)
     if not read_flag("use_beta_sigmoid_in_kernel", before_sigmoid):
-        if read_flag("allow_neg_eigval", doubled):
+        if doubled:
             raise ArgumentError("allow_neg_eigval takes use_beta_sigmoid_in_kernel=True; else give beta doubled")
         return beta
     require_tensor("beta", beta)
     beta = torch.sigmoid(beta.float())
-    return 2.0 * beta if read_flag("allow_neg_eigval", doubled) else beta
+    return 2.0 * beta if doubled else beta
 
 
 def _attend(
     given: LinearInputs, options: LinearOptions, state_v_first: bool, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """A call, now or as an operator."""
-    if read_flag("state_v_first", state_v_first):
-        if given.initial_state is not None:
-            require_tensor("initial_state", given.initial_state)
-            given = given._replace(initial_state=given.initial_state.mT)
+    if state_v_first is False or not read_flag("state_v_first", state_v_first):
         out, state = _run(given, options, backend)
-        return out, None if state is None else state.mT.contiguous()
+        return out, state
+    if given.initial_state is not None:
+        require_tensor("initial_state", given.initial_state)
+        given = given._replace(initial_state=given.initial_state.mT)
     out, state = _run(given, options, backend)
-    return out, state
+    return out, None if state is None else state.mT.contiguous()
 
 
 def _run(given: LinearInputs, options: LinearOptions, backend: str) -> LinearOutput:

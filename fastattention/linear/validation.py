@@ -44,9 +44,9 @@ def read_linear_options(
     return LinearOptions(
         delta_rule,
         chunked,
-        None if scale is None else read_number("scale", scale),
-        read_flag("use_qk_l2norm_in_kernel", l2norm),
-        read_flag("output_final_state", output_final_state),
+        scale if scale is None or type(scale) is float else read_number("scale", scale),
+        l2norm if type(l2norm) is bool else read_flag("use_qk_l2norm_in_kernel", l2norm),
+        output_final_state if type(output_final_state) is bool else read_flag("output_final_state", output_final_state),
     )
 
 

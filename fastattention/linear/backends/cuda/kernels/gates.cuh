@@ -16,4 +16,11 @@ FA_DEVICE float widen_bits(uint32_t bits, int format) {
     return format == 1 ? Float16::widen(half) : Bfloat16::widen(half);
 }
 
+// A gate from its logarithm. Near 1 to half a unit in the last place: what a state forgets with each of many thousand tokens
+// must not be off in one direction. 0 for -infinity.
+FA_DEVICE float gate_of(float log) {
+    const float near = 1.0f + log * (1.0f + log * (1.0f / 2 + log * (1.0f / 6 + log * (1.0f / 24 + log * (1.0f / 120)))));
+    return log > -0.125f && log < 0.125f ? near : exp_exact(log);
+}
+
 }  // namespace fastattention

@@ -194,7 +194,7 @@ private:
     FA_DEVICE void apply_gates(const Token& token) {
         float gates[kGates];
 #pragma unroll
-        for (int i = 0; i < kGates; ++i) gates[i] = exp_exact(widen_bits(token.gates[i], p_.g_format));
+        for (int i = 0; i < kGates; ++i) gates[i] = gate_of(widen_bits(token.gates[i], p_.g_format));
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
 #pragma unroll

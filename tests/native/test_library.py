@@ -17,16 +17,18 @@ import torch
 
 import fastattention
 from fastattention import LibraryError, fast_attn_func
+from fastattention.backends.common.params import Params
 from fastattention.backends.cpu import library
 from fastattention.backends.cpu.library import Library, find_library, load_library
 from fastattention.backends.cpu.params import AttentionParams
+from fastattention.linear.backends.cpu import LinearParams
 
 KERNELS = Path(fastattention.__file__).parent / "backends" / "cpu" / "kernels"
 
 
-def _params_header_fields() -> list[str]:
+def _header_fields(structure: str) -> list[str]:
     header = (KERNELS / "params.h").read_text()
-    body = header.split("typedef struct FaAttentionParams {")[1].split("}")[0]
+    body = header.split(f"typedef struct {structure} {{")[1].split("}")[0]
     body = re.sub(r"//[^\n]*", "", body)
     fields = []
     for declaration in body.split(";"):
@@ -35,8 +37,11 @@ def _params_header_fields() -> list[str]:
     return fields
 
 
-def test_parameters_have_the_fields_of_the_header_in_order() -> None:
-    assert [name for name, _ in AttentionParams._fields_] == _params_header_fields()
+@pytest.mark.parametrize(
+    ("params", "structure"), [(AttentionParams, "FaAttentionParams"), (LinearParams, "FaLinearParams")]
+)
+def test_parameters_have_the_fields_of_the_header_in_order(params: type[Params], structure: str) -> None:
+    assert [field[0] for field in params._fields_] == _header_fields(structure)
 
 
 def test_isas_run_from_generic_to_the_best() -> None:

@@ -1,0 +1,75 @@
+"""The page of linear attention: prompts and single tokens, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import results
+from .markdown import number, page, percent, ratio, seconds, table, tokens
+from .results import Result
+
+OURS, FLA, TRANSFORMERS, TORCH = "fastattention", "fla", "Transformers", "torch"
+FILES = {"linear_cpu": "On a CPU", "linear_gpu": "On a GPU"}
+INTRODUCTION = """\
+Gated linear attention (GLA) and the gated delta rule, 16 heads of 128 x 128, with a state before and behind. Peers are
+the function of Transformers' models, flash-linear-attention ("fla") where it runs, and our own fallback in operations
+of torch. Calls take turns in one process; **bold** ratios are losses. The [guide](../guides/linear-attention.md) says
+how to call it."""
+PROMPTS = "Whole prompts, by the chunked functions:"
+STEPS = """\
+One token for each sequence, by the recurrent functions. A state is read and written once; its rate counts
+both.{limit}"""
+OF_CPU = """\
+ Memory is read here at {read:.0f} GB/s, from memory far larger than the caches; small batches stay in caches."""
+OF_GPU = """\
+ "In a graph" is the same call replayed from a CUDA graph, without the time of the processor. A copy within the GPU
+reaches {copy:.0f} GB/s; the states of small batches stay in the L2 cache."""
+
+
+def build() -> str:
+    """linear.md."""
+    sections = [block for name, heading in FILES.items() for block in _section(name, heading)]
+    return page("Linear attention", INTRODUCTION, *sections)
+
+
+def _section(name: str, heading: str) -> list[str]:
+    """Of a device; nothing where it has not been measured."""
+    if not (results.RESULTS / f"{name}.json").exists():
+        return []
+    result = Result.load(name)
+    on_gpu = bool(result.machine["gpus"])
+    records = result.data["measurements"]
+    peers = [peer for peer in (FLA, TRANSFORMERS, TORCH) if any(peer in one["seconds"] for one in records)]
+    limit = (
+        OF_GPU.format(copy=result.data["copy_gbytes_per_s"])
+        if on_gpu
+        else OF_CPU.format(read=result.data["limits"]["read_gbytes_per_s"])
+    )
+    prompts = [_cells(one, peers) for one in records if one["seqlen"] > 1]
+    steps = [[*_cells(one, peers), *_rate(one, result, on_gpu)] for one in records if one["seqlen"] == 1]
+    columns = ["rule", "batch x tokens", "dtype", "ours", *(f"{peer} / ours" for peer in peers)]
+    of_states = ["in a graph", "states, GB/s"] if on_gpu else ["states, GB/s", "of reading"]
+    provenance = result.provenance(result.gpu if on_gpu else result.processor)
+    return [
+        f"## {heading}",
+        PROMPTS,
+        table(columns, prompts, text_columns=3),
+        STEPS.format(limit=limit),
+        table([*columns, *of_states], steps, text_columns=3),
+        provenance,
+    ]
+
+
+def _cells(one: dict[str, Any], peers: list[str]) -> list[str]:
+    taken = one["seconds"]
+    shape = f"{one['batch_size']} x {tokens(one['seqlen'])}"
+    ratios = [ratio(taken[peer] / taken[OURS]) if peer in taken else "-" for peer in peers]
+    return [one["rule"], shape, one["dtype"], seconds(taken[OURS]), *ratios]
+
+
+def _rate(one: dict[str, Any], result: Result, on_gpu: bool) -> list[str]:
+    if on_gpu:
+        taken = one["seconds"][f"{OURS}, graph"]
+        return [seconds(taken), number(2e-9 * one["state_bytes"] / taken)]
+    rate = 2e-9 * one["state_bytes"] / one["seconds"][OURS]
+    return [number(rate), percent(rate / result.data["limits"]["read_gbytes_per_s"])]

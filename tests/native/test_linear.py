@@ -1,0 +1,67 @@
+"""Linear attention of the native library, by every instruction set and any number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from linear.cases import CASES, LinearCase
+from linear.oracle import check
+from tiers import slow, thin
+
+from fastattention import set_num_threads
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla, dispatch
+from fastattention.linear.dispatch import get_backend
+from fastattention.linear.validation import prepare
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
+    """Of the instruction set at hand."""
+    monkeypatch.setattr(dispatch, "_plans", {})
+
+
+@thin(quick=41, all=7)
+@DTYPES
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_right(isa: str, name: str, chunked: bool, dtype: torch.dtype) -> None:
+    problem, inputs = prepare(CASES[name].tensors(dtype), CASES[name].options(chunked))
+    check(problem, inputs, get_backend("cpu").plan(problem, inputs)(inputs))
+
+
+def results(case: LinearCase, dtype: torch.dtype) -> list[torch.Tensor]:
+    inputs = case.tensors(dtype)
+    arguments: dict[str, Any] = {"initial_state": inputs.initial_state, "output_final_state": True, "backend": "cpu"}
+    if inputs.beta is None:
+        return list(chunk_gla(*inputs[:4], **arguments))  # type: ignore[arg-type]
+    return list(chunk_gated_delta_rule(*inputs[:4], inputs.beta, use_qk_l2norm_in_kernel=True, **arguments))  # type: ignore[arg-type]
+
+
+@DTYPES
+@pytest.mark.parametrize("rule", ["delta", "key"])
+def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dtype: torch.dtype) -> None:
+    """Which decides how many columns of values a task has."""
+    case = LinearCase(rule, seqlen=200, nheads=3, nheads_k=1, headdim_k=72, headdim_v=200, initial_state=True)
+    found = []
+    for num_threads in (1, 2, 16):
+        set_num_threads(num_threads)
+        try:
+            found.append(results(case, dtype))
+        finally:
+            set_num_threads(None)
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@slow
+@DTYPES
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
+@pytest.mark.parametrize("seqlen", [47, 48, 49, 63, 64, 65, 95, 96, 97, 129])
+def test_any_length_around_a_chunk(isa: str, rule: str, seqlen: int, dtype: torch.dtype) -> None:
+    case = LinearCase(rule, seqlen=seqlen, nheads=1, nheads_k=1, headdim_k=33, headdim_v=17, initial_state=True)
+    problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))
+    check(problem, inputs, get_backend("cpu").plan(problem, inputs)(inputs))

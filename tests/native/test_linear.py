@@ -8,7 +8,7 @@ import pytest
 import torch
 from linear.cases import CASES, LinearCase
 from linear.oracle import check
-from tiers import slow, thin
+from tiers import thin
 
 from fastattention import set_num_threads
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla, dispatch
@@ -57,7 +57,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
-@slow
+@thin(quick=59, all=7)
 @DTYPES
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("seqlen", [47, 48, 49, 63, 64, 65, 95, 96, 97, 129])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,12 +138,12 @@ def ours(workload: LinearWorkload, tensors: list[Tensor], state: Tensor, backend
 
 
 def by_transformers(workload: LinearWorkload, tensors: list[Tensor], state: Tensor) -> Call:
-    """The function of Transformers' models, before anything takes its place."""
+    """The function of Transformers' models in operations of torch, whatever has taken its place."""
     if workload.rule != "gated delta rule":
         raise ValueError("Transformers has the gated delta rule alone")
     module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     form = "chunk" if workload.seqlen > 1 else "recurrent"
-    function = getattr(module, f"torch_{form}_gated_delta_rule")
+    function = inspect.unwrap(getattr(module, f"torch_{form}_gated_delta_rule"))
     *qkv, g, beta = tensors
     return functools.partial(
         function, *qkv, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True

@@ -213,6 +213,7 @@ static void backward_chunk_of(const Call& call, const FaGradients& gradients, co
 }
 
 static void linear_of(const FaLinearParams& params, const LinearTask& task, float* scratch) {
+    const FlushSmallNumbers flush;
     with_path_of(params.dtype, [&](auto path) {
         using Path = decltype(path);
         if (params.chunk > 0) {

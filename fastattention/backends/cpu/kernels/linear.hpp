@@ -20,6 +20,22 @@ FA_INLINE float number_of(const void* from, int64_t dtype, int64_t at) {
     return number;
 }
 
+// While there is one, numbers below 1e-38 count as 0: products of strong gates become as small, and some processors take a
+// hundred cycles for each operation with such.
+struct FlushSmallNumbers {
+#if defined(__SSE2__)
+    static constexpr unsigned kFlushes = 0x8040;  // results and operands, in MXCSR
+    const unsigned before = __builtin_ia32_stmxcsr();
+    FlushSmallNumbers() { __builtin_ia32_ldmxcsr(before | kFlushes); }
+    ~FlushSmallNumbers() { __builtin_ia32_ldmxcsr(before); }
+#else
+    FlushSmallNumbers() {}
+    ~FlushSmallNumbers() {}
+#endif
+    FlushSmallNumbers(const FlushSmallNumbers&) = delete;
+    FlushSmallNumbers& operator=(const FlushSmallNumbers&) = delete;
+};
+
 FA_INLINE float exp_of(float x) { return exp2(x * kLog2E); }
 
 // The tokens of one head of a sequence.
@@ -30,16 +46,13 @@ struct LinearTokens {
 
     // A row of floats, with zeros behind it up to `padded`.
     void query(int64_t token, float* to, int64_t padded) const {
-        load_row(p.q, p.q_stride_batch, p.q_stride_row, p.q_stride_head, token, to, padded, static_cast<float>(p.scale));
+        load_row(key_row(p.q, p.q_stride_batch, p.q_stride_row, p.q_stride_head, token), to, padded,
+                 static_cast<float>(p.scale));
     }
     void key(int64_t token, float* to, int64_t padded) const {
-        load_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token, to, padded, 1.0f);
+        load_row(key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), to, padded, 1.0f);
     }
-    void value(int64_t token, float* to, int64_t padded) const {
-        const int64_t at = task.batch * p.v_stride_batch + (task.first_token + token) * p.v_stride_row +
-                           task.head * p.v_stride_head + task.first_column;
-        widen_row(static_cast<const Element*>(p.v) + at, to, task.num_columns, padded);
-    }
+    void value(int64_t token, float* to, int64_t padded) const { widen_row(value_row(token), to, task.num_columns, padded); }
     // The gate of the head.
     float gate(int64_t token) const { return exp_of(number_of(p.g, p.gate_dtype, gate_at(token))); }
     // Those of all key dimensions, with zeros behind them.
@@ -52,9 +65,18 @@ struct LinearTokens {
                          task.batch * p.beta_stride_batch + (task.first_token + token) * p.beta_stride_row +
                              task.head * p.beta_stride_head);
     }
-    void write(int64_t token, const float* from) const {
-        const int64_t row = (task.batch * p.seqlen + task.first_token + token) * p.nheads + task.head;
-        narrow_row(from, static_cast<Element*>(p.out) + row * p.headdim_v + task.first_column, task.num_columns);
+    void write(int64_t token, const float* from) const { narrow_row(from, out_row(token), task.num_columns); }
+
+    // Everything that a token has, into the caches: tokens lie far apart, and nothing else would fetch them in time.
+    void prefetch_token(int64_t token) const {
+        const int64_t key_bytes = p.headdim_k * sizeof(Element), value_bytes = task.num_columns * sizeof(Element);
+        prefetch_bytes(key_row(p.q, p.q_stride_batch, p.q_stride_row, p.q_stride_head, token), key_bytes);
+        prefetch_bytes(key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), key_bytes);
+        prefetch_bytes(value_row(token), value_bytes);
+        prefetch_bytes(out_row(token), value_bytes);
+        if (!p.gate_per_key) return;
+        const int64_t gate_size = p.gate_dtype == FA_FLOAT32 ? 4 : 2;
+        prefetch_bytes(static_cast<const char*>(p.g) + gate_at(token) * gate_size, p.headdim_k * gate_size);
     }
 
     // Row d of the state before the first token, null for zeros, and behind the last, null where nobody asks for it.
@@ -73,11 +95,22 @@ private:
         return task.batch * p.g_stride_batch + (task.first_token + token) * p.g_stride_row + task.head * p.g_stride_head;
     }
 
-    void load_row(const void* base, int64_t stride_batch, int64_t stride_row, int64_t stride_head, int64_t token, float* to,
-                  int64_t padded, float factor) const {
-        const int64_t at = task.batch * stride_batch + (task.first_token + token) * stride_row +
-                           task.head / (p.nheads / p.nheads_k) * stride_head;
-        widen_row(static_cast<const Element*>(base) + at, to, p.headdim_k, padded);
+    const Element* key_row(const void* base, int64_t stride_batch, int64_t stride_row, int64_t stride_head,
+                           int64_t token) const {
+        return static_cast<const Element*>(base) + task.batch * stride_batch + (task.first_token + token) * stride_row +
+               task.head / (p.nheads / p.nheads_k) * stride_head;
+    }
+    const Element* value_row(int64_t token) const {
+        return static_cast<const Element*>(p.v) + task.batch * p.v_stride_batch +
+               (task.first_token + token) * p.v_stride_row + task.head * p.v_stride_head + task.first_column;
+    }
+    Element* out_row(int64_t token) const {
+        const int64_t row = (task.batch * p.seqlen + task.first_token + token) * p.nheads + task.head;
+        return static_cast<Element*>(p.out) + row * p.headdim_v + task.first_column;
+    }
+
+    void load_row(const Element* from, float* to, int64_t padded, float factor) const {
+        widen_row(from, to, p.headdim_k, padded);
         if (p.l2norm) {
             Vec sum = zero();
             for (int64_t d = 0; d < padded; d += Vec::kWidth) sum = fma(load(to + d), load(to + d), sum);

@@ -94,9 +94,13 @@ public:
         memset(keys_, 0, (l_.keys_t - l_.keys) * sizeof(float));
         memset(keys_t_, 0, (l_.scores - l_.keys_t) * sizeof(float));
         memset(scores_, 0, (l_.held - l_.scores) * sizeof(float));
+        for (int64_t token = 0; token < smaller(l_.chunk, task_.num_tokens); ++token) tokens_.prefetch_token(token);
         Unit{}.begin();
         for (int64_t first = 0; first < task_.num_tokens; first += l_.chunk) {
             load(first, smaller(l_.chunk, task_.num_tokens - first));
+            const int64_t next = first + l_.chunk;
+            for (int64_t token = next; token < smaller(next + l_.chunk, task_.num_tokens); ++token)
+                tokens_.prefetch_token(token);
             p_.gate_per_key ? run_key_gates() : run_head_gates();
             for (int64_t i = 0; i < smaller(l_.chunk, task_.num_tokens - first); ++i)
                 tokens_.write(first + i, held_queries() + i * l_.value_stride);

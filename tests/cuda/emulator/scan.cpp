@@ -4,4 +4,4 @@
 #include "launch.hpp"
 
 FA_EMULATED(emulate_linear_scan, fastattention_linear_scan, ChunkParams, fastattention::kWarps,
-            fastattention::kStages* fastattention::ChunkTiles::kBytes)
+            fastattention::Exchange::kBytes)

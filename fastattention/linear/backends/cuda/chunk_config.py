@@ -124,7 +124,7 @@ class ScanConfig:
     headdim: int  # one of HEADDIMS, of keys
     chunk: int  # tokens
     rule: str  # "delta", or of gated linear attention with a gate a "head" or a "key" dimension
-    num_warps: int  # each has a step of columns of v
+    num_steps: int  # of columns of v, of a CTA
     num_stages: int  # chunks in shared memory
 
     source: ClassVar[str] = "scan.cuh"
@@ -137,7 +137,12 @@ class ScanConfig:
     @property
     def columns(self) -> int:
         """Of v, of a CTA."""
-        return self.num_warps * ARCH_FACTS[self.arch].step_rows
+        return self.num_steps * ARCH_FACTS[self.arch].step_rows
+
+    @property
+    def num_warps(self) -> int:
+        """That share out the tokens of a chunk, eight at least, and the key dimensions of the state."""
+        return min(4, self.chunk // 8)
 
     @property
     def shared_bytes(self) -> int:
@@ -145,12 +150,15 @@ class ScanConfig:
         squares = (1 + (self.rule == "delta")) * _tile_bytes(self.chunk, self.chunk)
         tokens = 2 * _tile_bytes(self.chunk, self.headdim) + _tile_bytes(self.chunk, self.columns)
         factors = 4 * (self.headdim if self.rule == "key" else factors_of_chunk(self.chunk))
-        return self.num_stages * (squares + tokens + factors)
+        operands = 1 + (self.rule != "key") + (self.rule == "delta")  # that warps exchange of each token
+        exchange = _tile_bytes(self.columns, self.headdim) + operands * _tile_bytes(self.columns, self.chunk)
+        out = _tile_bytes(self.chunk, self.columns) if self.num_stages > 1 else 0
+        return self.num_stages * (squares + tokens + factors) + exchange + out
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        tiles = f"d{self.headdim}c{self.chunk}w{self.num_warps}s{self.num_stages}"
+        tiles = f"d{self.headdim}c{self.chunk}v{self.columns}s{self.num_stages}"
         return f"linear_scan_{self.rule}_sm{self.arch}_{self.dtype}_{tiles}"
 
     def macros(self) -> dict[str, str]:

@@ -17,14 +17,16 @@ from fastattention.linear.backends.cuda.chunk_config import (
 from fastattention.linear.problem import LinearProblem
 
 # (tokens of a chunk, chunks in shared memory), the best first. Chunks of 64 tokens halve the steps that follow one
-# another; beside a state of 256 key dimensions there are registers for 32. Copies through registers have one stage, and
-# 32 tokens leave room for a second CTA, which works while the first one copies.
-_TILES = {True: ((64, 2), (32, 2), (32, 1)), False: ((32, 1),)}  # by whether copies are asynchronous
+# another. Copies through registers have one stage, and 32 tokens leave room for a second CTA, which works while the first
+# one copies.
+_TILES = {True: ((64, 2), (32, 2)), False: ((32, 1), (16, 1))}  # by whether copies are asynchronous
 _LONGEST_CHUNK = {64: 64, 128: 64, 256: 32}  # by headdim of keys
 
-# Warps of a CTA share tiles: more of them read less from the L2 cache. Fewer leave CTAs for more multiprocessors.
-_FEWEST_WARPS = {True: 2, False: 4}
-_MOST_WARPS = 8
+# Columns of v of a CTA: more of them read less from the L2 cache, and fewer leave CTAs for more multiprocessors. What a CTA
+# takes for a chunk grows with them, but has a part that does not.
+_MOST_STATE = 64 * 128  # numbers, in registers
+_MOST_COLUMNS = 64
+_FIXED_COLUMNS = 24  # that this part would pay for
 
 
 class ChunkKernels(NamedTuple):
@@ -45,13 +47,13 @@ def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> C
     headdim = padded_headdim(problem.headdim_k)
     dtype = str(operand_dtype(problem.dtype, arch)).removeprefix("torch.")
     rule = "delta" if problem.delta_rule else "key" if problem.gate_per_key else "head"
-    steps = -(-problem.headdim_v // ARCH_FACTS[arch].step_rows)
-    num_warps = _num_warps(steps, problem.num_sequences * problem.nheads, arch, limits)
+    heads = problem.num_sequences * problem.nheads
     scan = next(
         config
         for chunk, num_stages in _TILES[arch >= 80]
         if chunk <= _LONGEST_CHUNK[headdim]
-        for config in [ScanConfig(arch, dtype, headdim, chunk, rule, num_warps, num_stages)]
+        for num_steps in _step_counts(problem.headdim_v, heads, headdim, arch, limits)
+        for config in [ScanConfig(arch, dtype, headdim, chunk, rule, num_steps, num_stages)]
         if config.shared_bytes <= limits.shared_per_cta
     )
     prepare = (
@@ -59,15 +61,17 @@ def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> C
         if problem.gate_per_key
         else PrepareConfig(arch, dtype, headdim, scan.chunk, problem.delta_rule)
     )
-    return ChunkKernels(prepare, scan, -(-steps // num_warps))
+    return ChunkKernels(prepare, scan, -(-problem.headdim_v // scan.columns))
 
 
-def _num_warps(steps: int, num_heads: int, arch: int, limits: Limits) -> int:
-    """Warps of a CTA for so many steps of columns of v, and heads of all sequences: a power of two."""
-    per_sm = -(-steps * num_heads // limits.num_sms)
-    return _power_of_two(min(max(per_sm, _FEWEST_WARPS[arch >= 80]), steps, _MOST_WARPS))
+def _step_counts(headdim_v: int, heads: int, headdim: int, arch: int, limits: Limits) -> list[int]:
+    """Steps of columns of v that a CTA may have, the best first, for so many heads of all sequences."""
+    step_rows = ARCH_FACTS[arch].step_rows
+    most = min(_MOST_COLUMNS, _MOST_STATE // headdim)
 
+    def cost(num_steps: int) -> int:
+        columns = num_steps * step_rows
+        waves = -(-heads * -(-headdim_v // columns) // limits.num_sms)
+        return waves * (_FIXED_COLUMNS + columns)
 
-def _power_of_two(x: int) -> int:
-    """The next that is not less."""
-    return 1 << max(x - 1, 0).bit_length()
+    return sorted((n for n in (1, 2, 4) if n == 1 or n * step_rows <= most), key=cost)

@@ -168,6 +168,13 @@ struct Fragments16 : Layout16 {
         for (int step = 0; step < kSteps; ++step) p.read(a[step], step, group);
     }
 
+    // Of any rows in shared memory.
+    template <int kSteps, int kColumns>
+    static FA_DEVICE void operands_of(uint32_t (&a)[kSteps][4], const Rows<kSteps, kColumns>& p, int group) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) p.fragment(a[step], step, group);
+    }
+
     // Leaves the warp's own where SharedProbabilities(rows) finds them.
     template <int kSteps>
     static FA_DEVICE void leave_probabilities(uint32_t rows, const float (&p)[kSteps][kWarpKeys / 8][4]) {
@@ -183,6 +190,26 @@ struct Fragments16 : Layout16 {
                     store_shared_32(rows + row * kProbabilityPitch + chunk * 16 + lane_index() % 4 * 4,
                                     Operand::pack(pair[0], pair[1]));
                 }
+            }
+    }
+
+    // Rows of a tile that is kColumns wide as columns of accumulators: x = tile^T.
+    template <int kColumns, int kSteps, int kTiles>
+    static FA_DEVICE void read_transposed(float (&x)[kSteps][kTiles][4], uint32_t tile) {
+        constexpr int kPairs = kTiles > 1 ? 2 : 1;  // of matrices in a load
+        const int lane = opaque(lane_index());
+        const LaneRow<pitch_of<2>(kColumns)> row(tile, lane / 16 % kPairs * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+        for (int n = 0; n < kTiles; n += kPairs)
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                uint32_t words[4];
+                load_matrices_transposed(words, row.address(n * 8, step));
+#pragma unroll
+                for (int pair = 0; pair < kPairs; ++pair)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        x[step][n + pair][i] = Operand::widen(static_cast<uint16_t>(words[2 * pair + i / 2] >> i % 2 * 16));
             }
     }
 

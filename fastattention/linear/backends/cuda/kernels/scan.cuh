@@ -1,13 +1,14 @@
-// Chunked linear attention, one chunk of tokens after the other. A warp has columns of the state of a head, and of v and out,
-// as its rows: so every product takes its own accumulators as operand A, and warps share nothing but tiles. With what
-// prepare.cuh found, transposed:
+// Chunked linear attention, one chunk of tokens after the other. A CTA has columns of the state of a head, and of v and out. Its
+// warps share out the key dimensions of the state, which stays in their accumulators, and the tokens of all else. With what
+// prepare.cuh found, and columns of v as rows of all operands but the last:
 //
-//     y = S K^T                        what the state S holds for the keys, a row for each column of v
+//     y = S K^T                        what the state S holds for the keys
 //     u = beta (V - a y), u += u T^T   of the delta rule, T being its inverse less I; otherwise u = V
-//     o = a S Q^T + u A^T              A: scores, a: products of gates
-//     S = a S + (a u) K
+//     S = a S + (a u) K                a: products of gates
+//     o = a Q S^T + A u^T              A: scores; S as it was before
 //
-// With a gate for every key dimension Q and K of the last three hold them already, and those of S multiply its columns.
+// What one warp finds and others need lies in shared memory as operands. With a gate for every key dimension Q and K of the
+// last two hold the gates already, and those of S multiply its columns.
 #pragma once
 
 #include FA_ARCH_HEADER
@@ -18,9 +19,15 @@
 namespace fastattention {
 
 constexpr bool kGatePerKey = FA_GATE_PER_KEY;
-constexpr int kColumns = kHeaddimV;  // of v, of a CTA
-static_assert(kColumns == kWarps * Arch::kStepRows, "a warp has a step of rows");
 static_assert(!(kDeltaRule && kGatePerKey), "the delta rule has one gate a head");
+
+constexpr int kColumns = kHeaddimV;  // of v, of a CTA
+constexpr int kSteps = kColumns / Arch::kStepRows;
+constexpr int kKeyDims = kHeaddim / kWarps;  // of the state, of a warp
+constexpr int kTokens = kChunk / kWarps;  // likewise of keys and updates
+constexpr int kQueryGroups = kChunk / Arch::kStepRows;
+constexpr int kOutColumns = kColumns * kQueryGroups / kWarps;  // of a warp, for a group of queries
+static_assert(kOutColumns % 8 == 0 && kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
 
 // Copies numbers that lie in order: 16 bytes at a time.
 template <int kBytes>
@@ -54,7 +61,7 @@ class ChunkTiles {
                          kFactorsAt = kValues + ValueCopy::kBytes;
 
 public:
-    static constexpr int kValuePitch = ValueCopy::kPitch;
+    static constexpr int kTokenPitch = TokenCopy::kPitch, kSquarePitch = SquareCopy::kPitch, kValuePitch = ValueCopy::kPitch;
     static constexpr int kBytes = kFactorsAt + (kGatePerKey ? kHeaddim : kFactors) * 4;
 
     FA_DEVICE ChunkTiles(const ChunkParams& p, const Sequence& sequence, int head, int column)
@@ -80,8 +87,7 @@ public:
     static FA_DEVICE uint32_t queries(uint32_t tiles) { return tiles + kQueries; }
     static FA_DEVICE uint32_t scores(uint32_t tiles) { return tiles + kScores; }
     static FA_DEVICE uint32_t inverse(uint32_t tiles) { return tiles + kInverse; }
-    // The columns of the warp.
-    static FA_DEVICE uint32_t values(uint32_t tiles) { return tiles + kValues + warp_index() * Arch::kStepRows * 2; }
+    static FA_DEVICE uint32_t values(uint32_t tiles) { return tiles + kValues; }
     static FA_DEVICE uint32_t factor(uint32_t tiles, int at) { return tiles + kFactorsAt + at * 4; }
 
 private:
@@ -108,179 +114,254 @@ private:
     ValueCopy values_;
     const float* const factors_;
 };
-static_assert(kStages * ChunkTiles::kBytes == FA_SHARED_BYTES, "chunk_config.py computes the same");
+
+// What warps leave for each other behind the tiles: rows are columns of v. Results wait here for the next chunk to write them,
+// or in the place of values where there is one stage of tiles.
+class Exchange {
+public:
+    static constexpr int kStatePitch = ChunkTiles::kTokenPitch, kTokenPitch = ChunkTiles::kSquarePitch,
+                         kOutPitch = ChunkTiles::kValuePitch;
+
+private:
+    static constexpr int kUpdates = kStages * ChunkTiles::kBytes + kColumns * kStatePitch,
+                         kToState = kUpdates + (kGatePerKey ? 0 : kColumns * kTokenPitch),
+                         kRest = kToState + kColumns * kTokenPitch, kOut = kRest + (kDeltaRule ? kColumns * kTokenPitch : 0);
+
+public:
+    static constexpr int kBytes = kOut + (kStages > 1 ? kChunk * kOutPitch : 0);
+
+    FA_DEVICE uint32_t state() const { return at_ + kStages * ChunkTiles::kBytes; }
+    FA_DEVICE uint32_t updates() const { return at_ + kUpdates; }
+    // Likewise, as the state takes them.
+    FA_DEVICE uint32_t to_state() const { return at_ + kToState; }
+    // What values are more than the state before the chunk holds.
+    FA_DEVICE uint32_t rest() const { return at_ + kRest; }
+    FA_DEVICE uint32_t out(uint32_t tiles) const { return kStages > 1 ? at_ + kOut : ChunkTiles::values(tiles); }
+
+private:
+    const uint32_t at_ = shared_memory();
+};
+static_assert(Exchange::kBytes == FA_SHARED_BYTES, "chunk_config.py computes the same");
 
 class Scan {
 public:
     // column: the CTA's first of v.
     FA_DEVICE Scan(const ChunkParams& p, int sequence, int head, int column)
-        : p_(p), sequence_(sequence_at(p, sequence)), head_(head), column_(column) {}
+        : p_(p), sequence_(sequence_at(p, sequence)), head_(head), column_(column), warp_(warp_index()) {}
 
     FA_DEVICE void run() {
-        read_state();
         const uint32_t shared = shared_memory();
+        const int chunks = sequence_.num_chunks();
         if constexpr (kStages > 1) {
-            const int chunks = sequence_.num_chunks();
             ChunkTiles tiles(p_, sequence_, head_, column_);
-            // One barrier a chunk says both that its tiles have arrived and that nobody uses those before them any more.
             if (chunks > 0) tiles.begin(0, shared);
             copy_async_commit();
+            read_state();
+            leave_state();
             for (int chunk = 0; chunk < chunks; ++chunk) {
+                // Tiles and the state have arrived, and nobody uses the tiles before them any more.
                 copy_async_wait<0>();
                 cta_barrier();
-                if (chunk + 1 < chunks) tiles.begin(chunk + 1, shared + (chunk + 1) % 2 * ChunkTiles::kBytes);
-                copy_async_commit();
-                add_chunk(chunk, shared + chunk % 2 * ChunkTiles::kBytes);
+                add_chunk(shared + chunk % 2 * ChunkTiles::kBytes, [&] {
+                    if (chunk + 1 < chunks) tiles.begin(chunk + 1, shared + (chunk + 1) % 2 * ChunkTiles::kBytes);
+                    copy_async_commit();
+                    if (chunk > 0) write_out(chunk - 1, shared);
+                });
             }
+            warp_barrier();
+            if (chunks > 0) write_out(chunks - 1, shared);
         } else {
-            for (int chunk = 0; chunk * kChunk < sequence_.length; ++chunk) {
+            read_state();
+            leave_state();
+            for (int chunk = 0; chunk < chunks; ++chunk) {
                 if (chunk > 0) cta_barrier();
                 // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
                 ChunkTiles(p_, sequence_, opaque(head_), opaque(column_)).begin(chunk, shared);
-                if constexpr (Arch::kAsyncCopy) {
-                    copy_async_commit();
-                    copy_async_wait<0>();
-                }
                 cta_barrier();
-                add_chunk(chunk, shared);
+                add_chunk(shared, [] {});
+                warp_barrier();
+                write_out(chunk, shared);
             }
         }
         if (p_.final_state != nullptr) write_state();
     }
 
 private:
-    static_assert(kStages == 1 || (kStages == 2 && Arch::kAsyncCopy), "two stages are what is here");
+    static_assert(kStages == (Arch::kAsyncCopy ? 2 : 1), "asynchronous copies have two stages");
     static constexpr int kElements = Arch::kElements;
-    using State = float[1][kHeaddim / 8][kElements];
-    using Tokens = float[1][kChunk / 8][kElements];  // a column for each
-    using StateRows = typename Arch::template ValueRows<1, kHeaddim>;
-    using TokenRows = typename Arch::template ScoreRows<1, kChunk>;
+    using State = float[kSteps][kKeyDims / 8][kElements];
+    using Tokens = float[kSteps][kTokens / 8][kElements];  // a column for each
+    using Out = float[1][kOutColumns / 8][kElements];  // rows of queries
+    using TokenRows = typename Arch::template Rows<kSteps, kChunk>;
 
-    // Of v, the warp's first.
-    FA_DEVICE int warp_column() const { return column_ + warp_index() * Arch::kStepRows; }
+    // The warp's first.
+    FA_DEVICE int first_key() const { return warp_ * kKeyDims; }
+    FA_DEVICE int first_token() const { return warp_ * kTokens; }
+    FA_DEVICE int first_query() const { return warp_ % kQueryGroups * Arch::kStepRows; }
+    FA_DEVICE int first_out_column() const { return warp_ / kQueryGroups * kOutColumns; }
 
-    FA_DEVICE void add_chunk(int chunk, uint32_t tiles) {
+    // meanwhile: called while products of the chunk are under way.
+    template <class Meanwhile>
+    FA_DEVICE void add_chunk(uint32_t tiles, Meanwhile meanwhile) {
+        Out out = {};
         Tokens updates = {};
-        if constexpr (!kDeltaRule) add_values(updates, tiles);
-        // What the state holds for keys, then for queries. Not unrolled where registers are short: the compiler would keep the
-        // state as operands from the first product to the second.
-#pragma unroll Arch::kAsyncCopy ? 2 : 1
-        for (int turn = kDeltaRule ? 0 : 1; turn < 2; ++turn) {
-            Tokens x = {};
-            Arch::multiply_rows(x, StateRows(state_), turn == 0 ? ChunkTiles::keys(tiles) : ChunkTiles::queries(tiles));
-            if (turn == 0) {
-                find_updates(updates, x, tiles);
-            } else {
-                if constexpr (!kGatePerKey) scale<kQueriesOfState>(x, tiles, 1.0f);
-                Arch::multiply_rows(x, TokenRows(updates), ChunkTiles::scores(tiles));
-                write_out(x, chunk, ChunkTiles::values(tiles));
-            }
+        if constexpr (kDeltaRule) {
+            find_rest(updates, tiles, meanwhile);
+            cta_barrier();
+            TokenRows rest;
+            rest.load(exchange_.rest());
+            Arch::multiply_rows(updates, rest, ChunkTiles::inverse(tiles) + first_token() * ChunkTiles::kSquarePitch);
+            ask_state(out, tiles);
+        } else {
+            ask_state(out, tiles);
+            meanwhile();
+            read_values(updates, tiles);
         }
+        leave_tokens(updates, exchange_.updates());
+        if constexpr (!kGatePerKey) {
+            scale<kKeysToState>(updates, tiles, 1.0f);
+            leave_tokens(updates, exchange_.to_state());
+        }
+        cta_barrier();
+        typename Arch::template Rows<1, kChunk> scores;
+        scores.load(ChunkTiles::scores(tiles) + first_query() * ChunkTiles::kSquarePitch);
+        Arch::multiply_rows(out, scores, exchange_.updates() + first_out_column() * Exchange::kTokenPitch);
+        add_updates(tiles);
+        leave_state();
+        leave_elements<Arch, Exchange::kOutPitch>(
+            out, exchange_.out(tiles) + first_query() * Exchange::kOutPitch,
+            [&](int n, int i) { return first_out_column() + Arch::score_column(n, i); }, [](int, int) { return 1.0f; });
+    }
+
+    // Of the delta rule: what values are more than the state holds for their keys.
+    template <class Meanwhile>
+    FA_DEVICE void find_rest(Tokens& x, uint32_t tiles, Meanwhile meanwhile) const {
+        typename Arch::template Rows<kSteps, kHeaddim> state;
+        state.load(exchange_.state());
+        Arch::multiply_rows(x, state, ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kTokenPitch);
+        meanwhile();
+        Tokens values;
+        read_values(values, tiles);
+        scale<kKeysOfState>(x, tiles, -1.0f);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) x[step][n][i] += values[step][n][i];
+        scale<kBetas>(x, tiles, 1.0f);
+        leave_tokens(x, exchange_.rest());
+    }
+
+    // What the state holds for queries.
+    FA_DEVICE void ask_state(Out& out, uint32_t tiles) const {
+        typename Arch::template Rows<1, kHeaddim> queries;
+        queries.load(ChunkTiles::queries(tiles) + first_query() * ChunkTiles::kTokenPitch);
+        Arch::multiply_rows(out, queries, exchange_.state() + first_out_column() * Exchange::kStatePitch);
+        if constexpr (kGatePerKey) return;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+            const int query = first_query() + Arch::row(Arch::row_of_element(i));
+            const float factor = as_float(load_shared_32(ChunkTiles::factor(tiles, kQueriesOfState * kChunk + query)));
+#pragma unroll
+            for (int n = 0; n < kOutColumns / 8; ++n) out[0][n][i] *= factor;
+        }
+    }
+
+    // Of the warp's tokens.
+    FA_DEVICE void read_values(Tokens& x, uint32_t tiles) const {
+        Arch::template read_transposed<kColumns>(x, ChunkTiles::values(tiles) + first_token() * ChunkTiles::kValuePitch);
+    }
+
+    FA_DEVICE void leave_tokens(const Tokens& x, uint32_t to) const {
+        leave_elements<Arch, Exchange::kTokenPitch>(
+            x, to, [&](int n, int i) { return first_token() + Arch::score_column(n, i); }, [](int, int) { return 1.0f; });
+    }
+
+    FA_DEVICE void leave_state() const {
+        leave_rows<Arch, Exchange::kStatePitch>(state_, exchange_.state(), first_key(), [](int, int) { return 1.0f; });
+    }
+
+    FA_DEVICE void add_updates(uint32_t tiles) {
         decay_state(tiles);
-        if constexpr (!kGatePerKey) scale<kKeysToState>(updates, tiles, 1.0f);
-        const typename Arch::template Values<kHeaddim> keys(ChunkTiles::keys(tiles));
+        TokenRows updates;
+        updates.load(exchange_.to_state());
+        const typename Arch::template Values<kHeaddim> keys(ChunkTiles::keys(tiles) + first_key() * 2);
 #pragma unroll
         for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) keys.accumulate(state_, updates, group);
-    }
-
-    // Of the delta rule, from what the state holds for keys.
-    static FA_DEVICE void find_updates(Tokens& updates, Tokens& x, uint32_t tiles) {
-        scale<kKeysOfState>(x, tiles, -1.0f);
-        add_values(x, tiles);
-        scale<kBetas>(x, tiles, 1.0f);
-#pragma unroll
-        for (int n = 0; n < kChunk / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < kElements; ++i) updates[0][n][i] = x[0][n][i];
-        Arch::multiply_rows(updates, TokenRows(x), ChunkTiles::inverse(tiles));
-    }
-
-    // x += V, transposed by a product with I: exact, and accumulators need no other way to be filled.
-    static FA_DEVICE void add_values(Tokens& x, uint32_t tiles) {
-        float identity[1][Arch::kStepRows / 8][kElements];
-#pragma unroll
-        for (int n = 0; n < Arch::kStepRows / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < kElements; ++i)
-                identity[0][n][i] = Arch::row(Arch::row_of_element(i)) == Arch::score_column(n, i) ? 1.0f : 0.0f;
-        const typename Arch::template ScoreRows<1, Arch::kStepRows, kColumns> rows(identity);
-        Arch::multiply_rows(x, rows, ChunkTiles::values(tiles));
-    }
-
-    // Columns by the numbers of a plane, and all by one.
-    template <FactorPlane kPlane>
-    static FA_DEVICE void scale(Tokens& x, uint32_t tiles, float factor) {
-#pragma unroll
-        for (int n = 0; n < kChunk / 8; ++n)
-            scale_columns(
-                x[0][n], [&](int i) { return ChunkTiles::factor(tiles, kPlane * kChunk + Arch::score_column(n, i)); },
-                factor);
     }
 
     FA_DEVICE void decay_state(uint32_t tiles) {
         const float factor = kGatePerKey ? 1.0f : as_float(load_shared_32(ChunkTiles::factor(tiles, kStateFactor)));
 #pragma unroll
-        for (int n = 0; n < kHeaddim / 8; ++n) {
+        for (int n = 0; n < kKeyDims / 8; ++n) {
             if constexpr (kGatePerKey) {
-                scale_columns(state_[0][n], [&](int i) { return ChunkTiles::factor(tiles, Arch::value_column(n, i)); }, 1.0f);
+                scale_columns(
+                    state_, n, [&](int i) { return ChunkTiles::factor(tiles, first_key() + Arch::value_column(n, i)); },
+                    1.0f);
             } else {
 #pragma unroll
-                for (int i = 0; i < kElements; ++i) state_[0][n][i] *= factor;
+                for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                    for (int i = 0; i < kElements; ++i) state_[step][n][i] *= factor;
             }
         }
     }
 
-    // at: of a number, and its neighbour, for an element and the next one.
-    template <class At>
-    static FA_DEVICE void scale_columns(float (&x)[kElements], At at, float factor) {
+    // Columns by the numbers of a plane, and all by one.
+    template <FactorPlane kPlane>
+    FA_DEVICE void scale(Tokens& x, uint32_t tiles, float factor) const {
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n)
+            scale_columns(
+                x, n,
+                [&](int i) { return ChunkTiles::factor(tiles, kPlane * kChunk + first_token() + Arch::score_column(n, i)); },
+                factor);
+    }
+
+    // at: of a number, and its neighbour, for an element of accumulators n and the next one.
+    template <int kTiles, class At>
+    static FA_DEVICE void scale_columns(float (&x)[kSteps][kTiles][kElements], int n, At at, float factor) {
 #pragma unroll
         for (int first = 0; first < kElements; first += 2) {
             if (Arch::row_of_element(first) != 0) continue;
             const Words2 pair = load_shared_64(at(first));
 #pragma unroll
-            for (int i = 0; i < kElements; ++i)
-                if (Arch::column_of_element(i) / 2 == Arch::column_of_element(first) / 2)
-                    x[i] *= as_float(pair.word[i % 2]) * factor;
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i)
+                    if (Arch::column_of_element(i) / 2 == Arch::column_of_element(first) / 2)
+                        x[step][n][i] *= as_float(pair.word[i % 2]) * factor;
         }
     }
 
-    // Through the place of the warp's values. A lane has two tokens of a column of v, the lane beside it those of the next
-    // column: after an exchange either has both columns of one token.
-    FA_DEVICE void write_out(const Tokens& out, int chunk, uint32_t values) const {
-        warp_barrier();
-        const bool odd = lane_index() & Arch::kNeighbour;
-#pragma unroll
-        for (int n = 0; n < kChunk / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < kElements; i += 2) {
-                const float first = out[0][n][i], second = out[0][n][i + 1];
-                const float received = shuffle_xor(odd ? first : second, Arch::kNeighbour);
-                const int row = Arch::row(Arch::row_of_element(i)) / 2 * 2, token = Arch::score_column(n, i) + odd;
-                store_shared_32(values + token * ChunkTiles::kValuePitch + row * 2,
-                                odd ? Element::pack(received, second) : Element::pack(first, received));
-            }
-        warp_barrier();
-        const int64_t first = static_cast<int64_t>(sequence_.batch) * p_.seqlen + sequence_.first + chunk * kChunk;
+    // What the warp left of a chunk.
+    FA_DEVICE void write_out(int chunk, uint32_t tiles) const {
+        const int first = chunk * kChunk + first_query();
+        const int64_t row = static_cast<int64_t>(sequence_.batch) * p_.seqlen + sequence_.first + first;
         const int64_t stride = static_cast<int64_t>(p_.nheads) * p_.columns_v;
-        const RowsOut rows{p_.out + first * stride + head_ * p_.columns_v + warp_column(), stride,
-                           sequence_.length - chunk * kChunk, p_.columns_v - warp_column()};
-        copy_rows<kChunk, Arch::kStepRows, ChunkTiles::kValuePitch>(rows, values, 0);
+        const RowsOut rows{p_.out + row * stride + head_ * p_.columns_v + column_, stride, sequence_.length - first,
+                           p_.columns_v - column_};
+        copy_rows<Arch::kStepRows, kOutColumns, Exchange::kOutPitch>(
+            rows, exchange_.out(tiles) + first_query() * Exchange::kOutPitch, first_out_column());
     }
 
     // Calls visit(element of the state, key dimension, column of v) of those that there are.
     template <class Visit>
     FA_DEVICE void for_each_of_state(Visit visit) {
-        const int first_column = warp_column();
 #pragma unroll
-        for (int n = 0; n < kHeaddim / 8; ++n) {
-            // Volta's state leaves few registers for addresses: one after the other.
-            if constexpr (!Arch::kAsyncCopy) warp_barrier();
+        for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int i = 0; i < kElements; ++i) {
-                const int key = Arch::value_column(n, i), column = first_column + Arch::row(Arch::row_of_element(i));
-                if (key < p_.headdim_k && column < p_.headdim_v) visit(state_[0][n][i], key, column);
+            for (int n = 0; n < kKeyDims / 8; ++n) {
+                // Volta's state leaves few registers for addresses: one after the other.
+                if constexpr (!Arch::kAsyncCopy) warp_barrier();
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) {
+                    const int key = first_key() + Arch::value_column(n, i);
+                    const int column = column_ + step * Arch::kStepRows + Arch::row(Arch::row_of_element(i));
+                    if (key < p_.headdim_k && column < p_.headdim_v) visit(state_[step][n][i], key, column);
+                }
             }
-        }
     }
 
     // Of the sequence.
@@ -288,9 +369,11 @@ private:
 
     FA_DEVICE void read_state() {
 #pragma unroll
-        for (int n = 0; n < kHeaddim / 8; ++n)
+        for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-            for (int i = 0; i < kElements; ++i) state_[0][n][i] = 0.0f;
+            for (int n = 0; n < kKeyDims / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) state_[step][n][i] = 0.0f;
         if (p_.initial_state == nullptr) return;
         const float* from = p_.initial_state + index() * p_.state_stride_sequence + head_ * p_.state_stride_head;
         for_each_of_state([&](float& x, int key, int column) { x = from[key * p_.state_stride_key + column]; });
@@ -303,7 +386,8 @@ private:
 
     const ChunkParams& p_;
     const Sequence sequence_;
-    const int head_, column_;
+    const int head_, column_, warp_;
+    const Exchange exchange_;
     State state_;
 };
 

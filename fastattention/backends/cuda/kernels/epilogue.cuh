@@ -5,11 +5,10 @@
 
 namespace fastattention {
 
-// Leaves accumulators as rows of kPitch bytes from `to` on. column: of an element of an accumulator, given both. factor: of a
-// row, given its step and which of a lane's two rows of it it is.
-template <class Arch, int kPitch, int kSteps, int kTiles, class Column, class Factor>
-FA_DEVICE void leave_elements(const float (&acc)[kSteps][kTiles][Arch::kElements], uint32_t to, Column column,
-                              Factor factor) {
+// Leaves accumulators as rows of kPitch bytes from `to` on, from first_column on. factor: of a row, given its step and which
+// of a lane's two rows of it it is.
+template <class Arch, int kPitch, int kSteps, int kTiles, class Factor>
+FA_DEVICE void leave_rows(const float (&acc)[kSteps][kTiles][Arch::kElements], uint32_t to, int first_column, Factor factor) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -21,16 +20,9 @@ FA_DEVICE void leave_elements(const float (&acc)[kSteps][kTiles][Arch::kElements
 #pragma unroll
                 for (int i = 0; i < Arch::kElements; i += 2)
                     if (Arch::row_of_element(i) == which)
-                        store_shared_32(to + row * kPitch + column(n, i) * 2,
+                        store_shared_32(to + row * kPitch + (first_column + Arch::value_column(n, i)) * 2,
                                         Element::pack(acc[step][n][i] * times, acc[step][n][i + 1] * times));
         }
-}
-
-// Likewise as Values::accumulate leaves them, from first_column on.
-template <class Arch, int kPitch, int kSteps, int kTiles, class Factor>
-FA_DEVICE void leave_rows(const float (&acc)[kSteps][kTiles][Arch::kElements], uint32_t to, int first_column, Factor factor) {
-    const auto column = [&](int n, int i) { return first_column + Arch::value_column(n, i); };
-    leave_elements<Arch, kPitch>(acc, to, column, factor);
 }
 
 // Of rows in memory, the first num_rows and num_columns of a warp's share.

@@ -17,16 +17,16 @@ from fastattention.linear.backends.cuda.chunk_config import (
 from fastattention.linear.problem import LinearProblem
 
 # (tokens of a chunk, chunks in shared memory), the best first. Chunks of 64 tokens halve the steps that follow one
-# another. Copies through registers have one stage, and 32 tokens leave room for a second CTA, which works while the first
-# one copies.
+# another. Copies through registers have one stage, and 32 tokens leave room for a second CTA, which works while the
+# first one copies.
 _TILES = {True: ((64, 2), (32, 2)), False: ((32, 1), (16, 1))}  # by whether copies are asynchronous
 _LONGEST_CHUNK = {64: 64, 128: 64, 256: 32}  # by headdim of keys
 
-# Columns of v of a CTA: more of them read less from the L2 cache, and fewer leave CTAs for more multiprocessors. What a CTA
-# takes for a chunk grows with them, but has a part that does not.
+# Columns of v of a CTA: more of them read less from the L2 cache, fewer leave CTAs for more multiprocessors. The time
+# that a CTA takes for a chunk grows with them, but a part of it is always the same.
 _MOST_STATE = 64 * 128  # numbers, in registers
 _MOST_COLUMNS = 64
-_FIXED_COLUMNS = 24  # that this part would pay for
+_FIXED_COLUMNS = 24  # that would take as long as this part
 
 
 class ChunkKernels(NamedTuple):

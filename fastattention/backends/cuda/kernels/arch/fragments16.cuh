@@ -33,8 +33,6 @@ struct Fragments16 : Layout16 {
     template <int kSteps, int kColumns>
     class Rows {
     public:
-        static constexpr int kDepth = kColumns, kTileColumns = kColumns;  // of a product, and of the tile it is with
-
         // tile: address of the warp's first row.
         FA_DEVICE void load(uint32_t tile) {
             rows_ = SharedRows<pitch_of<2>(kColumns)>(tile);
@@ -61,40 +59,15 @@ struct Fragments16 : Layout16 {
         uint32_t fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kColumns / 16 : 1][4];
     };
 
-    // Likewise from the warp's own accumulators, as multiply_rows leaves them. They may be multiplied with the first columns
-    // of a wider tile.
-    template <int kSteps, int kColumns, int kColumnsOfTile = kColumns>
-    class ScoreRows {
-    public:
-        static constexpr int kDepth = kColumns, kTileColumns = kColumnsOfTile;
-
-        FA_DEVICE explicit ScoreRows(const float (&acc)[kSteps][kColumns / 8][4]) : acc_(acc) {}
-
-        FA_DEVICE void fragment(uint32_t (&a)[4], int step, int depth) const {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = &acc_[step][2 * depth + i / 2][i % 2 * 2];
-                a[i] = Operand::pack(pair[0], pair[1]);
-            }
-        }
-
-    private:
-        const float (&acc_)[kSteps][kColumns / 8][4];
-    };
-
-    // Likewise as Values::accumulate leaves them.
-    template <int kSteps, int kColumns>
-    using ValueRows = ScoreRows<kSteps, kColumns>;
-
-    // acc_s += q k^T, of the warp's keys; of any rows and any tile.
-    template <int kSteps, int kTiles, class RowsA>
-    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const RowsA& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<2>(RowsA::kTileColumns);
+    // acc_s += q k^T, of the warp's keys; of any rows and any tile that are kColumns wide.
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(kColumns);
         const int lane = opaque(lane_index());
         if constexpr (kTiles == 1) return multiply_eight_keys(acc_s, q, k);
         const LaneRow<kPitch> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
-        for (int depth = 0; depth < RowsA::kDepth / 16; ++depth) {
+        for (int depth = 0; depth < kColumns / 16; ++depth) {
             uint32_t a[kSteps][4];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) q.fragment(a[step], step, depth);
@@ -108,13 +81,13 @@ struct Fragments16 : Layout16 {
     }
 
     // Likewise where a warp has eight keys: of 32 columns at once, the even and the odd sixteens in accumulators of their own.
-    template <int kSteps, class RowsA>
-    static FA_DEVICE void multiply_eight_keys(float (&acc_s)[kSteps][1][4], const RowsA& q, uint32_t k) {
+    template <int kSteps, int kColumns>
+    static FA_DEVICE void multiply_eight_keys(float (&acc_s)[kSteps][1][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
         const int lane = opaque(lane_index());
-        const LaneRow<pitch_of<2>(RowsA::kTileColumns)> row(k, first_warp_key() + lane % 8, lane / 8 % 2);
+        const LaneRow<pitch_of<2>(kColumns)> row(k, first_warp_key() + lane % 8, lane / 8 % 2);
         float acc[kSteps][2][4] = {};
 #pragma unroll
-        for (int depth = 0; depth < RowsA::kDepth / 16; depth += 2) {
+        for (int depth = 0; depth < kColumns / 16; depth += 2) {
             uint32_t b[4];
             load_matrices(b, row.address(0, depth + lane / 16));
 #pragma unroll
@@ -211,6 +184,12 @@ struct Fragments16 : Layout16 {
                     for (int i = 0; i < 4; ++i)
                         x[step][n + pair][i] = Operand::widen(static_cast<uint16_t>(words[2 * pair + i / 2] >> i % 2 * 16));
             }
+    }
+
+    // Accumulators as rows of operands, such as Values::accumulate makes.
+    template <int kPitch, int kSteps, int kTiles>
+    static FA_DEVICE void leave_values(const float (&acc)[kSteps][kTiles][4], uint32_t to) {
+        Layout16::leave_scores<kPitch>(acc, to);
     }
 
     // Operand B of the second product, read from a tile of values, or of any rows that are kColumns wide.

@@ -15,10 +15,21 @@ struct Layout16 {
     static FA_DEVICE int row(int which) { return lane_index() / 4 + 8 * which; }
     static FA_DEVICE int score_column(int tile, int i) { return tile * 8 + lane_index() % 4 * 2 + i % 2; }
     static FA_DEVICE int value_column(int tile, int i) { return score_column(tile, i); }
-    // The lane whose rows are neighbours of this one's: the next for even rows, the ones before for odd rows.
-    static constexpr int kNeighbour = 4;  // what its number differs in
     // Which of a lane's columns of a tile it is in.
     static FA_DEVICE constexpr int column_of_element(int i) { return i % 2; }
+
+    // Leaves accumulators as rows of operands, kPitch bytes each: such as multiply_rows makes.
+    template <int kPitch, int kSteps, int kTiles>
+    static FA_DEVICE void leave_scores(const float (&acc)[kSteps][kTiles][4], uint32_t to) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int which = 0; which < 2; ++which)
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n)
+                    store_shared_32(to + (step * kStepRows + row(which)) * kPitch + score_column(n, 0) * 2,
+                                    Operand::pack(acc[step][n][2 * which], acc[step][n][2 * which + 1]));
+    }
 
     template <class Combine>
     static FA_DEVICE float reduce_row(float x, Combine combine) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "layout16.cuh"
+#include "transposed.cuh"
 
 namespace fastattention {
 
@@ -107,50 +108,17 @@ struct Arch : Layout16 {
         }
     }
 
-    // Rows of the first product that are the warp's own accumulators, as products leave them; with the first columns of a tile.
-    // The lane that has a number hands it to the three others of the row.
-    template <int kSteps, int kColumns, int kTileColumns = kColumns>
-    class ScoreRows {
-    public:
-        FA_DEVICE explicit ScoreRows(const float (&acc)[kSteps][kColumns / 8][4]) : acc_(acc) {}
+    // Rows of a tile of 16 bits that is kColumns wide as columns of accumulators: x = tile^T.
+    template <int kColumns, int kSteps, int kTiles>
+    static FA_DEVICE void read_transposed(float (&x)[kSteps][kTiles][4], uint32_t tile) {
+        static_assert(kSharedBytes == 2, "others are not read so");
+        read_numbers_transposed<Arch, pitch_of<2>(kColumns)>(x, tile);
+    }
 
-        FA_DEVICE float number(int step, int which, int column) const {
-            return shuffle(acc_[step][column / 8][which * 2 + column % 2], lane_index() / 4 * 4 + column % 8 / 2);
-        }
-
-    private:
-        const float (&acc_)[kSteps][kColumns / 8][4];
-    };
-    template <int kSteps, int kColumns>
-    using ValueRows = ScoreRows<kSteps, kColumns>;
-
-    template <int kSteps, int kColumns, int kTileColumns, int kTiles>
-    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const ScoreRows<kSteps, kColumns, kTileColumns>& q,
-                                        uint32_t k) {
-        constexpr int kPitch = pitch_of<kSharedBytes>(kTileColumns);
-        const uint32_t k_at = k + lane_index() % 4 * 2 * kPitch;
-#pragma unroll
-        for (int depth = 0; depth < kColumns; depth += 4) {
-            float rows[kSteps][2][4];
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-                for (int which = 0; which < 2; ++which)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) rows[step][which][i] = q.number(step, which, depth + i);
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const Numbers<4> key(k_at + (n * 8 + c) * kPitch + depth * kSharedBytes);
-#pragma unroll
-                    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-                        for (int which = 0; which < 2; ++which)
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) acc_s[step][n][which * 2 + c] += rows[step][which][i] * key.x[i];
-                }
-        }
+    // Accumulators as rows of operands, such as Values::accumulate makes.
+    template <int kPitch, int kSteps, int kTiles>
+    static FA_DEVICE void leave_values(const float (&acc)[kSteps][kTiles][4], uint32_t to) {
+        leave_scores<kPitch>(acc, to);
     }
 
     // Operands of the second product, read from a tile of values.
@@ -181,6 +149,33 @@ struct Arch : Layout16 {
 #pragma unroll
                         for (int i = 0; i < 4; ++i) acc_o[step][column][i] += weight[step][i / 2] * value.x[i % 2];
                 }
+            }
+        }
+
+        // Likewise of rows in shared memory.
+        template <int kSteps, int kTiles, int kColumnsOfP>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][4], const Rows<kSteps, kColumnsOfP>& p, int group) const {
+            constexpr int kPitch = pitch_of<kSharedBytes>(kColumns), kPitchOfP = pitch_of<kSharedBytes>(kColumnsOfP);
+            const uint32_t p_at = p.address + lane_index() / 4 * kPitchOfP + group * 8 * kSharedBytes;
+#pragma unroll
+            for (int four = 0; four < 8; four += 4) {
+                Numbers<4> weights[kSteps][2];
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                    for (int which = 0; which < 2; ++which)
+                        weights[step][which] = Numbers<4>(p_at + (step * 16 + which * 8) * kPitchOfP + four * kSharedBytes);
+#pragma unroll
+                for (int key = 0; key < 4; ++key)
+#pragma unroll
+                    for (int column = 0; column < kTiles; ++column) {
+                        const Numbers<2> value(at_ + (group * 8 + four + key) * kPitch + column * 8 * kSharedBytes);
+#pragma unroll
+                        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i)
+                                acc_o[step][column][i] += weights[step][i / 2].x[key] * value.x[i % 2];
+                    }
             }
         }
 

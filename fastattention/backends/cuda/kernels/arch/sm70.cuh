@@ -14,6 +14,7 @@
 #pragma once
 
 #include "../probability_exchange.cuh"
+#include "transposed.cuh"
 
 namespace fastattention {
 
@@ -38,7 +39,6 @@ struct Arch {
         return tile / 2 * 16 + i / 4 * 8 + tile % 2 * 4 + lane_index() / 2 % 2 * 2 + i % 2;
     }
 
-    static constexpr int kNeighbour = 1;  // layout16.cuh
     static FA_DEVICE constexpr int column_of_element(int i) { return i / 4 * 2 + i % 2; }
 
     template <class Combine>
@@ -51,18 +51,21 @@ struct Arch {
         store_operands<Item>(to, chunk);
     }
 
+    // The row of a step that a lane has operands A of.
+    static FA_DEVICE int own_row() {
+        const int lane = lane_index();
+        return lane / 8 % 2 * 16 + lane / 16 * 8 + lane % 8;
+    }
+
     // Where a lane's row of an 8 x 8 operand begins.
     static FA_DEVICE int operand_row() { return lane_index() % 4 + lane_index() / 16 * 4; }
 
     template <int kSteps, int kColumns>
     class Rows {
     public:
-        static constexpr int kDepth = kColumns, kTileColumns = kColumns;  // of a product, and of the tile it is with
-
         // tile: address of the warp's first row.
         FA_DEVICE void load(uint32_t tile) {
-            const int lane = lane_index();
-            at_ = tile + (lane / 8 % 2 * 16 + lane / 16 * 8 + lane % 8) * kPitch;
+            at_ = tile + own_row() * kPitch;
             if constexpr (kQueriesInRegisters) {
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step)
@@ -88,56 +91,12 @@ struct Arch {
         Words4 fragments_[kQueriesInRegisters ? kSteps : 1][kQueriesInRegisters ? kColumns / 8 : 1];
     };
 
-    // Likewise from the warp's own accumulators, as multiply_rows leaves them; with the first columns of a tile.
-    template <int kSteps, int kColumns, int kColumnsOfTile = kColumns>
-    class ScoreRows {
-    public:
-        static constexpr int kDepth = kColumns, kTileColumns = kColumnsOfTile;
-
-        FA_DEVICE explicit ScoreRows(const float (&acc)[kSteps][kColumns / 8][8]) : acc_(acc) {}
-
-        FA_DEVICE Words4 fragment(int step, int depth) const {
-            const Words2 first = exchange_rows(&acc_[step][depth][0]), second = exchange_rows(&acc_[step][depth][4]);
-            return {first.word[0], first.word[1], second.word[0], second.word[1]};
-        }
-
-    private:
-        const float (&acc_)[kSteps][kColumns / 8][8];
-    };
-
-    // Likewise as Values::accumulate leaves them.
-    template <int kSteps, int kColumns>
-    class ValueRows {
-    public:
-        static constexpr int kDepth = kColumns, kTileColumns = kColumns;
-
-        FA_DEVICE explicit ValueRows(const float (&acc)[kSteps][kColumns / 8][8]) : acc_(acc) {}
-
-        FA_DEVICE Words4 fragment(int step, int depth) const {
-            const int pair = depth / 2 * 2, half = depth % 2 * 4;
-            const Words2 first = exchange_rows(&acc_[step][pair][half]), second = exchange_rows(&acc_[step][pair + 1][half]);
-            return {first.word[0], first.word[1], second.word[0], second.word[1]};
-        }
-
-    private:
-        const float (&acc_)[kSteps][kColumns / 8][8];
-    };
-
-    // Of two neighbouring columns of two rows, and the next two columns that the lane at distance 2 has, all four columns of
-    // one row: the first row for one lane, the second for the other.
-    static FA_DEVICE Words2 exchange_rows(const float* p) {
-        const bool second = lane_index() & 2;
-        const uint32_t row0 = Operand::pack(p[0], p[1]), row1 = Operand::pack(p[2], p[3]);
-        const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
-        return {second ? received : row0, second ? row1 : received};
-    }
-
-    template <int kSteps, int kTiles, class RowsA>
-    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][8], const RowsA& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<2>(RowsA::kTileColumns);
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(kColumns);
         const uint32_t at = k + operand_row() * kPitch;
 #pragma unroll
-        for (int depth = 0; depth < RowsA::kDepth / 8; ++depth) {
+        for (int depth = 0; depth < kColumns / 8; ++depth) {
             Words4 a[kSteps];
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) a[step] = q.fragment(step, depth);
@@ -151,6 +110,50 @@ struct Arch {
                 }
             }
         }
+    }
+
+    // Of two neighbouring columns of two rows, and the next two columns that the lane at distance 2 has, all four columns of
+    // one row: the first row for one lane, the second for the other.
+    static FA_DEVICE Words2 exchange_rows(const float* p) {
+        const bool second = lane_index() & 2;
+        const uint32_t row0 = Operand::pack(p[0], p[1]), row1 = Operand::pack(p[2], p[3]);
+        const uint32_t received = shuffle_xor(second ? row0 : row1, 2);
+        return {second ? received : row0, second ? row1 : received};
+    }
+
+    // Leaves accumulators as rows of operands, kPitch bytes each: such as multiply_rows makes.
+    template <int kPitch, int kSteps, int kTiles>
+    static FA_DEVICE void leave_scores(const float (&acc)[kSteps][kTiles][8], uint32_t to) {
+        const uint32_t at = to + own_row() * kPitch;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+                leave_eight(at + step * kStepRows * kPitch + n * 16, &acc[step][n][0], &acc[step][n][4]);
+    }
+
+    // Likewise such as Values::accumulate makes.
+    template <int kPitch, int kSteps, int kTiles>
+    static FA_DEVICE void leave_values(const float (&acc)[kSteps][kTiles][8], uint32_t to) {
+        const uint32_t at = to + own_row() * kPitch;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+                leave_eight(at + step * kStepRows * kPitch + n * 16, &acc[step][n / 2 * 2][n % 2 * 4],
+                            &acc[step][n / 2 * 2 + 1][n % 2 * 4]);
+    }
+
+    // Of a lane's row, from the first and the last four columns of two rows.
+    static FA_DEVICE void leave_eight(uint32_t to, const float* first, const float* last) {
+        const Words2 low = exchange_rows(first), high = exchange_rows(last);
+        store_shared_128(to, {low.word[0], low.word[1], high.word[0], high.word[1]});
+    }
+
+    // Rows of a tile that is kColumns wide as columns of accumulators: x = tile^T.
+    template <int kColumns, int kSteps, int kTiles>
+    static FA_DEVICE void read_transposed(float (&x)[kSteps][kTiles][8], uint32_t tile) {
+        read_numbers_transposed<Arch, pitch_of<2>(kColumns)>(x, tile);
     }
 
     // Operand B of the second product, read from a tile of values.
@@ -180,6 +183,27 @@ struct Arch {
 #pragma unroll
                     for (int step = 0; step < kSteps; ++step) {
                         const uint32_t a0 = a[step][0].word[half], a1 = a[step][1].word[half];
+                        mma_m8n8k4_row_row(acc_o[step][2 * column], a0, a1, b.word[0], b.word[1]);
+                        mma_m8n8k4_row_row(acc_o[step][2 * column + 1], a0, a1, b.word[2], b.word[3]);
+                    }
+                }
+        }
+
+        // Likewise of rows in shared memory, whose keys are in order: and so are those of the tile.
+        template <int kSteps, int kTiles, int kColumnsOfP>
+        FA_DEVICE void accumulate(float (&acc_o)[kSteps][kTiles][8], const Rows<kSteps, kColumnsOfP>& p, int group) const {
+            const uint32_t at = at_ - lane_index() / 2 % 2 * 2 * kPitch;
+            Words4 a[kSteps];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) a[step] = p.fragment(step, group);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int column = 0; column < kTiles / 2; ++column) {
+                    const Words4 b = load_shared_128(at + (group * 8 + half * 4) * kPitch + column * 32);
+#pragma unroll
+                    for (int step = 0; step < kSteps; ++step) {
+                        const uint32_t a0 = a[step].word[2 * half], a1 = a[step].word[2 * half + 1];
                         mma_m8n8k4_row_row(acc_o[step][2 * column], a0, a1, b.word[0], b.word[1]);
                         mma_m8n8k4_row_row(acc_o[step][2 * column + 1], a0, a1, b.word[2], b.word[3]);
                     }

@@ -219,7 +219,7 @@ private:
     }
 
     // Rows of T that are found one after the other.
-    static constexpr int kTriangle = 32;
+    static constexpr int kTriangle = kChunk < 32 ? kChunk : 32;
     static_assert(kChunk == kTriangle || kChunk == 2 * kTriangle, "two triangles are joined");
 
     // A thread finds a column of the inverse T, within the triangle of kTriangle rows at the diagonal that it is in, row by

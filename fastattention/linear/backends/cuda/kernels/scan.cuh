@@ -228,9 +228,8 @@ private:
         Arch::multiply_rows(out, scores, exchange_.updates() + first_out_column() * Exchange::kTokenPitch);
         add_updates(tiles);
         leave_state();
-        leave_elements<Arch, Exchange::kOutPitch>(
-            out, exchange_.out(tiles) + first_query() * Exchange::kOutPitch,
-            [&](int n, int i) { return first_out_column() + Arch::score_column(n, i); }, [](int, int) { return 1.0f; });
+        Arch::template leave_scores<Exchange::kOutPitch>(
+            out, exchange_.out(tiles) + first_query() * Exchange::kOutPitch + first_out_column() * 2);
     }
 
     // Of the delta rule: what values are more than the state holds for their keys.
@@ -274,12 +273,11 @@ private:
     }
 
     FA_DEVICE void leave_tokens(const Tokens& x, uint32_t to) const {
-        leave_elements<Arch, Exchange::kTokenPitch>(
-            x, to, [&](int n, int i) { return first_token() + Arch::score_column(n, i); }, [](int, int) { return 1.0f; });
+        Arch::template leave_scores<Exchange::kTokenPitch>(x, to + first_token() * 2);
     }
 
     FA_DEVICE void leave_state() const {
-        leave_rows<Arch, Exchange::kStatePitch>(state_, exchange_.state(), first_key(), [](int, int) { return 1.0f; });
+        Arch::template leave_values<Exchange::kStatePitch>(state_, exchange_.state() + first_key() * 2);
     }
 
     FA_DEVICE void add_updates(uint32_t tiles) {

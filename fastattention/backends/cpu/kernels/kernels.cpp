@@ -224,10 +224,10 @@ static void linear_of(const FaLinearParams& params, const LinearTask& task, floa
     });
 }
 
-static int64_t linear_scratch_of(const FaLinearParams& params, int64_t num_columns) {
+static int64_t linear_scratch_of(const FaLinearParams& params, int64_t num_columns, int64_t num_heads) {
     return with_path_of(params.dtype, [&](auto path) {
         using Path = decltype(path);
-        if (params.chunk > 0) return LinearLayout<typename Path::Unit>(params, num_columns).total;
+        if (params.chunk > 0) return LinearLayout<typename Path::Unit>(params, num_columns, num_heads).total;
         return LinearSteps<typename Path::Element>::scratch_floats(params, num_columns);
     });
 }

@@ -19,6 +19,15 @@ constexpr int64_t kTasksOfThread = 2;
 constexpr double kSerialWork = 2e5;
 constexpr int64_t kCacheLineFloats = 16;
 
+// Heads that take turns in a task of chunks: as many as have room for their states in an L2 cache, beside what a chunk needs.
+constexpr int64_t kMostStateFloats = int64_t{1} << 17;
+
+int64_t heads_of_task(const FaLinearParams& p) {
+    if (p.chunk == 0) return 1;
+    const int64_t heads = p.num_sequences * p.nheads / (kTasksOfThread * p.num_threads);
+    return std::clamp(std::min(heads, kMostStateFloats / (p.headdim_k * p.headdim_v)), int64_t{1}, p.nheads);
+}
+
 int64_t columns_of_task(const FaLinearParams& p) {
     if (p.chunk == 0) return kColumns;
     const int64_t heads = std::max<int64_t>(p.num_sequences * p.nheads, 1);
@@ -27,19 +36,21 @@ int64_t columns_of_task(const FaLinearParams& p) {
 }
 
 std::vector<LinearTask> tasks_of(const FaLinearParams& p) {
-    const int64_t columns = columns_of_task(p);
+    const int64_t columns = columns_of_task(p), heads = heads_of_task(p);
     std::vector<LinearTask> tasks;
     for (int64_t sequence = 0; sequence < p.num_sequences; ++sequence) {
-        LinearTask task{sequence, 0, p.cu_seqlens ? 0 : sequence, 0, p.seqlen, 0, 0};
+        LinearTask task{sequence, 0, 0, p.cu_seqlens ? 0 : sequence, 0, p.seqlen, 0, 0};
         if (p.cu_seqlens) {
             task.first_token = p.cu_seqlens[sequence];
             task.num_tokens = p.cu_seqlens[sequence + 1] - task.first_token;
         }
-        for (task.head = 0; task.head < p.nheads; ++task.head)
+        for (task.head = 0; task.head < p.nheads; task.head += heads) {
+            task.num_heads = std::min(heads, p.nheads - task.head);
             for (task.first_column = 0; task.first_column < p.headdim_v; task.first_column += columns) {
                 task.num_columns = std::min(columns, p.headdim_v - task.first_column);
                 tasks.push_back(task);
             }
+        }
     }
     // The longest first, so that threads finish together.
     std::stable_sort(tasks.begin(), tasks.end(),
@@ -53,10 +64,12 @@ bool linear(const Kernels& kernels, const FaLinearParams& p) {
     try {
         const std::vector<LinearTask> tasks = tasks_of(p);
         double work = 0.0;
-        for (const LinearTask& task : tasks) work += static_cast<double>(task.num_tokens) * task.num_columns * p.headdim_k;
+        for (const LinearTask& task : tasks)
+            work += static_cast<double>(task.num_heads) * task.num_tokens * task.num_columns * p.headdim_k;
         const int threads = work < kSerialWork ? 1 : static_cast<int>(p.num_threads);
         const int64_t columns = std::min(columns_of_task(p), p.headdim_v);
-        const int64_t scratch = divide_up(kernels.linear_scratch(p, columns), kCacheLineFloats) * kCacheLineFloats;
+        const int64_t scratch =
+            divide_up(kernels.linear_scratch(p, columns, heads_of_task(p)), kCacheLineFloats) * kCacheLineFloats;
         Arena arena(scratch * threads * sizeof(float));
         if (arena.data() == nullptr) return false;
         float* working = reinterpret_cast<float*>(arena.data());

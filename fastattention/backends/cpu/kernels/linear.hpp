@@ -38,11 +38,12 @@ struct FlushSmallNumbers {
 
 FA_INLINE float exp_of(float x) { return exp2(x * kLog2E); }
 
-// The tokens of one head of a sequence.
+// The tokens of a sequence, of one head at a time.
 template <class Element>
 struct LinearTokens {
     const FaLinearParams& p;
     const LinearTask& task;
+    int64_t head = task.head;
 
     // A row of floats, with zeros behind it up to `padded`.
     void query(int64_t token, float* to, int64_t padded) const {
@@ -61,51 +62,54 @@ struct LinearTokens {
         for (int64_t d = 0; d < padded; d += Vec::kWidth) store(to + d, exp2(load(to + d) * broadcast(kLog2E)));
     }
     float beta(int64_t token) const {
-        return number_of(p.beta, p.beta_dtype,
-                         task.batch * p.beta_stride_batch + (task.first_token + token) * p.beta_stride_row +
-                             task.head * p.beta_stride_head);
+        return number_of(
+            p.beta, p.beta_dtype,
+            task.batch * p.beta_stride_batch + (task.first_token + token) * p.beta_stride_row + head * p.beta_stride_head);
     }
     void write(int64_t token, const float* from) const { narrow_row(from, out_row(token), task.num_columns); }
 
-    // Everything that a token has, into the caches: tokens lie far apart, and nothing else would fetch them in time.
-    void prefetch_token(int64_t token) const {
+    // What a token of a head has, into the caches: tokens lie far apart, and nothing else would fetch them in time. Inline:
+    // GCC takes a function that only prefetches for one without effect, and drops the call.
+    __attribute__((always_inline)) void prefetch_token(int64_t token, int64_t of_head) const {
+        LinearTokens other = *this;
+        other.head = of_head;
         const int64_t key_bytes = p.headdim_k * sizeof(Element), value_bytes = task.num_columns * sizeof(Element);
-        prefetch_bytes(key_row(p.q, p.q_stride_batch, p.q_stride_row, p.q_stride_head, token), key_bytes);
-        prefetch_bytes(key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), key_bytes);
-        prefetch_bytes(value_row(token), value_bytes);
-        prefetch_bytes(out_row(token), value_bytes);
+        prefetch_bytes(other.key_row(p.q, p.q_stride_batch, p.q_stride_row, p.q_stride_head, token), key_bytes);
+        prefetch_bytes(other.key_row(p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head, token), key_bytes);
+        prefetch_bytes(other.value_row(token), value_bytes);
+        prefetch_bytes(other.out_row(token), value_bytes);
         if (!p.gate_per_key) return;
         const int64_t gate_size = p.gate_dtype == FA_FLOAT32 ? 4 : 2;
-        prefetch_bytes(static_cast<const char*>(p.g) + gate_at(token) * gate_size, p.headdim_k * gate_size);
+        prefetch_bytes(static_cast<const char*>(p.g) + other.gate_at(token) * gate_size, p.headdim_k * gate_size);
     }
 
     // Row d of the state before the first token, null for zeros, and behind the last, null where nobody asks for it.
     const float* initial_state(int64_t d) const {
         if (p.initial_state == nullptr) return nullptr;
-        return p.initial_state + task.sequence * p.state_stride_sequence + task.head * p.state_stride_head +
+        return p.initial_state + task.sequence * p.state_stride_sequence + head * p.state_stride_head +
                d * p.state_stride_row + task.first_column;
     }
     float* final_state(int64_t d) const {
         if (p.final_state == nullptr) return nullptr;
-        return p.final_state + ((task.sequence * p.nheads + task.head) * p.headdim_k + d) * p.headdim_v + task.first_column;
+        return p.final_state + ((task.sequence * p.nheads + head) * p.headdim_k + d) * p.headdim_v + task.first_column;
     }
 
 private:
     int64_t gate_at(int64_t token) const {
-        return task.batch * p.g_stride_batch + (task.first_token + token) * p.g_stride_row + task.head * p.g_stride_head;
+        return task.batch * p.g_stride_batch + (task.first_token + token) * p.g_stride_row + head * p.g_stride_head;
     }
 
     const Element* key_row(const void* base, int64_t stride_batch, int64_t stride_row, int64_t stride_head,
                            int64_t token) const {
         return static_cast<const Element*>(base) + task.batch * stride_batch + (task.first_token + token) * stride_row +
-               task.head / (p.nheads / p.nheads_k) * stride_head;
+               head / (p.nheads / p.nheads_k) * stride_head;
     }
     const Element* value_row(int64_t token) const {
         return static_cast<const Element*>(p.v) + task.batch * p.v_stride_batch +
-               (task.first_token + token) * p.v_stride_row + task.head * p.v_stride_head + task.first_column;
+               (task.first_token + token) * p.v_stride_row + head * p.v_stride_head + task.first_column;
     }
     Element* out_row(int64_t token) const {
-        const int64_t row = (task.batch * p.seqlen + task.first_token + token) * p.nheads + task.head;
+        const int64_t row = (task.batch * p.seqlen + task.first_token + token) * p.nheads + head;
         return static_cast<Element*>(p.out) + row * p.headdim_v + task.first_column;
     }
 

@@ -26,9 +26,10 @@ struct LinearLayout {
     int64_t key_columns;  // headdim_k in whole parts
     int64_t key_depth, key_rows;  // as the depth of a product, and as the rows of its result
     int64_t key_stride, value_stride;
-    int64_t keys, queries, keys_t, scores, held, values, state, gates, row, left, right, total;
+    int64_t state_floats;
+    int64_t keys, queries, keys_t, scores, held, values, states, gates, row, left, right, total;
 
-    LinearLayout(const FaLinearParams& p, int64_t num_columns) : chunk(p.chunk) {
+    LinearLayout(const FaLinearParams& p, int64_t num_columns, int64_t num_heads) : chunk(p.chunk) {
         key_columns = round_up(p.headdim_k, kPartColumns);
         key_depth = round_up(p.headdim_k, kDepthStep);
         key_rows = round_up(key_depth, Unit::kRowStep);
@@ -48,7 +49,8 @@ struct LinearLayout {
         scores = take((tokens + kPartTileRows) * chunk);
         held = take((tokens + kPartTileRows) * value_stride);
         values = take((chunk + FloatUnit::kRowStep) * value_stride);
-        state = take(key_rows * value_stride);
+        state_floats = key_rows * value_stride;
+        states = take(num_heads * state_floats);
         gates = take(chunk * (p.gate_per_key ? key_stride : 1));
         row = take(larger(2 * chunk, (1 + chunk / kPartTokens) * key_columns + kPartTileRows * key_stride));
         left = take(kPairs ? larger(tokens * (key_stride / 2 + kRowPadding), key_rows * (chunk / 2 + kRowPadding)) : 0);
@@ -72,7 +74,7 @@ public:
         : p_(p),
           task_(task),
           tokens_{p, task},
-          l_(p, task.num_columns),
+          l_(p, task.num_columns, task.num_heads),
           columns_(round_up(task.num_columns, Vec::kWidth)),
           keys_(scratch + l_.keys),
           queries_(scratch + l_.queries),
@@ -80,37 +82,59 @@ public:
           scores_(scratch + l_.scores),
           held_(scratch + l_.held),
           values_(scratch + l_.values),
-          state_(scratch + l_.state),
+          states_(scratch + l_.states),
           gates_(scratch + l_.gates),
           row_(scratch + l_.row),
           left_(scratch + l_.left),
           right_(scratch + l_.right) {}
 
     void run() {
-        memset(state_, 0, l_.key_rows * l_.value_stride * sizeof(float));
-        for (int64_t d = 0; p_.initial_state && d < p_.headdim_k; ++d)
-            widen_row(tokens_.initial_state(d), state_ + d * l_.value_stride, task_.num_columns, task_.num_columns);
+        memset(states_, 0, task_.num_heads * l_.state_floats * sizeof(float));
+        for (int64_t h = 0; h < task_.num_heads; ++h) {
+            begin_head(h);
+            for (int64_t d = 0; p_.initial_state && d < p_.headdim_k; ++d)
+                widen_row(tokens_.initial_state(d), state_ + d * l_.value_stride, task_.num_columns, task_.num_columns);
+        }
         // Rows of tiles that no token has: they are multiplied like others.
         memset(keys_, 0, (l_.keys_t - l_.keys) * sizeof(float));
         memset(keys_t_, 0, (l_.scores - l_.keys_t) * sizeof(float));
         memset(scores_, 0, (l_.held - l_.scores) * sizeof(float));
-        for (int64_t token = 0; token < smaller(l_.chunk, task_.num_tokens); ++token) tokens_.prefetch_token(token);
         Unit{}.begin();
+        // Heads take turns: their rows of a token are neighbours, and share the pages of memory.
         for (int64_t first = 0; first < task_.num_tokens; first += l_.chunk) {
-            load(first, smaller(l_.chunk, task_.num_tokens - first));
-            const int64_t next = first + l_.chunk;
-            for (int64_t token = next; token < smaller(next + l_.chunk, task_.num_tokens); ++token)
-                tokens_.prefetch_token(token);
-            p_.gate_per_key ? run_key_gates() : run_head_gates();
-            for (int64_t i = 0; i < smaller(l_.chunk, task_.num_tokens - first); ++i)
-                tokens_.write(first + i, held_queries() + i * l_.value_stride);
+            const int64_t n = smaller(l_.chunk, task_.num_tokens - first);
+            for (int64_t h = 0; h < task_.num_heads; ++h) {
+                begin_head(h);
+                load(first, n);
+                prefetch_next(first, h);
+                p_.gate_per_key ? run_key_gates() : run_head_gates();
+                for (int64_t i = 0; i < n; ++i) tokens_.write(first + i, held_queries() + i * l_.value_stride);
+            }
         }
         Unit{}.end();
-        for (int64_t d = 0; p_.final_state && d < p_.headdim_k; ++d)
-            narrow_row(state_ + d * l_.value_stride, tokens_.final_state(d), task_.num_columns);
+        for (int64_t h = 0; p_.final_state && h < task_.num_heads; ++h) {
+            begin_head(h);
+            for (int64_t d = 0; d < p_.headdim_k; ++d)
+                narrow_row(state_ + d * l_.value_stride, tokens_.final_state(d), task_.num_columns);
+        }
     }
 
 private:
+    // The chunk whose turn is next.
+    __attribute__((always_inline)) void prefetch_next(int64_t first, int64_t h) const {
+        if (++h == task_.num_heads) {
+            h = 0;
+            first += l_.chunk;
+        }
+        for (int64_t token = first; token < smaller(first + l_.chunk, task_.num_tokens); ++token)
+            tokens_.prefetch_token(token, task_.head + h);
+    }
+
+    void begin_head(int64_t h) {
+        tokens_.head = task_.head + h;
+        state_ = states_ + h * l_.state_floats;
+    }
+
     bool is_delta() const { return p_.beta != nullptr; }
     float* held_queries() const { return held_ + l_.chunk * l_.value_stride; }
     float* query_scores() const { return scores_ + l_.chunk * l_.chunk; }
@@ -356,14 +380,15 @@ private:
 
     const FaLinearParams& p_;
     const LinearTask& task_;
-    const LinearTokens<Element> tokens_;
+    LinearTokens<Element> tokens_;
     const Layout l_;
     const int64_t columns_;
     float *const keys_,
-        *const queries_,
-            *const keys_t_, *const scores_, *const held_, *const values_, *const state_, *const gates_, *const row_,
-                                                                                                            *const left_,
+        *const queries_, *const keys_t_, *const scores_, *const held_, *const values_, *const states_,
+                                                                                           *const gates_,
+                                                                                               *const row_, *const left_,
                                                                                                                 *const right_;
+    float* state_ = nullptr;  // of the head at hand
     int64_t first_ = 0, n_ = 0;
 };
 

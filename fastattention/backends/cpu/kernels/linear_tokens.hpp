@@ -48,6 +48,21 @@ public:
     }
 
     void run() {
+        for (int64_t h = 0; h < task_.num_heads; ++h) {
+            tokens_.head = task_.head + h;
+            run_head();
+        }
+    }
+
+private:
+    static constexpr int64_t kStepVectors = 4;
+
+    struct Place {
+        const float* at;  // null for zeros
+        int64_t stride;
+    };
+
+    void run_head() {
         // The first token reads the state that was given, and the last writes the one asked for.
         Place from{tokens_.initial_state(0), p_.state_stride_row};
         for (int64_t token = 0; token < task_.num_tokens; ++token) {
@@ -62,14 +77,6 @@ public:
         }
         if (task_.num_tokens == 0 && p_.final_state) copy_state();
     }
-
-private:
-    static constexpr int64_t kStepVectors = 4;
-
-    struct Place {
-        const float* at;  // null for zeros
-        int64_t stride;
-    };
 
     void load(int64_t token) {
         tokens_.query(token, query_, key_columns_);
@@ -133,7 +140,7 @@ private:
 
     const FaLinearParams& p_;
     const LinearTask& task_;
-    const LinearTokens<Element> tokens_;
+    LinearTokens<Element> tokens_;
     const int64_t columns_, key_columns_;
     float *const query_, *const key_, *const gates_, *const value_, *const out_, *const state_;
 };

@@ -203,9 +203,9 @@ constexpr int64_t kMaxSplitHeads = 16;
 // Their queries and their results take at most this many floats a row.
 constexpr int64_t kMaxSplitFloats = 512 * kMaxSplitHeads;
 
-// Some columns of the values of one head of one sequence, in linear attention: what a task computes.
+// Some columns of the values of neighbouring heads of one sequence, in linear attention: what a task computes.
 struct LinearTask {
-    int64_t sequence, head;
+    int64_t sequence, head, num_heads;
     int64_t batch, first_token;  // where the sequence begins
     int64_t num_tokens;
     int64_t first_column, num_columns;
@@ -245,7 +245,7 @@ struct Kernels {
 
     // Linear attention of a task, with working memory of linear_scratch floats.
     void (*linear)(const FaLinearParams& params, const LinearTask& task, float* scratch);
-    int64_t (*linear_scratch)(const FaLinearParams& params, int64_t num_columns);
+    int64_t (*linear_scratch)(const FaLinearParams& params, int64_t num_columns, int64_t num_heads);
 
     // Loops that measure the limits of a core, see peaks.hpp; null where the instruction does not exist.
     double (*fma_loop)(int64_t iterations);  // returns the floating-point operations it did

@@ -142,14 +142,34 @@ def test_a_key_of_zeros_writes_nothing() -> None:
     check(problem, inputs, EmulatedChunks(LIMITS["cuda-sm80"]).run(problem, inputs))
 
 
-def wavefronts_of_a_chunk(chip: str, headdim: int, rule: str) -> dict[str, Wavefronts]:
-    """That the second kernel takes for one chunk more, whose tokens all exist."""
+@pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"], ids=["32-tokens", "64-tokens"])
+@pytest.mark.parametrize("rule", ["delta", "head"])
+def test_a_gate_may_forget_everything(rule: str, chip: str) -> None:
+    """Gates of 0, within and at the borders of the parts whose products are formed first."""
+    case = LinearCase(rule, seqlen=130, initial_state=True)
+    given = case.tensors(torch.float16)
+    given.g[:, [5, 15, 16, 40, 63, 64, 65, 111]] = -torch.inf
+    problem, inputs = prepare(given, case.options(chunked=True))
+    check(problem, inputs, EmulatedChunks(LIMITS[chip]).run(problem, inputs))
+
+
+def test_updates_may_grow_within_a_chunk() -> None:
+    """Keys that are all alike make numbers of the inverse that do not decay with the distance of tokens."""
+    case = LinearCase(seqlen=128, gates=1e-3)
+    given = case.tensors(torch.float16)
+    given.k[:] = given.k[:, :1] + 0.1 * given.k
+    problem, inputs = prepare(given, case.options(chunked=True))
+    check(problem, inputs, EmulatedChunks(LIMITS["cuda-sm80"]).run(problem, inputs))
+
+
+def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> dict[str, Wavefronts]:
+    """That the first or second kernel takes for one chunk more, whose tokens all exist."""
 
     def count(chunks: int) -> Report:
         case = LinearCase(rule, seqlen=64 * chunks, nheads=1, nheads_k=1, headdim_k=headdim, headdim_v=headdim)
         engine = EmulatedChunks(LIMITS[chip])
         engine.run(*prepare(case.tensors(torch.float16), case.options(chunked=True)))
-        return engine.reports[-1]
+        return engine.reports[kernel]
 
     less, more = count(1), count(2)
     kinds = "loads", "stores", "matrices", "copies"
@@ -170,11 +190,24 @@ def test_main_loop_has_next_to_no_bank_conflicts(chip: str, rule: str, headdim: 
 
     Outputs most on Volta, whose lanes have more rows.
     """
-    found = wavefronts_of_a_chunk(chip, headdim, rule)
+    found = wavefronts_of_a_chunk(1, chip, headdim, rule)
     assert found["matrices"].counted == found["matrices"].ideal
     counted, ideal = (sum(getattr(kind, name) for kind in found.values()) for name in ("counted", "ideal"))
     assert ideal > 0
     assert counted <= (1.2 if chip == "cuda-sm70" else 1.1) * ideal
+
+
+@thin(quick=3)
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("rule", ["delta", "head"])
+@pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"])
+def test_preparation_has_few_bank_conflicts(chip: str, rule: str, headdim: int) -> None:
+    """Those there are, are of products of gates and of stores."""
+    found = wavefronts_of_a_chunk(0, chip, headdim, rule)
+    assert found["matrices"].counted == found["matrices"].ideal
+    counted, ideal = (sum(getattr(kind, name) for kind in found.values()) for name in ("counted", "ideal"))
+    assert ideal > 0
+    assert counted <= 1.15 * ideal
 
 
 @pytest.mark.parametrize("chip", CHIPS)

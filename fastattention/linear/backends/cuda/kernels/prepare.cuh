@@ -330,9 +330,12 @@ private:
 
     // By one warp.
     FA_DEVICE void invert_triangle(int first) const {
-        const int second = first + kTriangle - kPart;
+        if constexpr (kTriangle == kPart) {
+            if (lane_index() < kPart) invert_part(first);
+            return;
+        }
+        const int second = first + kPart;
         invert_part(lane_index() < kPart ? first : second);
-        if constexpr (kTriangle == kPart) return;
         warp_barrier();
         multiply<kPart, false>(memory_.system(second, first), memory_.inverse(first, first), memory_.system(first, second));
         warp_barrier();

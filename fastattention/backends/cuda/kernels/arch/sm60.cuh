@@ -16,6 +16,7 @@ struct Arch : Layout16 {
     static constexpr bool kSeparateFullTiles = false;
     static constexpr int kSharedBytes = FA_ELEMENT_BYTES;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
+    static constexpr bool kRowsAreColumns = false;
 
     template <class Item>
     static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {

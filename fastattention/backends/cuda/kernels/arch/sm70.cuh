@@ -24,6 +24,7 @@ struct Arch {
     static constexpr bool kSeparateFullTiles = true;
     static constexpr int kSharedBytes = 2;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
+    static constexpr bool kRowsAreColumns = false;
     static constexpr int kStepRows = 32;
     static constexpr int kElements = 8;
 

@@ -29,58 +29,93 @@ constexpr int kQueryGroups = kChunk / Arch::kStepRows;
 constexpr int kOutColumns = kColumns * kQueryGroups / kWarps;  // of a warp, for a group of queries
 static_assert(kOutColumns % 8 == 0 && kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
 
-// Copies numbers that lie in order: 16 bytes at a time.
-template <int kBytes>
+// 16 bytes, or zeros. What copies ask for has no branches: products go on meanwhile.
+FA_DEVICE void copy_128(uint32_t to, const void* from, bool valid) {
+    if constexpr (Arch::kAsyncCopy) {
+        copy_async_128(to, from, valid);
+    } else {
+        store_shared_128(to, valid ? load_global_128(from) : Words4{});
+    }
+}
+
+// Copies numbers that lie in order.
+template <int kCount>
 class NumbersCopy {
 public:
-    FA_DEVICE void begin(const float* from, uint32_t to) {
+    FA_DEVICE explicit NumbersCopy(const float* from) : from_(from) {}
+
+    FA_DEVICE void begin(int chunk, bool valid, uint32_t to) const {
+        constexpr int kPieces = kCount / 4;
+        const float* from = from_ + static_cast<int64_t>(chunk) * kCount;
 #pragma unroll
-        for (int i = 0; i < kOfThread; ++i) {
-            const int at = (thread_index() + i * kThreads) * 16;
-            if (at >= kBytes) break;
-            if constexpr (Arch::kAsyncCopy) {
-                copy_async_128(to + at, from + at / 4, true);
-            } else {
-                store_shared_128(to + at, load_global_128(from + at / 4));
-            }
+        for (int i = 0; i < kPieces; i += kThreads) {
+            const int piece = i + thread_index();
+            if (piece < kPieces) copy_128(to + piece * 16, from + piece * 4, valid);
         }
     }
 
 private:
-    static constexpr int kOfThread = (kBytes / 16 + kThreads - 1) / kThreads;
+    const float* const from_;
+};
+
+// Copies squares of a chunk that are zero above the diagonal; what is above it is not read.
+class TriangleCopy {
+public:
+    static constexpr int kPitch = pitch_of<2>(kChunk), kBytes = kChunk * kPitch;
+
+    // from: of the first chunk.
+    FA_DEVICE explicit TriangleCopy(const uint16_t* from) : from_(from) {}
+
+    FA_DEVICE void begin(int chunk, bool valid, uint32_t to) const {
+        constexpr int kPieces = kChunk / 8, kRowStep = kThreads / kPieces;
+        const int first_row = thread_index() / kPieces, column = thread_index() % kPieces * 8;
+        const uint16_t* from = from_ + static_cast<int64_t>(chunk) * (kChunk * kChunk) + first_row * kChunk + column;
+        to += first_row * kPitch + column * 2;
+#pragma unroll
+        for (int row = 0; row < kChunk; row += kRowStep)
+            if (kChunk % kRowStep == 0 || first_row + row < kChunk)
+                copy_128(to + row * kPitch, from + row * kChunk, valid && column <= first_row + row);
+    }
+
+private:
+    const uint16_t* const from_;
 };
 
 // What a chunk needs in shared memory.
 class ChunkTiles {
     using TokenCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
-    using SquareCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kChunk>;
     using ValueCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kColumns>;
-    using FactorCopy = NumbersCopy<(kGatePerKey ? kHeaddim : kFactors) * 4>;
+    using FactorCopy = NumbersCopy<kGatePerKey ? kHeaddim : kFactors>;
     static constexpr int kQueries = TokenCopy::kBytes, kScores = 2 * TokenCopy::kBytes,
-                         kInverse = kScores + SquareCopy::kBytes, kValues = kInverse + (kDeltaRule ? SquareCopy::kBytes : 0),
+                         kInverse = kScores + TriangleCopy::kBytes,
+                         kValues = kInverse + (kDeltaRule ? TriangleCopy::kBytes : 0),
                          kFactorsAt = kValues + ValueCopy::kBytes;
 
 public:
-    static constexpr int kTokenPitch = TokenCopy::kPitch, kSquarePitch = SquareCopy::kPitch, kValuePitch = ValueCopy::kPitch;
+    static constexpr int kTokenPitch = TokenCopy::kPitch, kSquarePitch = TriangleCopy::kPitch,
+                         kValuePitch = ValueCopy::kPitch;
     static constexpr int kBytes = kFactorsAt + (kGatePerKey ? kHeaddim : kFactors) * 4;
 
     FA_DEVICE ChunkTiles(const ChunkParams& p, const Sequence& sequence, int head, int column)
         : keys_(tokens(p, sequence, head, p.k, p.k_scaled, p.k_stride_batch, p.k_stride_row, p.k_stride_head)),
           queries_(tokens(p, sequence, head, p.q, p.q_scaled, p.q_stride_batch, p.q_stride_row, p.q_stride_head)),
-          scores_({p.scores + slot_of(p, sequence, head) * (kChunk * kChunk), kChunk, rows_of_slots(sequence), kChunk}),
-          inverse_({p.inverse + slot_of(p, sequence, head) * (kChunk * kChunk), kChunk, rows_of_slots(sequence), kChunk}),
+          scores_(p.scores + slot_of(p, sequence, head) * (kChunk * kChunk)),
+          inverse_(p.inverse + slot_of(p, sequence, head) * (kChunk * kChunk)),
           values_({p.v + sequence.offset(p.v_stride_batch, p.v_stride_row, p.v_stride_head, head) + column, p.v_stride_row,
                    sequence.length, p.columns_v - column}),
-          factors_(p.factors + slot_of(p, sequence, head) * (kGatePerKey ? kHeaddim : kFactors)) {}
+          factors_(p.factors + slot_of(p, sequence, head) * (kGatePerKey ? kHeaddim : kFactors)),
+          length_(sequence.length) {}
 
+    // Of a chunk behind the last nothing is read.
     FA_DEVICE void begin(int chunk, uint32_t to) {
         const int first = chunk * kChunk;
+        const bool valid = first < length_;
         copy(keys_, first, to);
         copy(queries_, first, to + kQueries);
-        copy(scores_, first, to + kScores);
-        if constexpr (kDeltaRule) copy(inverse_, first, to + kInverse);
+        scores_.begin(chunk, valid, to + kScores);
+        if constexpr (kDeltaRule) inverse_.begin(chunk, valid, to + kInverse);
         copy(values_, first, to + kValues);
-        FactorCopy().begin(factors_ + static_cast<int64_t>(chunk) * (kGatePerKey ? kHeaddim : kFactors), to + kFactorsAt);
+        factors_.begin(chunk, valid, to + kFactorsAt);
     }
 
     static FA_DEVICE uint32_t keys(uint32_t tiles) { return tiles; }
@@ -96,12 +131,11 @@ private:
                                                        const uint16_t* base, const uint16_t* scaled, int64_t stride_batch,
                                                        int stride_row, int64_t stride_head) {
         if constexpr (kGatePerKey)
-            return {scaled + slot_of(p, sequence, head) * (kChunk * kHeaddim), kHeaddim, rows_of_slots(sequence), kHeaddim};
+            return {scaled + slot_of(p, sequence, head) * (kChunk * kHeaddim), kHeaddim, sequence.num_chunks() * kChunk,
+                    kHeaddim};
         return {base + sequence.offset(stride_batch, stride_row, stride_head, head / p.group_size), stride_row,
                 sequence.length, p.columns_k};
     }
-
-    static FA_DEVICE int rows_of_slots(const Sequence& sequence) { return sequence.num_chunks() * kChunk; }
 
     template <class Copy>
     static FA_DEVICE void copy(Copy& rows, int first, uint32_t to) {
@@ -110,9 +144,10 @@ private:
     }
 
     TokenCopy keys_, queries_;
-    SquareCopy scores_, inverse_;
+    TriangleCopy scores_, inverse_;
     ValueCopy values_;
-    const float* const factors_;
+    FactorCopy factors_;
+    const int length_;
 };
 
 // What warps leave for each other behind the tiles: rows are columns of v. Results wait here for the next chunk to write them,
@@ -154,7 +189,7 @@ public:
         const int chunks = sequence_.num_chunks();
         if constexpr (kStages > 1) {
             ChunkTiles tiles(p_, sequence_, head_, column_);
-            if (chunks > 0) tiles.begin(0, shared);
+            tiles.begin(0, shared);
             copy_async_commit();
             read_state();
             leave_state();
@@ -163,13 +198,16 @@ public:
                 copy_async_wait<0>();
                 cta_barrier();
                 add_chunk(shared + chunk % 2 * ChunkTiles::kBytes, [&] {
-                    if (chunk + 1 < chunks) tiles.begin(chunk + 1, shared + (chunk + 1) % 2 * ChunkTiles::kBytes);
+                    // A branch keeps the compiler from loading more operands before it than there are registers for. Of one
+                    // step there are, and copies begin while products go on.
+                    if (kSteps == 1 || chunk + 1 < chunks)
+                        tiles.begin(chunk + 1, shared + (chunk + 1) % 2 * ChunkTiles::kBytes);
                     copy_async_commit();
-                    if (chunk > 0) write_out(chunk - 1, shared);
+                    write_out(chunk - 1, shared);
                 });
             }
             warp_barrier();
-            if (chunks > 0) write_out(chunks - 1, shared);
+            write_out(chunks - 1, shared);
         } else {
             read_state();
             leave_state();
@@ -192,7 +230,27 @@ private:
     using State = float[kSteps][kKeyDims / 8][kElements];
     using Tokens = float[kSteps][kTokens / 8][kElements];  // a column for each
     using Out = float[1][kOutColumns / 8][kElements];  // rows of queries
+    using QueryRows = typename Arch::template Rows<1, kHeaddim>;
     using TokenRows = typename Arch::template Rows<kSteps, kChunk>;
+
+    // Of a lane's columns. at: where that of an element of an accumulator stands, and behind it that of the next element.
+    template <int kTiles>
+    struct ColumnFactors {
+        float x[kTiles][kElements / 2];
+
+        template <class At>
+        explicit FA_DEVICE ColumnFactors(At at) {
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; i += 2) {
+                    if (Arch::row_of_element(i) != 0) continue;
+                    const Words2 pair = load_shared_64(at(n, i));
+                    x[n][Arch::column_of_element(i)] = as_float(pair.word[0]);
+                    x[n][Arch::column_of_element(i) + 1] = as_float(pair.word[1]);
+                }
+        }
+    };
 
     // The warp's first.
     FA_DEVICE int first_key() const { return warp_ * kKeyDims; }
@@ -206,20 +264,20 @@ private:
         Out out = {};
         Tokens updates = {};
         if constexpr (kDeltaRule) {
-            find_rest(updates, tiles, meanwhile);
+            find_rest<Arch>(updates, out, tiles, meanwhile);
             cta_barrier();
             TokenRows rest;
             rest.load(exchange_.rest());
             Arch::multiply_rows(updates, rest, ChunkTiles::inverse(tiles) + first_token() * ChunkTiles::kSquarePitch);
-            ask_state(out, tiles);
         } else {
-            ask_state(out, tiles);
-            meanwhile();
+            Arch::multiply_rows(out, queries(tiles), exchange_.state() + first_out_column() * Exchange::kStatePitch);
             read_values(updates, tiles);
+            meanwhile();
         }
         leave_tokens(updates, exchange_.updates());
         if constexpr (!kGatePerKey) {
-            scale<kKeysToState>(updates, tiles, 1.0f);
+            scale(updates, token_factors(kKeysToState, tiles));
+            scale_queries(out, tiles);
             leave_tokens(updates, exchange_.to_state());
         }
         cta_barrier();
@@ -232,32 +290,48 @@ private:
             out, exchange_.out(tiles) + first_query() * Exchange::kOutPitch + first_out_column() * 2);
     }
 
-    // Of the delta rule: what values are more than the state holds for their keys.
-    template <class Meanwhile>
-    FA_DEVICE void find_rest(Tokens& x, uint32_t tiles, Meanwhile meanwhile) const {
+    // Of the delta rule: x, what values are more than the state holds for their keys; and what it holds for queries. Path:
+    // Arch; of a parameter the compiler does not look for what is not called.
+    template <class Path, class Meanwhile>
+    FA_DEVICE void find_rest(Tokens& x, Out& out, uint32_t tiles, Meanwhile meanwhile) const {
         typename Arch::template Rows<kSteps, kHeaddim> state;
         state.load(exchange_.state());
-        Arch::multiply_rows(x, state, ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kTokenPitch);
-        meanwhile();
+        const uint32_t keys = ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kTokenPitch;
+        if constexpr (Arch::kRowsAreColumns && kOutColumns == kColumns) {
+            Path::multiply_rows_and_columns(x, out, state, keys, queries(tiles), meanwhile);
+        } else {
+            Arch::multiply_rows(x, state, keys);
+            Arch::multiply_rows(out, queries(tiles), exchange_.state() + first_out_column() * Exchange::kStatePitch);
+            meanwhile();
+        }
         Tokens values;
         read_values(values, tiles);
-        scale<kKeysOfState>(x, tiles, -1.0f);
+        const auto gates = token_factors(kKeysOfState, tiles), betas = token_factors(kBetas, tiles);
+        scale(x, gates);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
 #pragma unroll
             for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
-                for (int i = 0; i < kElements; ++i) x[step][n][i] += values[step][n][i];
-        scale<kBetas>(x, tiles, 1.0f);
+                for (int i = 0; i < kElements; ++i) x[step][n][i] = values[step][n][i] - x[step][n][i];
+        scale(x, betas);
         leave_tokens(x, exchange_.rest());
     }
 
-    // What the state holds for queries.
-    FA_DEVICE void ask_state(Out& out, uint32_t tiles) const {
-        typename Arch::template Rows<1, kHeaddim> queries;
-        queries.load(ChunkTiles::queries(tiles) + first_query() * ChunkTiles::kTokenPitch);
-        Arch::multiply_rows(out, queries, exchange_.state() + first_out_column() * Exchange::kStatePitch);
-        if constexpr (kGatePerKey) return;
+    // Of the warp's tokens; of its queries.
+    FA_DEVICE ColumnFactors<kTokens / 8> token_factors(FactorPlane plane, uint32_t tiles) const {
+        return ColumnFactors<kTokens / 8>([&](int n, int i) {
+            return ChunkTiles::factor(tiles, plane * kChunk + first_token() + Arch::score_column(n, i));
+        });
+    }
+
+    FA_DEVICE QueryRows queries(uint32_t tiles) const {
+        QueryRows rows;
+        rows.load(ChunkTiles::queries(tiles) + first_query() * ChunkTiles::kTokenPitch);
+        return rows;
+    }
+
+    FA_DEVICE void scale_queries(Out& out, uint32_t tiles) const {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
             const int query = first_query() + Arch::row(Arch::row_of_element(i));
@@ -290,58 +364,44 @@ private:
     }
 
     FA_DEVICE void decay_state(uint32_t tiles) {
-        const float factor = kGatePerKey ? 1.0f : as_float(load_shared_32(ChunkTiles::factor(tiles, kStateFactor)));
-#pragma unroll
-        for (int n = 0; n < kKeyDims / 8; ++n) {
-            if constexpr (kGatePerKey) {
-                scale_columns(
-                    state_, n, [&](int i) { return ChunkTiles::factor(tiles, first_key() + Arch::value_column(n, i)); },
-                    1.0f);
-            } else {
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-                    for (int i = 0; i < kElements; ++i) state_[step][n][i] *= factor;
-            }
-        }
-    }
-
-    // Columns by the numbers of a plane, and all by one.
-    template <FactorPlane kPlane>
-    FA_DEVICE void scale(Tokens& x, uint32_t tiles, float factor) const {
-#pragma unroll
-        for (int n = 0; n < kTokens / 8; ++n)
-            scale_columns(
-                x, n,
-                [&](int i) { return ChunkTiles::factor(tiles, kPlane * kChunk + first_token() + Arch::score_column(n, i)); },
-                factor);
-    }
-
-    // at: of a number, and its neighbour, for an element of accumulators n and the next one.
-    template <int kTiles, class At>
-    static FA_DEVICE void scale_columns(float (&x)[kSteps][kTiles][kElements], int n, At at, float factor) {
-#pragma unroll
-        for (int first = 0; first < kElements; first += 2) {
-            if (Arch::row_of_element(first) != 0) continue;
-            const Words2 pair = load_shared_64(at(first));
+        if constexpr (kGatePerKey) {
+            const auto at = [&](int n, int i) { return ChunkTiles::factor(tiles, first_key() + Arch::value_column(n, i)); };
+            scale(state_, ColumnFactors<kKeyDims / 8>(at));
+        } else {
+            const float factor = as_float(load_shared_32(ChunkTiles::factor(tiles, kStateFactor)));
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                for (int i = 0; i < kElements; ++i)
-                    if (Arch::column_of_element(i) / 2 == Arch::column_of_element(first) / 2)
-                        x[step][n][i] *= as_float(pair.word[i % 2]) * factor;
+                for (int n = 0; n < kKeyDims / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < kElements; ++i) state_[step][n][i] *= factor;
         }
     }
 
-    // What the warp left of a chunk.
+    template <int kTiles>
+    static FA_DEVICE void scale(float (&x)[kSteps][kTiles][kElements], const ColumnFactors<kTiles>& factors) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) x[step][n][i] *= factors.x[n][Arch::column_of_element(i)];
+    }
+
+    // What the warp left of a chunk; nothing of that before the first.
     FA_DEVICE void write_out(int chunk, uint32_t tiles) const {
-        const int first = chunk * kChunk + first_query();
-        const int64_t row = static_cast<int64_t>(sequence_.batch) * p_.seqlen + sequence_.first + first;
+        constexpr int kPieces = kOutColumns / 8, kAll = Arch::kStepRows * kPieces;
+        const uint32_t from = exchange_.out(tiles) + first_query() * Exchange::kOutPitch + first_out_column() * 2;
+        const int first = chunk * kChunk + first_query(), first_column = column_ + first_out_column();
         const int64_t stride = static_cast<int64_t>(p_.nheads) * p_.columns_v;
-        const RowsOut rows{p_.out + row * stride + head_ * p_.columns_v + column_, stride, sequence_.length - first,
-                           p_.columns_v - column_};
-        copy_rows<Arch::kStepRows, kOutColumns, Exchange::kOutPitch>(
-            rows, exchange_.out(tiles) + first_query() * Exchange::kOutPitch, first_out_column());
+        const int64_t row = static_cast<int64_t>(sequence_.batch) * p_.seqlen + sequence_.first + first;
+        uint16_t* const to = p_.out + row * stride + head_ * p_.columns_v + first_column;
+#pragma unroll
+        for (int i = 0; i < kAll; i += 32) {
+            const int piece = (i + lane_index()) % kAll, row = piece / kPieces, column = piece % kPieces * 8;
+            if (first >= 0 && first + row < sequence_.length && first_column + column < p_.columns_v)
+                store_global_128(to + row * stride + column, load_shared_128(from + row * Exchange::kOutPitch + column * 2));
+        }
     }
 
     // Calls visit(element of the state, key dimension, column of v) of those that there are.

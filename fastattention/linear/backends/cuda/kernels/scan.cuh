@@ -27,6 +27,8 @@ constexpr int kKeyDims = kHeaddim / kWarps;  // of the state, of a warp
 constexpr int kTokens = kChunk / kWarps;  // likewise of keys and updates
 constexpr int kQueryGroups = kChunk / Arch::kStepRows;
 constexpr int kOutColumns = kColumns * kQueryGroups / kWarps;  // of a warp, for a group of queries
+// Whether products of the state with keys and with queries take the same operands.
+constexpr bool kSharesOperands = kDeltaRule && Arch::kRowsAreColumns && kOutColumns == kColumns;
 static_assert(kOutColumns % 8 == 0 && kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
 
 // 16 bytes, or zeros. What copies ask for has no branches: products go on meanwhile.
@@ -269,8 +271,9 @@ private:
             TokenRows rest;
             rest.load(exchange_.rest());
             Arch::multiply_rows(updates, rest, ChunkTiles::inverse(tiles) + first_token() * ChunkTiles::kSquarePitch);
+            if constexpr (!kSharesOperands) ask_state(out, tiles);
         } else {
-            Arch::multiply_rows(out, queries(tiles), exchange_.state() + first_out_column() * Exchange::kStatePitch);
+            ask_state(out, tiles);
             read_values(updates, tiles);
             meanwhile();
         }
@@ -290,18 +293,22 @@ private:
             out, exchange_.out(tiles) + first_query() * Exchange::kOutPitch + first_out_column() * 2);
     }
 
-    // Of the delta rule: x, what values are more than the state holds for their keys; and what it holds for queries. Path:
+    // What the state holds for the warp's queries.
+    FA_DEVICE void ask_state(Out& out, uint32_t tiles) const {
+        Arch::multiply_rows(out, queries(tiles), exchange_.state() + first_out_column() * Exchange::kStatePitch);
+    }
+
+    // Of the delta rule: x, what values are more than the state holds for their keys; and, with it, ask_state's. Path:
     // Arch; of a parameter the compiler does not look for what is not called.
     template <class Path, class Meanwhile>
     FA_DEVICE void find_rest(Tokens& x, Out& out, uint32_t tiles, Meanwhile meanwhile) const {
         typename Arch::template Rows<kSteps, kHeaddim> state;
         state.load(exchange_.state());
         const uint32_t keys = ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kTokenPitch;
-        if constexpr (Arch::kRowsAreColumns && kOutColumns == kColumns) {
+        if constexpr (kSharesOperands) {
             Path::multiply_rows_and_columns(x, out, state, keys, queries(tiles), meanwhile);
         } else {
             Arch::multiply_rows(x, state, keys);
-            Arch::multiply_rows(out, queries(tiles), exchange_.state() + first_out_column() * Exchange::kStatePitch);
             meanwhile();
         }
         Tokens values;

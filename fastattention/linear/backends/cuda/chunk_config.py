@@ -95,8 +95,8 @@ class PrepareKeysConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernel asserts the same: slices of queries, keys and gates."""
-        return 3 * self.chunk * (64 + 4) * 4
+        """Shared memory of a CTA; the kernel asserts the same: slices of queries and keys, and of products of gates."""
+        return (2 * self.chunk + self.chunk // 4) * (64 + 4) * 4
 
     @property
     def name(self) -> str:

@@ -84,9 +84,9 @@ public:
     }
 
 private:
-    static constexpr int kPairs = kBlock * (kBlock + 1) / 2;  // of queries of a block with keys up to theirs
     static constexpr int kBlocks = kGroup / kBlock;
     static constexpr int kHalf = kSlice / 2;
+    static constexpr int kStep = 16;  // columns that eight lanes read at once
     static constexpr int kQueries = 4;  // of a lane, of a part
     static constexpr int kKeys = kGroup * kGroup / 32 / kQueries;  // of a group, too
 
@@ -104,52 +104,72 @@ private:
     static FA_DEVICE void store(uint32_t at, float x) { store_shared_32(at, as_bits(x)); }
     static FA_DEVICE void scale(uint32_t at, float factor) { store(at, load(at) * factor); }
 
-    // A warp reads a group. A lane has two columns of a block in registers, whose keys meet one query after the other, and
-    // before each the gate of that token.
+    // Two neighbouring columns of a block.
+    struct Columns {
+        uint32_t queries[kBlock], keys[kBlock];  // two of each
+        float logs[2][kBlock];  // of gates
+    };
+
+    // A warp reads a group, and eight of its lanes a block, of which each has two columns at a time in registers. Lanes of
+    // the second half of a group have theirs in reverse: both halves store at once.
     template <int kFormat>
     FA_DEVICE void multiply_blocks(int first_column) {
-        const int lane = thread() % 32, first = thread() / 32 * kGroup, key_head = head_ / p_.group_size;
-        const int column = first_column + lane;
-        const int64_t token = first_ + first;
-        const uint16_t* q = p_.q + column + sequence_.offset(p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head, key_head) +
-                            token * p_.q_stride_row;
-        const uint16_t* k = p_.k + column + sequence_.offset(p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head, key_head) +
-                            token * p_.k_stride_row;
-        const int64_t g =
-            sequence_.offset(p_.g_stride_batch, p_.g_stride_row, p_.g_stride_head, head_) + token * p_.g_stride_row + column;
-        const int rows = sequence_.length - first_ - first, columns = p_.headdim_k - column;
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-            float queries[2][kBlock], keys[2][kBlock], gates[2][kBlock];
-#pragma unroll
-            for (int i = 0; i < kBlock; ++i) {
-                const int row = block * kBlock + i;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const bool exists = row < rows && half * kHalf < columns;
-                    queries[half][i] = exists ? Element::widen(q[row * p_.q_stride_row + half * kHalf]) : 0.0f;
-                    keys[half][i] = exists ? Element::widen(k[row * p_.k_stride_row + half * kHalf]) : 0.0f;
-                    gates[half][i] = exists ? number_at<kFormat>(p_.g, g + row * p_.g_stride_row + half * kHalf) : 0.0f;
-                }
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                multiply_block(block, first + block * kBlock, lane + half * kHalf, queries[half], keys[half], gates[half]);
+        Columns next = read<kFormat>(first_column, 0);
+#pragma unroll 1
+        for (int at = 0; at < kSlice; at += kStep) {
+            const Columns own = next;
+            if (at + kStep < kSlice) next = read<kFormat>(first_column, at + kStep);
+            multiply_block(own, at, 0);
+            multiply_block(own, at, 1);
         }
     }
 
-    FA_DEVICE void multiply_block(int block, int first, int column, const float (&queries)[kBlock], float (&keys)[kBlock],
-                                  const float (&logs)[kBlock]) {
-        float since = 1.0f;
+    static FA_DEVICE int row_of(int index) { return index / 8 * kBlock; }
+    static FA_DEVICE int column_of(int index) { return index % 8 * 2; }
+    static FA_DEVICE int reversed(int index) { return index / 16 % 2; }
+
+    template <int kFormat>
+    FA_DEVICE Columns read(int first_column, int at) const {
+        const int index = thread(), key_head = head_ / p_.group_size, column = first_column + at + column_of(index);
+        const int token = first_ + row_of(index), rows = sequence_.length - token;
+        const uint16_t* q = p_.q + sequence_.offset(p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head, key_head) +
+                            static_cast<int64_t>(token) * p_.q_stride_row + column;
+        const uint16_t* k = p_.k + sequence_.offset(p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head, key_head) +
+                            static_cast<int64_t>(token) * p_.k_stride_row + column;
+        const int64_t g =
+            sequence_.offset(p_.g_stride_batch, p_.g_stride_row, p_.g_stride_head, head_) + token * p_.g_stride_row + column;
+        Columns result;
 #pragma unroll
         for (int row = 0; row < kBlock; ++row) {
-            const float own = queries[row] * p_.scale, gate = exp2_approximate(logs[row] * kLog2E);
+            const bool exists = row < rows && column < p_.columns_k;
+            result.queries[row] = exists ? *reinterpret_cast<const uint32_t*>(q + row * p_.q_stride_row) : 0;
+            result.keys[row] = exists ? *reinterpret_cast<const uint32_t*>(k + row * p_.k_stride_row) : 0;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int other = i ^ reversed(index);
+                const bool has_gate = row < rows && column + other < p_.headdim_k;
+                result.logs[i][row] = has_gate ? number_at<kFormat>(p_.g, g + row * p_.g_stride_row + other) : 0.0f;
+            }
+        }
+        return result;
+    }
+
+    // Keys meet one query after the other, and before each the gate of that token.
+    FA_DEVICE void multiply_block(const Columns& own, int at, int which) {
+        const int index = thread(), first = row_of(index), other = which ^ reversed(index);
+        const int column = at + column_of(index) + other;
+        float keys[kBlock], since = 1.0f;
+#pragma unroll
+        for (int row = 0; row < kBlock; ++row) {
+            const float gate = exp2_approximate(own.logs[which][row] * kLog2E);
+            const float scaled = Element::widen(static_cast<uint16_t>(own.queries[row] >> other * 16)) * p_.scale;
+            keys[row] = Element::widen(static_cast<uint16_t>(own.keys[row] >> other * 16));
 #pragma unroll
             for (int i = 0; i < row; ++i) keys[i] *= gate;
 #pragma unroll
-            for (int i = 0; i <= row; ++i) blocks_[block][row * (row + 1) / 2 + i] += own * keys[i];
+            for (int i = 0; i <= row; ++i) block_[row][i] += scaled * keys[i];
             since *= gate;
-            store(query(first + row, column), own * since);
+            store(query(first + row, column), scaled * since);
         }
 #pragma unroll
         for (int row = 0; row < kBlock; ++row) store(key(first + row, column), keys[row]);
@@ -231,42 +251,49 @@ private:
                                                kHalf);
     }
 
-    // Queries take the gates of groups before theirs on the way, keys those of groups behind.
+    // Queries take the gates of groups before theirs on the way, keys those of groups behind. A thread has four columns.
     FA_DEVICE void write(int first_column) const {
-        const int64_t at = slot_ * kChunk * kHeaddim + first_column;
-        for (int i = thread(); i < kChunk * (kSlice / 8); i += kThreads) {
-            const int row = i / (kSlice / 8), column = i % (kSlice / 8) * 8;
-            Four queries[2] = {Four(query(row, column)), Four(query(row, column + 4))};
-            Four keys[2] = {Four(key(row, column)), Four(key(row, column + 4))};
+        constexpr int kRows = kThreads / (kSlice / 4);  // at once
+        const int index = thread(), column = index % (kSlice / 4) * 4, first = index / (kSlice / 4);
+        const int64_t at = (slot_ * kChunk + first) * kHeaddim + first_column + column;
+        Four products[kGroups];
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) products[group] = Four(product(group * kGroup, column));
+#pragma unroll
+        for (int row = 0; row < kChunk; row += kRows) {
+            Four queries(query(first + row, column)), keys(key(first + row, column));
+#pragma unroll
             for (int group = 0; group < kGroups; ++group) {
-                if (group == row / kGroup) continue;
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    (group < row / kGroup ? queries : keys)[half].multiply(Four(product(group * kGroup, column + half * 4)));
+                if (group < row / kGroup) queries.multiply(products[group]);
+                if (group > row / kGroup) keys.multiply(products[group]);
             }
-            store_global_128(p_.q_scaled + at + row * kHeaddim + column, packed(queries));
-            store_global_128(p_.k_scaled + at + row * kHeaddim + column, packed(keys));
+            store_global_64(p_.q_scaled + at + row * kHeaddim, packed(queries));
+            store_global_64(p_.k_scaled + at + row * kHeaddim, packed(keys));
         }
-        for (int column = thread(); column < kSlice; column += kThreads) {
-            float all = 1.0f;
+        if (first > 0) return;
 #pragma unroll
-            for (int group = 0; group < kGroups; ++group) all *= load(product(group * kGroup, column));
-            p_.factors[slot_ * kHeaddim + first_column + column] = all;
-        }
+        for (int group = 1; group < kGroups; ++group) products[0].multiply(products[group]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p_.factors[slot_ * kHeaddim + first_column + column + i] = products[0].x[i];
     }
 
-    static FA_DEVICE Words4 packed(const Four (&x)[2]) {
-        Words4 words;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words.word[i] = Element::pack(x[i / 2].x[i % 2 * 2], x[i / 2].x[i % 2 * 2 + 1]);
-        return words;
+    static FA_DEVICE Words2 packed(const Four& four) {
+        return {Element::pack(four.x[0], four.x[1]), Element::pack(four.x[2], four.x[3])};
     }
 
     FA_DEVICE uint32_t score(int row, int column) const { return memory_ + row * kScorePitch + column * 4; }
 
     FA_DEVICE void leave_scores() {
         const int index = thread_index(), lane = index % 32, first = index / 32 * kGroup;
-        leave_blocks(lane, first);
+#pragma unroll
+        for (int row = 0; row < kBlock; ++row)
+#pragma unroll
+            for (int i = 0; i <= row; ++i) {
+                float sum = block_[row][i];
+#pragma unroll
+                for (int mask = 1; mask < 8; mask *= 2) sum += shuffle_xor(sum, mask);
+                if (lane % 8 == 0) store(score(row_of(index) + row, row_of(index) + i), sum);
+            }
         const bool late = lane / kBlock % 2 == 1;
 #pragma unroll
         for (int step = 0; step < kBlocks - 1; ++step)
@@ -289,28 +316,6 @@ private:
     static FA_DEVICE int query_part(int step, bool late) { return step + 1 + (late && step < 2); }
     static FA_DEVICE int key_part(int step, bool late) { return late ? 1 + step / 2 : 0; }
 
-    // Sums over the lanes of a warp. Of pairs of lanes each takes over half of the blocks, until a lane has one.
-    FA_DEVICE void leave_blocks(int lane, int first) const {
-        const bool upper = lane & 16, odd = lane & 8;
-        int at = 0;
-#pragma unroll
-        for (int row = 0; row < kBlock; ++row)
-#pragma unroll
-            for (int column = 0; column <= row; ++column, ++at) {
-                float half[2];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const float low = blocks_[i][at], high = blocks_[2 + i][at];
-                    half[i] = (upper ? high : low) + shuffle_xor(upper ? low : high, 16);
-                }
-                float sum = (odd ? half[1] : half[0]) + shuffle_xor(odd ? half[0] : half[1], 8);
-#pragma unroll
-                for (int mask = 4; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
-                const int begin = first + lane / 8 * kBlock;
-                if (lane % 8 == 0) store(score(begin + row, begin + column), sum);
-            }
-    }
-
     template <bool kAdds>
     FA_DEVICE void leave_groups(int index) const {
         const int lane = index % 32;
@@ -328,12 +333,13 @@ private:
     }
 
     FA_DEVICE void write_scores() const {
-        for (int i = thread_index(); i < kChunk * (kChunk / 8); i += kThreads) {
-            const int row = i / (kChunk / 8), column = i % (kChunk / 8) * 8;
-            Four scores[2];
+        for (int i = thread_index(); i < kChunk * (kChunk / 4); i += kThreads) {
+            const int row = i / (kChunk / 4), column = i % (kChunk / 4) * 4;
+            Four scores(score(row, column));
 #pragma unroll
-            for (int j = 0; j < 8; ++j) scores[j / 4].x[j % 4] = column + j <= row ? load(score(row, column + j)) : 0.0f;
-            store_global_128(p_.scores + (slot_ * kChunk + row) * kChunk + column, packed(scores));
+            for (int j = 0; j < 4; ++j)
+                if (column + j > row) scores.x[j] = 0.0f;
+            store_global_64(p_.scores + (slot_ * kChunk + row) * kChunk + column, packed(scores));
         }
     }
 
@@ -342,7 +348,7 @@ private:
     const int head_, first_;  // first token, of the sequence
     const int64_t slot_;
     const uint32_t memory_ = shared_memory();
-    float blocks_[kBlocks][kPairs] = {};  // of a group, in one or two columns of a slice
+    float block_[kBlock][kBlock] = {};  // of queries with keys of a block up to theirs
     float within_[kBlocks - 1][1][kQueries] = {};  // between blocks of a group
     float between_[kGroups - 1][kKeys][kQueries] = {};  // between groups
 };

@@ -55,7 +55,12 @@ struct Four {
 class PrepareKeys {
 public:
     FA_DEVICE PrepareKeys(const ChunkParams& p, const Sequence& sequence, int chunk, int head)
-        : p_(p), sequence_(sequence), head_(head), first_(chunk * kChunk), slot_(slot_of(p, sequence, head) + chunk) {}
+        : p_(p),
+          batch_(sequence.batch),
+          head_(head),
+          first_(sequence.first + chunk * kChunk),
+          rows_(sequence.length - chunk * kChunk),
+          slot_(static_cast<int>(slot_of(p, sequence, head)) + chunk) {}
 
     FA_DEVICE void run() {
 #pragma unroll 1
@@ -131,23 +136,22 @@ private:
     template <int kFormat>
     FA_DEVICE Columns read(int first_column, int at) const {
         const int index = thread(), key_head = head_ / p_.group_size, column = first_column + at + column_of(index);
-        const int token = first_ + row_of(index), rows = sequence_.length - token;
-        const uint16_t* q = p_.q + sequence_.offset(p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head, key_head) +
-                            static_cast<int64_t>(token) * p_.q_stride_row + column;
-        const uint16_t* k = p_.k + sequence_.offset(p_.k_stride_batch, p_.k_stride_row, p_.k_stride_head, key_head) +
-                            static_cast<int64_t>(token) * p_.k_stride_row + column;
-        const int64_t g =
-            sequence_.offset(p_.g_stride_batch, p_.g_stride_row, p_.g_stride_head, head_) + token * p_.g_stride_row + column;
+        // Of rows and columns that exist.
+        const int rows = column < p_.columns_k ? rows_ - row_of(index) : 0;
+        const int64_t token = first_ + row_of(index), batch = batch_;
+        const uint16_t* q = p_.q + batch * p_.q_stride_batch + key_head * p_.q_stride_head + token * p_.q_stride_row + column;
+        const uint16_t* k = p_.k + batch * p_.k_stride_batch + key_head * p_.k_stride_head + token * p_.k_stride_row + column;
+        const int64_t g = batch * p_.g_stride_batch + head_ * p_.g_stride_head + token * p_.g_stride_row + column;
         Columns result;
 #pragma unroll
         for (int row = 0; row < kBlock; ++row) {
-            const bool exists = row < rows && column < p_.columns_k;
+            const bool exists = row < rows;
             result.queries[row] = exists ? *reinterpret_cast<const uint32_t*>(q + row * p_.q_stride_row) : 0;
             result.keys[row] = exists ? *reinterpret_cast<const uint32_t*>(k + row * p_.k_stride_row) : 0;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int other = i ^ reversed(index);
-                const bool has_gate = row < rows && column + other < p_.headdim_k;
+                const bool has_gate = exists && column + other < p_.headdim_k;
                 result.logs[i][row] = has_gate ? number_at<kFormat>(p_.g, g + row * p_.g_stride_row + other) : 0.0f;
             }
         }
@@ -255,7 +259,7 @@ private:
     FA_DEVICE void write(int first_column) const {
         constexpr int kRows = kThreads / (kSlice / 4);  // at once
         const int index = thread(), column = index % (kSlice / 4) * 4, first = index / (kSlice / 4);
-        const int64_t at = (slot_ * kChunk + first) * kHeaddim + first_column + column;
+        const int64_t at = (static_cast<int64_t>(slot_) * kChunk + first) * kHeaddim + first_column + column;
         Four products[kGroups];
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) products[group] = Four(product(group * kGroup, column));
@@ -274,7 +278,8 @@ private:
 #pragma unroll
         for (int group = 1; group < kGroups; ++group) products[0].multiply(products[group]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p_.factors[slot_ * kHeaddim + first_column + column + i] = products[0].x[i];
+        for (int i = 0; i < 4; ++i)
+            p_.factors[static_cast<int64_t>(slot_) * kHeaddim + first_column + column + i] = products[0].x[i];
     }
 
     static FA_DEVICE Words2 packed(const Four& four) {
@@ -339,14 +344,14 @@ private:
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 if (column + j > row) scores.x[j] = 0.0f;
-            store_global_64(p_.scores + (slot_ * kChunk + row) * kChunk + column, packed(scores));
+            store_global_64(p_.scores + (static_cast<int64_t>(slot_) * kChunk + row) * kChunk + column, packed(scores));
         }
     }
 
     const ChunkParams& p_;
-    const Sequence sequence_;
-    const int head_, first_;  // first token, of the sequence
-    const int64_t slot_;
+    const int batch_, head_, first_;  // first token of the chunk, in its row of the batch
+    const int rows_;  // tokens from there to the end of the sequence
+    const int slot_;
     const uint32_t memory_ = shared_memory();
     float block_[kBlock][kBlock] = {};  // of queries with keys of a block up to theirs
     float within_[kBlocks - 1][1][kQueries] = {};  // between blocks of a group

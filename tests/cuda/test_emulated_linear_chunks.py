@@ -143,7 +143,7 @@ def test_a_key_of_zeros_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"], ids=["32-tokens", "64-tokens"])
-@pytest.mark.parametrize("rule", ["delta", "head"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
 def test_a_gate_may_forget_everything(rule: str, chip: str) -> None:
     """Gates of 0, within and at the borders of the parts whose products are formed first."""
     case = LinearCase(rule, seqlen=130, initial_state=True)
@@ -209,7 +209,7 @@ def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_
 
 @thin(quick=3)
 @pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize("rule", ["delta", "head"])
+@pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"])
 def test_preparation_has_few_bank_conflicts(chip: str, rule: str, headdim: int) -> None:
     """Those there are, are of products of gates and of stores."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import emulator
 import pytest
@@ -203,13 +203,13 @@ def test_tiles_follow_from_states_and_the_gpu(
     ("change", "reason"),
     [
         ({"grads": ("q",)}, "gradients are computed by backend 'torch'"),
-        ({"chunked": True}, "chunks of tokens are not served"),
+        ({"chunked": True, "dtype": torch.float32}, "chunks of float32 are not served"),
         ({"device": torch.device("meta")}, "tensors are on meta"),
         ({"num_sequences": 2**29}, f"{2**30} states are more than one launch takes"),
     ],
     ids=["gradients", "chunks", "device", "states"],
 )
-def test_a_refusal_says_why(change: dict[str, object], reason: str) -> None:
+def test_a_refusal_says_why(change: dict[str, Any], reason: str) -> None:
     problem, _ = prepared(CASES["delta-plain"], torch.float16)
     backend = EmulatedLinear(num_sms=1)
     assert backend.why_not(problem) is None

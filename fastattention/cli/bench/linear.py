@@ -33,7 +33,7 @@ CPU_SECONDS = 4.0  # of a workload
 SLOW_SECONDS = 0.02  # of a call on a GPU, beyond which it is not repeated
 PROMPTS = {"cuda": ((1, 16384), (8, 2048)), "cpu": ((1, 4096),)}
 STEPS = {"cuda": (1, 8, 64), "cpu": (1, 8)}
-DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.float32, torch.bfloat16)}
+DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.float32, torch.bfloat16)}
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ private:
     static constexpr int kQueries = 4;  // of a lane, of a part
     static constexpr int kKeys = kGroup * kGroup / 32 / kQueries;  // of a group, too
 
-    // Asked anew in each loop over a slice: addresses of others would fill registers meanwhile.
-    static FA_DEVICE int thread() { return opaque(thread_index()); }
+    // Asked anew in each loop over a slice: addresses of others would fill registers meanwhile. Known not to be negative.
+    static FA_DEVICE int thread() { return opaque(thread_index()) & (kThreads - 1); }
 
     FA_DEVICE uint32_t query(int row, int column = 0) const { return memory_ + row * kPitch + column * 4; }
     FA_DEVICE uint32_t key(int row, int column = 0) const { return query(row, column) + kRowsBytes; }
@@ -115,15 +115,30 @@ private:
         float logs[2][kBlock];  // of gates
     };
 
+    // Where a lane finds its next columns.
+    struct Source {
+        const uint16_t* q;
+        const uint16_t* k;
+        int64_t g;
+        int column;
+    };
+
     // A warp reads a group, and eight of its lanes a block, of which each has two columns at a time in registers. Lanes of
     // the second half of a group have theirs in reverse: both halves store at once.
     template <int kFormat>
     FA_DEVICE void multiply_blocks(int first_column) {
-        Columns next = read<kFormat>(first_column, 0);
+        const int index = thread(), key_head = head_ / p_.group_size, column = first_column + column_of(index);
+        const int64_t token = first_ + row_of(index), batch = batch_;
+        Source source = {
+            p_.q + batch * p_.q_stride_batch + key_head * p_.q_stride_head + token * p_.q_stride_row + column,
+            p_.k + batch * p_.k_stride_batch + key_head * p_.k_stride_head + token * p_.k_stride_row + column,
+            batch * p_.g_stride_batch + head_ * p_.g_stride_head + token * p_.g_stride_row + column + reversed(index),
+            column};
+        Columns next = read<kFormat>(source);
 #pragma unroll 1
         for (int at = 0; at < kSlice; at += kStep) {
             const Columns own = next;
-            if (at + kStep < kSlice) next = read<kFormat>(first_column, at + kStep);
+            if (at + kStep < kSlice) next = read<kFormat>(source);
             multiply_block(own, at, 0);
             multiply_block(own, at, 1);
         }
@@ -134,27 +149,27 @@ private:
     static FA_DEVICE int reversed(int index) { return index / 16 % 2; }
 
     template <int kFormat>
-    FA_DEVICE Columns read(int first_column, int at) const {
-        const int index = thread(), key_head = head_ / p_.group_size, column = first_column + at + column_of(index);
-        // Of rows and columns that exist.
-        const int rows = column < p_.columns_k ? rows_ - row_of(index) : 0;
-        const int64_t token = first_ + row_of(index), batch = batch_;
-        const uint16_t* q = p_.q + batch * p_.q_stride_batch + key_head * p_.q_stride_head + token * p_.q_stride_row + column;
-        const uint16_t* k = p_.k + batch * p_.k_stride_batch + key_head * p_.k_stride_head + token * p_.k_stride_row + column;
-        const int64_t g = batch * p_.g_stride_batch + head_ * p_.g_stride_head + token * p_.g_stride_row + column;
+    FA_DEVICE Columns read(Source& source) const {
+        const int index = thread(), other = reversed(index);
+        // Of rows and columns that exist. A row of queries and keys may have more columns than one of gates.
+        const int rows = source.column < p_.columns_k ? rows_ - row_of(index) : 0;
+        const int gates[2] = {source.column + other < p_.headdim_k ? rows : 0,
+                              source.column + 1 - other < p_.headdim_k ? rows : 0};
         Columns result;
 #pragma unroll
         for (int row = 0; row < kBlock; ++row) {
-            const bool exists = row < rows;
-            result.queries[row] = exists ? *reinterpret_cast<const uint32_t*>(q + row * p_.q_stride_row) : 0;
-            result.keys[row] = exists ? *reinterpret_cast<const uint32_t*>(k + row * p_.k_stride_row) : 0;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int other = i ^ reversed(index);
-                const bool has_gate = exists && column + other < p_.headdim_k;
-                result.logs[i][row] = has_gate ? number_at<kFormat>(p_.g, g + row * p_.g_stride_row + other) : 0.0f;
-            }
+            const uint16_t* q = source.q + static_cast<int64_t>(p_.q_stride_row) * row;
+            const uint16_t* k = source.k + static_cast<int64_t>(p_.k_stride_row) * row;
+            const int64_t g = source.g + p_.g_stride_row * row;
+            result.queries[row] = row < rows ? *reinterpret_cast<const uint32_t*>(q) : 0;
+            result.keys[row] = row < rows ? *reinterpret_cast<const uint32_t*>(k) : 0;
+            result.logs[0][row] = row < gates[0] ? number_at<kFormat>(p_.g, g) : 0.0f;
+            result.logs[1][row] = row < gates[1] ? number_at<kFormat>(p_.g, g + 1 - 2 * other) : 0.0f;
         }
+        source.q += kStep;
+        source.k += kStep;
+        source.g += kStep;
+        source.column += kStep;
         return result;
     }
 
@@ -181,7 +196,7 @@ private:
     }
 
     // Queries of kParts parts of rows with keys of parts before theirs, which take the gates of those between on the way. Of
-    // four parts, one lane takes the keys of the first part and `late` ones those of the second and third: as many pairs.
+    // four parts, some lanes have keys of the first, and `late` ones those of the second and then the third: as many pairs.
     template <int kPart, int kParts, int kPartKeys>
     FA_DEVICE void multiply_parts(float (&sums)[kParts - 1][kPartKeys][kQueries], int first, bool late, int own_key,
                                   int own_query, int first_column, int columns) const {
@@ -215,15 +230,26 @@ private:
         }
     }
 
-    // Blocks of the group of a warp. Eight lanes have a quarter of the columns.
+    // Blocks of the group of a warp. Eight lanes have a quarter of the columns, and of the sums that they add up one query.
     FA_DEVICE void multiply_group() {
         const int lane = thread() % 32, first = thread() / 32 * kGroup;
-        multiply_parts<kBlock, kBlocks, 1>(within_, first, lane / kBlock % 2 == 1, lane % kBlock, 0, lane / 8 * (kSlice / 4),
+        float sums[kBlocks - 1][1][kQueries] = {};
+        multiply_parts<kBlock, kBlocks, 1>(sums, first, has_late_block(lane), lane % kBlock, 0, lane / 8 * (kSlice / 4),
                                            kSlice / 4);
+        const bool upper = lane & 16, odd = lane & 8;
+#pragma unroll
+        for (int step = 0; step < kBlocks - 1; ++step) {
+            const float (&x)[kQueries] = sums[step][0];
+            float pair[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) pair[i] = (upper ? x[2 + i] : x[i]) + shuffle_xor(upper ? x[i] : x[2 + i], 16);
+            within_[step] += (odd ? pair[1] : pair[0]) + shuffle_xor(odd ? pair[0] : pair[1], 8);
+        }
     }
 
-    // Queries by the gates of blocks of their group before theirs, keys by those of blocks behind. A lane has the columns
-    // that it had.
+    static FA_DEVICE bool has_late_block(int lane) { return lane / kBlock % 2 == 1; }
+
+    // Queries by the gates of blocks of their group before theirs, keys by those of blocks behind. A lane has two columns.
     FA_DEVICE void multiply_gates() const {
         const int lane = thread() % 32, first = thread() / 32 * kGroup;
 #pragma unroll
@@ -293,25 +319,18 @@ private:
 #pragma unroll
         for (int row = 0; row < kBlock; ++row)
 #pragma unroll
-            for (int i = 0; i <= row; ++i) {
-                float sum = block_[row][i];
+            for (int i = 0; i < kBlock; ++i) {
+                float sum = i <= row ? block_[row][i] : 0.0f;
 #pragma unroll
-                for (int mask = 1; mask < 8; mask *= 2) sum += shuffle_xor(sum, mask);
+                for (int mask = 1; i <= row && mask < 8; mask *= 2) sum += shuffle_xor(sum, mask);
                 if (lane % 8 == 0) store(score(row_of(index) + row, row_of(index) + i), sum);
             }
-        const bool late = lane / kBlock % 2 == 1;
+        const bool late = has_late_block(lane);
 #pragma unroll
         for (int step = 0; step < kBlocks - 1; ++step)
-#pragma unroll
-            for (int j = 0; j < kQueries; ++j) {
-                float sum = within_[step][0][j];
-                sum += shuffle_xor(sum, 8);
-                sum += shuffle_xor(sum, 16);
-                if (lane < 8)
-                    store(
-                        score(first + query_part(step, late) * kBlock + j, first + key_part(step, late) * kBlock + lane % 4),
-                        sum);
-            }
+            store(score(first + query_part(step, late) * kBlock + lane / 8,
+                        first + key_part(step, late) * kBlock + lane % kBlock),
+                  within_[step]);
         if (half_of(index) == 0) leave_groups<false>(index);
         cta_barrier();
         if (half_of(index) == 1) leave_groups<true>(index);
@@ -340,10 +359,7 @@ private:
     FA_DEVICE void write_scores() const {
         for (int i = thread_index(); i < kChunk * (kChunk / 4); i += kThreads) {
             const int row = i / (kChunk / 4), column = i % (kChunk / 4) * 4;
-            Four scores(score(row, column));
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (column + j > row) scores.x[j] = 0.0f;
+            const Four scores = column <= row ? Four(score(row, column)) : Four{};
             store_global_64(p_.scores + (static_cast<int64_t>(slot_) * kChunk + row) * kChunk + column, packed(scores));
         }
     }
@@ -354,7 +370,7 @@ private:
     const int slot_;
     const uint32_t memory_ = shared_memory();
     float block_[kBlock][kBlock] = {};  // of queries with keys of a block up to theirs
-    float within_[kBlocks - 1][1][kQueries] = {};  // between blocks of a group
+    float within_[kBlocks - 1] = {};  // between blocks of a group
     float between_[kGroups - 1][kKeys][kQueries] = {};  // between groups
 };
 

@@ -17,6 +17,7 @@ from tiers import combinations, thin, tier_of
 from torch import Tensor
 
 from fastattention.backends.common.params import Params
+from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.cuda.chunk_config import PrepareConfig, PrepareKeysConfig, ScanConfig
@@ -234,3 +235,14 @@ def test_kernels_fit_every_chip(chip: str, rule: str) -> None:
         assert kernels.scan.headdim >= headdim_k
         assert kernels.num_parts * kernels.scan.columns >= headdim_v
         assert (kernels.num_parts - 1) * kernels.scan.columns < headdim_v
+
+
+def test_bfloat16_beyond_float16_is_refused_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On code paths that compute in float16."""
+    case = CASES["delta-plain"]
+    problem, inputs = prepare(case.tensors(torch.bfloat16), case.options(chunked=True))
+    inputs.v[0, 3] = 1e6
+    monkeypatch.setenv("FASTATTENTION_CHECK_RANGE", "1")
+    with pytest.raises(ArgumentError, match=r"v holds 9.\d+e\+05, .* use backend='torch'"):
+        EmulatedChunks(LIMITS["cuda-sm75"]).run(problem, inputs)
+    assert EmulatedChunks(LIMITS["cuda-sm80"]).run(problem, inputs).out.isfinite().all()

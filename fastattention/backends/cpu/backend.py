@@ -8,9 +8,8 @@ from fastattention.backends.base import INT8_PRODUCTS, Backend
 from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
-from fastattention.backends.cpu.library import load_library
+from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.plan import CpuPlan
-from fastattention.errors import LibraryError
 from fastattention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.threads import get_num_threads
 
@@ -26,11 +25,7 @@ class CpuBackend(Backend):
 
     def why_unavailable(self) -> str | None:
         """Why the native library cannot be loaded, if so."""
-        try:
-            load_library()
-        except LibraryError as error:
-            return str(error)
-        return None
+        return why_unavailable()
 
     def why_not(self, problem: Problem) -> str | None:
         """Refuses other devices, masks of dropout, and gradients of slopes, biases and caches."""

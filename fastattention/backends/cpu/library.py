@@ -198,6 +198,15 @@ def load_library() -> Library:
     return library
 
 
+def why_unavailable() -> str | None:
+    """Why the library cannot be loaded, or None."""
+    try:
+        load_library()
+    except LibraryError as error:
+        return str(error)
+    return None
+
+
 def available_isas() -> list[str]:
     """Instruction sets that the library was built for and this processor runs, slowest first. Raises LibraryError."""
     return list(load_library().isas)

@@ -17,9 +17,7 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     bias = inputs.attn_bias
     if bias is not None and bias.dtype not in (torch.float32, dtype):
         bias = bias.float()  # not `dtype`: a low bfloat16 would become -infinity in float16
-    if dtype is torch.float16 and inputs.q.dtype is torch.bfloat16 and config.check_float16_range():
-        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-            _check_float16_range(name, tensor)
+    check_float16_range(dtype, "sdpa", q=inputs.q, k=inputs.k, v=inputs.v)
     if inputs.v_scale is None:  # no quantised cache
         q, k, v = (aligned_as(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
     else:
@@ -27,14 +25,21 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return inputs._replace(q=q, k=k, v=v, attn_bias=bias)
 
 
-def _check_float16_range(name: str, tensor: Tensor) -> None:
-    largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
+def check_float16_range(dtype: torch.dtype, remedy: str, **tensors: Tensor) -> None:
+    """Raises ArgumentError for a number of bfloat16 that is infinite in `dtype`, where FASTATTENTION_CHECK_RANGE asks.
+
+    remedy: the name of a backend that computes in bfloat16
+    """
+    if dtype is not torch.float16 or not config.check_float16_range():
+        return
     limit = torch.finfo(torch.float16).max
-    if largest > limit:
-        raise ArgumentError(
-            f"{name} holds {largest:.4g}, and this GPU computes bfloat16 in float16, which ends at {limit:.0f}; "
-            "scale it down or use backend='sdpa'"
-        )
+    for name, tensor in tensors.items():
+        largest = float(tensor.abs().amax()) if tensor.numel() and tensor.dtype is torch.bfloat16 else 0.0
+        if largest > limit:
+            raise ArgumentError(
+                f"{name} holds {largest:.4g}, and this GPU computes bfloat16 in float16, which ends at {limit:.0f}; "
+                f"scale it down or use backend={remedy!r}"
+            )
 
 
 def is_aligned(tensor: Tensor, columns: int = CHUNK) -> bool:

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fastattention.backends.common.layout import contiguous_strides, pointers, token_strides
 from fastattention.backends.common.params import Params, fields, formats
-from fastattention.backends.cpu.library import load_library
+from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.params import DTYPE_CODES
-from fastattention.errors import LibraryError
 from fastattention.linear.backends.base import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.threads import get_num_threads
@@ -47,12 +46,8 @@ class CpuLinearBackend(LinearBackend):
     name = "cpu"
 
     def why_unavailable(self) -> str | None:
-        """The library is missing or damaged."""
-        try:
-            load_library()
-        except LibraryError as error:
-            return str(error)
-        return None
+        """Why the native library cannot be loaded, if so."""
+        return why_unavailable()
 
     def why_not(self, problem: LinearProblem) -> str | None:
         """Other devices, and gradients."""

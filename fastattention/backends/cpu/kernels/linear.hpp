@@ -3,9 +3,7 @@
 
 namespace FA_NAMESPACE {
 
-// As in fastattention/linear/validation.py.
-static constexpr int64_t kMaxLinearHeaddim = 256;
-static constexpr float kL2NormEpsilon = 1e-6f;
+static constexpr float kL2NormEpsilon = 1e-6f;  // as in fastattention/linear/reference.py
 
 // n numbers of a dtype that is known only now, from element `at` on.
 FA_INLINE void widen_any(const void* from, int64_t dtype, int64_t at, float* to, int64_t n, int64_t padded) {
@@ -56,7 +54,7 @@ struct LinearTokens {
     void value(int64_t token, float* to, int64_t padded) const { widen_row(value_row(token), to, task.num_columns, padded); }
     // The gate of the head.
     float gate(int64_t token) const { return exp_of(number_of(p.g, p.gate_dtype, gate_at(token))); }
-    // Those of all key dimensions, with zeros behind them.
+    // Those of all key dimensions, with ones behind them.
     void gates(int64_t token, float* to, int64_t padded) const {
         widen_any(p.g, p.gate_dtype, gate_at(token), to, p.headdim_k, padded);
         for (int64_t d = 0; d < padded; d += Vec::kWidth) store(to + d, exp2(load(to + d) * broadcast(kLog2E)));

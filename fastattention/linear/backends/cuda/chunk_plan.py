@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common.layout import pointers, token_strides
-from fastattention.backends.cuda.memory import aligned_as
+from fastattention.backends.cuda.memory import aligned_as, check_float16_range
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.base import Serve
@@ -56,6 +56,7 @@ class ChunkedCall:
     def __call__(self, inputs: LinearInputs) -> LinearOutput:
         """(out, final state)."""
         problem = self._problem
+        check_float16_range(self._dtype, "torch", q=inputs.q, k=inputs.k, v=inputs.v)
         q, k, v = (aligned_as(tensor, self._dtype) for tensor in inputs[:3])
         out = q.new_empty((*problem.out_shape[:3], self._columns_v))
         final_state = q.new_empty(problem.state_shape, dtype=torch.float32) if problem.returns_state else None

@@ -23,7 +23,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_form = pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
 
 
-@thin(quick=11, all=2)
+@thin(quick=11, all=5)
 @every_backend
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]

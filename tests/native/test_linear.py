@@ -24,7 +24,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     monkeypatch.setattr(dispatch, "_plans", {})
 
 
-@thin(quick=41, all=7)
+@thin(quick=41, all=11)
 @DTYPES
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
 @pytest.mark.parametrize("name", CASES)
@@ -57,7 +57,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
-@thin(quick=59, all=7)
+@thin(quick=59, all=11)
 @DTYPES
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("seqlen", [47, 48, 49, 63, 64, 65, 95, 96, 97, 129])

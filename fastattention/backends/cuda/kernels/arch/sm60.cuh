@@ -112,7 +112,7 @@ struct Arch : Layout16 {
     // Rows of a tile of 16 bits that is kColumns wide as columns of accumulators: x = tile^T.
     template <int kColumns, int kSteps, int kTiles>
     static FA_DEVICE void read_transposed(float (&x)[kSteps][kTiles][4], uint32_t tile) {
-        static_assert(kSharedBytes == 2, "others are not read so");
+        static_assert(kSharedBytes == 2 * (kSteps > 0), "others are not read so");  // of a parameter, so that only uses fail
         read_numbers_transposed<Arch, pitch_of<2>(kColumns)>(x, tile);
     }
 

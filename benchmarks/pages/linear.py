@@ -54,6 +54,7 @@ def _section(name: str, heading: str) -> list[str]:
         f"## {heading}",
         PROMPTS,
         table(columns, prompts, text_columns=3),
+        provenance,
         STEPS.format(limit=limit),
         table([*columns, *of_states], steps, text_columns=3),
         provenance,

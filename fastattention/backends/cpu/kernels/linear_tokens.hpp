@@ -11,11 +11,15 @@ struct StateColumns {
     // from: null for zeros
     __attribute__((always_inline)) void load(const float* from, Vec* to) const {
 #pragma GCC unroll 4
-        for (int c = 0; c + 1 < kUsed; ++c) to[c] = from ? FA_NAMESPACE::load(from + c * Vec::kWidth) : zero();
-        const float* last = from + (kUsed - 1) * Vec::kWidth;
-        to[kUsed - 1] = !from                         ? zero()
-                        : used_of_last == Vec::kWidth ? FA_NAMESPACE::load(last)
-                                                      : load_partial(last, used_of_last);
+        for (int c = 0; c < kUsed; ++c) {
+            if (from == nullptr) {
+                to[c] = zero();
+            } else if (c + 1 < kUsed || used_of_last == Vec::kWidth) {
+                to[c] = FA_NAMESPACE::load(from + c * Vec::kWidth);
+            } else {
+                to[c] = load_partial(from + c * Vec::kWidth, used_of_last);
+            }
+        }
     }
     __attribute__((always_inline)) void store(float* to, const Vec* from) const {
 #pragma GCC unroll 4

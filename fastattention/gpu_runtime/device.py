@@ -13,6 +13,13 @@ from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.gpu_runtime.module import KernelLaunch
 
 
+def why_unavailable() -> str | None:
+    """Why no kernel can run on this machine, or None."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return module.why_unavailable()
+
+
 def index_of(device: torch.device) -> int:
     """Its number; "cuda" alone is the current device."""
     index: int | None = device.index

@@ -42,7 +42,6 @@ class LinearProblem:
     device: torch.device
     scale: float
     l2norm: bool  # of every query and key
-    has_initial_state: bool
     returns_state: bool
     grads: tuple[str, ...]  # fields of LinearInputs that require a gradient
 

@@ -14,6 +14,8 @@ from fastattention.linear.problem import LinearInputs, LinearProblem
 from fastattention.validation.common import (
     DTYPES,
     Signature,
+    check_device,
+    check_dtype,
     check_like_q,
     check_rank,
     check_shape,
@@ -67,7 +69,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
         check_shape("initial_state", state, state_shape, "sequences, nheads, headdim_k, headdim_v")
         if state.dtype is not torch.float32:
             raise ArgumentError(f"initial_state must be float32, got {state.dtype}")
-        _check_device("initial_state", state, q)
+        check_device("initial_state", state, q)
     scale = headdim_k**-0.5 if options.scale is None else options.scale
     if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ArgumentError(f"scale={scale} must be finite in float32; None means headdim_k ** -0.5")
@@ -90,7 +92,6 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
         device=q.device,
         scale=scale,
         l2norm=options.l2norm,
-        has_initial_state=given.initial_state is not None,
         returns_state=options.returns_state,
         grads=tuple(n for n, x in given._asdict().items() if records and x is not None and x.requires_grad),
     )
@@ -116,9 +117,7 @@ def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
 
 
 def _check_qkv(q: Signature, k: Signature, v: Signature) -> None:
-    if q.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ArgumentError(f"q has dtype {q.dtype}; allowed are {allowed}")
+    check_dtype(q)
     check_rank("q", q, "batch_size, seqlen, nheads_k, headdim_k")
     check_rank("v", v, "batch_size, seqlen, nheads, headdim_v")
     check_shape("k", k, tuple(q.shape), "batch_size, seqlen, nheads_k, headdim_k")
@@ -157,7 +156,7 @@ def _check_gates(given: LinearInputs, q: Signature, v: Signature, options: Linea
     for name, gate in gates.items():
         if gate.dtype not in DTYPES:
             raise ArgumentError(f"{name} must be float32, float16 or bfloat16, got {gate.dtype}")
-        _check_device(name, gate, q)
+        check_device(name, gate, q)
     return gate_per_key
 
 
@@ -170,11 +169,6 @@ def _check_cu_seqlens(cu_seqlens: Tensor, q: Signature) -> int:
         raise ArgumentError(f"cu_seqlens must be int32 or int64, got {offsets.dtype}")
     if len(offsets.shape) != 1 or offsets.shape[0] < 1:
         raise ArgumentError(f"cu_seqlens must be (num_sequences + 1,), got shape {tuple(offsets.shape)}")
-    _check_device("cu_seqlens", offsets, q)
+    check_device("cu_seqlens", offsets, q)
     check_offsets(cu_seqlens, q.shape[1])
     return offsets.shape[0] - 1
-
-
-def _check_device(name: str, tensor: Signature, q: Signature) -> None:
-    if tensor.device != q.device:
-        raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")

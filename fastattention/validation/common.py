@@ -232,19 +232,29 @@ def check_shape(name: str, tensor: Signature, expected: tuple[int, ...], axes: s
         raise ArgumentError(f"{name} must be ({axes}) = {expected}, got shape {tuple(tensor.shape)}")
 
 
-def check_like_q(name: str, tensor: Signature, q: Signature) -> None:
-    """Raises unless dtype and device are those of q."""
-    if tensor.dtype is not q.dtype:
-        raise ArgumentError(f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must be the same")
+def check_device(name: str, tensor: Signature, q: Signature) -> None:
+    """Raises unless the device is that of q."""
     if tensor.device != q.device:
         raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")
 
 
-def check_qkv(q: Signature, k: Signature, v: Signature, k_name: str = "k", v_name: str = "v") -> None:
-    """Checks dtype, device and the last two axes (heads, head dimension) of q, k and v."""
+def check_dtype(q: Signature) -> None:
+    """Raises unless the dtype of q is one that calls take."""
     if q.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ArgumentError(f"q has dtype {q.dtype}; allowed are {allowed}")
+
+
+def check_like_q(name: str, tensor: Signature, q: Signature) -> None:
+    """Raises unless dtype and device are those of q."""
+    if tensor.dtype is not q.dtype:
+        raise ArgumentError(f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must be the same")
+    check_device(name, tensor, q)
+
+
+def check_qkv(q: Signature, k: Signature, v: Signature, k_name: str = "k", v_name: str = "v") -> None:
+    """Checks dtype, device and the last two axes (heads, head dimension) of q, k and v."""
+    check_dtype(q)
     check_like_q(k_name, k, q)
     check_like_q(v_name, v, q)
     (nheads, headdim), (nheads_k, headdim_k), (nheads_v, headdim_v) = q.shape[-2:], k.shape[-2:], v.shape[-2:]
@@ -272,8 +282,7 @@ def check_score_tensors(
             continue
         if not tensor.dtype.is_floating_point:
             raise ArgumentError(f"{name} must be floating point, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")
+        check_device(name, tensor, q)
     if sinks is not None:
         check_shape("sinks", sinks, (nheads,), "nheads")
     if alibi_slopes is not None and tuple(alibi_slopes.shape) not in ((nheads,), (batch_size, nheads)):
@@ -290,8 +299,7 @@ def check_bias(bias: Signature | None, q: Signature, full_shape: tuple[int, ...]
     if bias.dtype is not q.dtype and bias.dtype is not torch.float32:
         hint = "; for a bool mask give torch.where(mask, 0.0, -torch.inf)" if bias.dtype is torch.bool else ""
         raise ArgumentError(f"attn_bias must be float32 or the dtype of q ({q.dtype}), got {bias.dtype}{hint}")
-    if bias.device != q.device:
-        raise ArgumentError(f"attn_bias is on {bias.device} and q on {q.device}; they must be on the same device")
+    check_device("attn_bias", bias, q)
     shape = tuple(bias.shape)
     fits = len(shape) <= len(full_shape) and all(
         given in (1, wanted) for given, wanted in zip(reversed(shape), reversed(full_shape), strict=False)
@@ -304,8 +312,7 @@ def check_index(name: str, tensor: Signature, q: Signature, shape: tuple[int, ..
     """Checks an int32 tensor of lengths or indices; -1 in `shape` matches any size."""
     if tensor.dtype is not torch.int32:
         raise ArgumentError(f"{name} must be int32, got {tensor.dtype}")
-    if tensor.device != q.device:
-        raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")
+    check_device(name, tensor, q)
     sizes_fit = len(tensor.shape) == len(shape) and all(
         wanted in (-1, given) for given, wanted in zip(tensor.shape, shape, strict=True)
     )

@@ -23,7 +23,7 @@ from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.cuda.chunk_config import PrepareConfig, PrepareKeysConfig, ScanConfig
 from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels
 from fastattention.linear.backends.cuda.chunk_params import ChunkParams
-from fastattention.linear.backends.cuda.chunk_plan import make_chunk_plan
+from fastattention.linear.backends.cuda.chunk_plan import ChunkedCall
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
 
@@ -39,7 +39,7 @@ class EmulatedChunks:
 
     def run(self, problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
         self.reports.clear()
-        return make_chunk_plan(problem, self.limits.arch, self.limits, self._launcher)(inputs)
+        return ChunkedCall(problem, self.limits.arch, self.limits, self._launcher)(inputs)
 
     def _launcher(self, launch: KernelLaunch) -> Callable[[Params], None]:
         return lambda params: self.reports.append(emulator.launch(launch, params, ranges_of(launch, params)))

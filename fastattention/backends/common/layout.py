@@ -49,12 +49,12 @@ def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:
     return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
 
 
-def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
-    """(batch, row, head) strides of scales of keys or values; zeros for None."""
-    if scale is None:
+def first_strides(tensor: Tensor | None) -> tuple[int, int, int]:
+    """Those of the first three axes, as (batch, row, head) of scales and gates; zeros for None."""
+    if tensor is None:
         return 0, 0, 0
-    batch, row, head = scale.stride()
-    return batch, row, head
+    first, second, third, *_ = tensor.stride()
+    return first, second, third
 
 
 def score_strides(tensor: Tensor | None) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import scale_strides, score_strides, token_strides
+from fastattention.backends.common.layout import first_strides, score_strides, token_strides
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.problem import Inputs, Layout, Problem
 
@@ -65,7 +65,7 @@ def attention_params(problem: Problem, inputs: Inputs) -> AttentionParams:
         0 if varlen else problem.seqlen_q * out_row, out_row, problem.headdim_v,
         0 if varlen else problem.nheads * lse_head, lse_head,
         *token_strides(inputs.k_new), *token_strides(inputs.v_new),
-        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
+        *first_strides(inputs.k_scale), *first_strides(inputs.v_scale),
         0 if table is None else table.stride(0), 0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
         *score_strides(bias),
         *score_strides(inputs.block_mask), *(problem.block_size or (0, 0)),

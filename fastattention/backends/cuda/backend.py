@@ -54,9 +54,7 @@ class CudaBackend(Backend):
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
-        return module.why_unavailable()
+        return device.why_unavailable()
 
     def describe(self) -> str:
         """Every device with its code path."""

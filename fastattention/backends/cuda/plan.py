@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import pointers, scale_strides, score_strides, token_strides
+from fastattention.backends.common.layout import first_strides, pointers, score_strides, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.decode_heuristics import Split
@@ -94,7 +94,7 @@ def attention_template(
     # fmt: off
     return AttentionParams.template(
         q_batch, q_head, k_batch, k_head, v_batch, v_head,
-        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
+        *first_strides(inputs.k_scale), *first_strides(inputs.v_scale),
         0 if varlen else problem.seqlen_q * out_row, inputs.v.shape[-1],
         0 if varlen else problem.nheads * lse_head, lse_head,
         *score_strides(bias),
@@ -143,7 +143,7 @@ def append_template(problem: Problem, inputs: Inputs) -> bytes:
     # fmt: off
     return AppendParams.template(
         *token_strides(inputs.k_new), *token_strides(inputs.v_new), *token_strides(inputs.k), *token_strides(inputs.v),
-        *scale_strides(inputs.k_scale), *scale_strides(inputs.v_scale),
+        *first_strides(inputs.k_scale), *first_strides(inputs.v_scale),
         *token_strides(inputs.q if problem.rotary_dim else None),
         0 if table is None else table.stride(0),
         problem.batch_size, problem.seqlen_q, problem.seqlen_new, problem.nheads, problem.nheads_k,

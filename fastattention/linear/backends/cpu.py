@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import Tensor
 
-from fastattention.backends.common.layout import contiguous_strides, pointers, token_strides
+from fastattention.backends.common.layout import contiguous_strides, first_strides, pointers, token_strides
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.params import DTYPE_CODES
@@ -90,25 +89,17 @@ class LinearCall:
 
 def linear_params(problem: LinearProblem, inputs: LinearInputs) -> LinearParams:
     """What calls with tensors of these strides have in common: all but addresses and the number of threads."""
-    codes, state = DTYPE_CODES, inputs.initial_state
+    codes = DTYPE_CODES
     # fmt: off
     template = LinearParams.template(
         codes[problem.dtype], codes[problem.gate_dtype], codes[problem.beta_dtype or torch.float32],
         problem.seqlen, problem.num_sequences,
         problem.nheads, problem.nheads_k, problem.headdim_k, problem.headdim_v,
         *token_strides(inputs.q), *token_strides(inputs.k), *token_strides(inputs.v),
-        *_gate_strides(inputs.g), *_gate_strides(inputs.beta), *((0, 0, 0) if state is None else state.stride()[:3]),
+        *first_strides(inputs.g), *first_strides(inputs.beta), *first_strides(inputs.initial_state),
         problem.gate_per_key, problem.l2norm,
         chunk_of(problem.dtype, load_library().isa) if problem.chunked else 0, 0,
         problem.scale,
     )
     # fmt: on
     return LinearParams.from_buffer_copy(template)
-
-
-def _gate_strides(gates: Tensor | None) -> tuple[int, int, int]:
-    """(batch, row, head) strides; zeros for None."""
-    if gates is None:
-        return 0, 0, 0
-    batch, row, head = gates.stride()[:3]
-    return batch, row, head

@@ -383,11 +383,17 @@ private:
     LinearTokens<Element> tokens_;
     const Layout l_;
     const int64_t columns_;
-    float *const keys_,
-        *const queries_, *const keys_t_, *const scores_, *const held_, *const values_, *const states_,
-                                                                                           *const gates_,
-                                                                                               *const row_, *const left_,
-                                                                                                                *const right_;
+    float* const keys_;
+    float* const queries_;
+    float* const keys_t_;
+    float* const scores_;
+    float* const held_;  // what the state before the chunk holds for keys and queries
+    float* const values_;
+    float* const states_;
+    float* const gates_;
+    float* const row_;
+    float* const left_;
+    float* const right_;
     float* state_ = nullptr;  // of the head at hand
     int64_t first_ = 0, n_ = 0;
 };

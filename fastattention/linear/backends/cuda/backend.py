@@ -12,7 +12,7 @@ from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.base import LinearBackend, Serve
-from fastattention.linear.backends.cuda.chunk_plan import make_chunk_plan
+from fastattention.linear.backends.cuda.chunk_plan import ChunkedCall
 from fastattention.linear.backends.cuda.heuristics import choose_step, num_ctas
 from fastattention.linear.backends.cuda.step import StepCall
 from fastattention.linear.problem import LinearInputs, LinearProblem
@@ -27,9 +27,7 @@ class CudaLinearBackend(LinearBackend):
 
     def why_unavailable(self) -> str | None:
         """Why no kernel can run here."""
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
-        return module.why_unavailable()
+        return device.why_unavailable()
 
     def why_not(self, problem: LinearProblem) -> str | None:
         """Refuses gradients, chunks of float32, and more states than a launch has CTAs for."""
@@ -52,7 +50,7 @@ class CudaLinearBackend(LinearBackend):
             return self._launcher(launch, problem)
 
         if problem.chunked:
-            return make_chunk_plan(problem, config.cuda_arch() or limits.arch, limits, launcher)
+            return ChunkedCall(problem, config.cuda_arch() or limits.arch, limits, launcher)
         return StepCall(problem, inputs, limits, launcher)
 
     # What the emulator of the tests does its own way.

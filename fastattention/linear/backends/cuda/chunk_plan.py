@@ -8,34 +8,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import pointers, token_strides
+from fastattention.backends.common.layout import first_strides, pointers, token_strides
 from fastattention.backends.cuda.memory import aligned_as, check_float16_range
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.linear.backends.base import Serve
 from fastattention.linear.backends.cuda.chunk_config import factors_of_chunk
 from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels, operand_dtype
 from fastattention.linear.backends.cuda.chunk_params import ChunkParams
+from fastattention.linear.backends.cuda.params import GATE_FORMATS
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 
 Launcher = Callable[[ChunkParams], None]
 
-_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # of gates; kernels/chunk_params.h has the same
-
-
-def make_chunk_plan(
-    problem: LinearProblem, arch: int, limits: Limits, launcher: Callable[[KernelLaunch], Launcher]
-) -> Serve:
-    """How calls of a chunked problem in 16 bits are served. launcher: gives what enqueues a kernel."""
-    return ChunkedCall(problem, arch, limits, launcher)
-
 
 class ChunkedCall:
-    """Calls of one problem. Keeps nothing of a call."""
+    """How calls of a chunked problem in 16 bits are served. Keeps nothing of a call."""
 
     def __init__(
         self, problem: LinearProblem, arch: int, limits: Limits, launcher: Callable[[KernelLaunch], Launcher]
     ) -> None:
+        """launcher: gives what enqueues a kernel."""
         self._problem, self._dtype = problem, operand_dtype(problem.dtype, arch)
         prepare, scan, self._num_parts = choose_chunk_kernels(problem, arch, limits)
         self._num_slots = _num_slots(problem, scan.chunk)
@@ -76,14 +68,13 @@ class ChunkedCall:
     def _template(self, q: Tensor, k: Tensor, v: Tensor, inputs: LinearInputs) -> bytes:
         problem = self._problem
         (q_batch, q_row, q_head), (k_batch, k_row, k_head), (v_batch, v_row, v_head) = map(token_strides, (q, k, v))
-        gates = *_gate_strides(inputs.g), *_gate_strides(inputs.beta)
-        states = (0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()[:3]
-        beta_format = 0 if problem.beta_dtype is None else _FORMATS[problem.beta_dtype]
+        gates = *first_strides(inputs.g), *first_strides(inputs.beta)
         return ChunkParams.template(
-            q_batch, q_head, k_batch, k_head, v_batch, v_head, *gates, *states, q_row, k_row, v_row,
+            q_batch, q_head, k_batch, k_head, v_batch, v_head, *gates,
+            *first_strides(inputs.initial_state), q_row, k_row, v_row,
             problem.num_sequences, problem.seqlen, self._num_slots, problem.nheads, problem.group_size,
             problem.headdim_k, problem.headdim_v, q.shape[-1], self._columns_v, self._num_parts,
-            _FORMATS[problem.gate_dtype], beta_format, problem.l2norm, problem.scale,
+            GATE_FORMATS[problem.gate_dtype], GATE_FORMATS[problem.beta_dtype], problem.l2norm, problem.scale,
         )  # fmt: skip
 
 
@@ -92,8 +83,3 @@ def _num_slots(problem: LinearProblem, chunk: int) -> int:
     if problem.varlen:
         return problem.seqlen // chunk + problem.num_sequences
     return problem.batch_size * -(-problem.seqlen // chunk)
-
-
-def _gate_strides(gate: Tensor | None) -> tuple[int, int, int]:
-    """(batch, row, head) strides; zeros for None."""
-    return (0, 0, 0) if gate is None else gate.stride()[:3]  # type: ignore[return-value]

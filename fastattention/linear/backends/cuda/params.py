@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from fastattention.backends.common.params import Params, fields, formats
+
+GATE_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, None: 0}  # as kernels/*_params.h have them
 
 
 class StepParams(Params):

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from fastattention.backends.common.layout import contiguous_strides, pointers
+from fastattention.backends.common.layout import contiguous_strides, first_strides, pointers
 from fastattention.backends.common.params import Params
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.backends.cuda.heuristics import choose_step, column_tiles, num_ctas
-from fastattention.linear.backends.cuda.params import StepParams
+from fastattention.linear.backends.cuda.params import GATE_FORMATS, StepParams
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 
 Launcher = Callable[[Params], None]
-
-_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, None: 0}  # of gates, in kernels/step_params.h
 
 
 class StepCall:
@@ -49,23 +46,15 @@ def step_template(problem: LinearProblem, inputs: LinearInputs, columns: int) ->
     """All parameters but addresses. columns: of a state, that a CTA takes."""
     tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
     return StepParams.template(
-        *(stride for tensor in tokens for stride in _first_strides(tensor)),
+        *(stride for tensor in tokens for stride in first_strides(tensor)),
         problem.seqlen,
         problem.nheads,
         problem.group_size,
         problem.headdim_k,
         problem.headdim_v,
         column_tiles(problem, columns),
-        _FORMATS[problem.gate_dtype],
-        _FORMATS[problem.beta_dtype],
+        GATE_FORMATS[problem.gate_dtype],
+        GATE_FORMATS[problem.beta_dtype],
         problem.l2norm,
         problem.scale,
     )
-
-
-def _first_strides(tensor: Tensor | None) -> tuple[int, int, int]:
-    """Of the first three axes; zeros for a tensor that there is not."""
-    if tensor is None:
-        return 0, 0, 0
-    first, second, third, *_ = tensor.stride()
-    return first, second, third

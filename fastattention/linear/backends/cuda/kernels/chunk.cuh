@@ -53,8 +53,4 @@ FA_DEVICE float number_at(const void* numbers, int64_t at) {
     return kFormat == 1 ? Float16::widen(bits) : Bfloat16::widen(bits);
 }
 
-FA_DEVICE float number_at(const void* numbers, int64_t at, int format) {
-    return format == 0 ? number_at<0>(numbers, at) : format == 1 ? number_at<1>(numbers, at) : number_at<2>(numbers, at);
-}
-
 }  // namespace fastattention

@@ -11,10 +11,13 @@
 namespace fastattention {
 namespace {
 
-// Columns of a task: what a task of chunks takes at least, since scores of a chunk are computed for each, and what one that
-// goes token by token takes, whose part of the state then stays in the L1 cache.
+// Columns of a task are a multiple of this many: a task of chunks computes its scores anew, and one that goes token by token
+// keeps its part of the state in the L1 cache.
 constexpr int64_t kColumns = 64;
 constexpr int64_t kTasksOfThread = 2;
+// Tokens of a sequence up to which reading and writing its states takes the time. Threads then share no head, where there
+// are enough of them: each would fetch the lines that the other is about to write.
+constexpr int64_t kFewTokens = 4;
 // As in forward.cpp.
 constexpr double kSerialWork = 2e5;
 constexpr int64_t kCacheLineFloats = 16;
@@ -29,9 +32,10 @@ int64_t heads_of_task(const FaLinearParams& p) {
 }
 
 int64_t columns_of_task(const FaLinearParams& p) {
-    if (p.chunk == 0) return kColumns;
     const int64_t heads = std::max<int64_t>(p.num_sequences * p.nheads, 1);
-    const int64_t slices = divide_up(kTasksOfThread * p.num_threads, heads);
+    const int64_t tokens = p.cu_seqlens ? p.seqlen / std::max<int64_t>(p.num_sequences, 1) : p.seqlen;
+    if (p.chunk == 0 && tokens > kFewTokens) return kColumns;
+    const int64_t slices = divide_up((p.chunk == 0 ? 1 : kTasksOfThread) * p.num_threads, heads);
     return divide_up(divide_up(p.headdim_v, slices), kColumns) * kColumns;
 }
 

@@ -1,33 +1,18 @@
-// Linear attention token by token: some columns of the state, which are read and written once where there is one token.
+// Linear attention token by token: rows of the state go by as they lie in memory, twice with the delta rule, else once.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Rows of kUsed vectors of a state. The last vector may be used in part.
-template <int kUsed>
-struct StateColumns {
-    int used_of_last;
+// A vector of a row, and what a row has behind its last whole one.
+struct WholeVector {
+    __attribute__((always_inline)) Vec load(const float* from) const { return FA_NAMESPACE::load(from); }
+    __attribute__((always_inline)) void store(float* to, Vec x) const { FA_NAMESPACE::store(to, x); }
+};
+struct PartOfVector {
+    int used;
 
-    // from: null for zeros
-    __attribute__((always_inline)) void load(const float* from, Vec* to) const {
-#pragma GCC unroll 4
-        for (int c = 0; c < kUsed; ++c) {
-            if (from == nullptr) {
-                to[c] = zero();
-            } else if (c + 1 < kUsed || used_of_last == Vec::kWidth) {
-                to[c] = FA_NAMESPACE::load(from + c * Vec::kWidth);
-            } else {
-                to[c] = load_partial(from + c * Vec::kWidth, used_of_last);
-            }
-        }
-    }
-    __attribute__((always_inline)) void store(float* to, const Vec* from) const {
-#pragma GCC unroll 4
-        for (int c = 0; c + 1 < kUsed; ++c) FA_NAMESPACE::store(to + c * Vec::kWidth, from[c]);
-        float* last = to + (kUsed - 1) * Vec::kWidth;
-        if (used_of_last == Vec::kWidth) return FA_NAMESPACE::store(last, from[kUsed - 1]);
-        store_partial(last, from[kUsed - 1], used_of_last);
-    }
+    __attribute__((always_inline)) Vec load(const float* from) const { return load_partial(from, used); }
+    __attribute__((always_inline)) void store(float* to, Vec x) const { store_partial(to, x, used); }
 };
 
 template <class Element>
@@ -59,27 +44,37 @@ public:
     }
 
 private:
-    static constexpr int64_t kStepVectors = 4;
+    // Rows that go by at once: factors of more would not stay in registers.
+    static constexpr int kRows = 4;
 
-    struct Place {
-        const float* at;  // null for zeros
-        int64_t stride;
+    struct State {
+        const float* from;
+        int64_t from_stride;
+        float* to;
+        int64_t to_stride;
     };
 
     void run_head() {
         // The first token reads the state that was given, and the last writes the one asked for.
-        Place from{tokens_.initial_state(0), p_.state_stride_row};
+        State state{tokens_.initial_state(0), p_.state_stride_row, state_, columns_};
+        if (state.from == nullptr) {
+            memset(state_, 0, p_.headdim_k * columns_ * sizeof(float));
+            state.from = state_;
+            state.from_stride = columns_;
+        }
         for (int64_t token = 0; token < task_.num_tokens; ++token) {
             load(token);
-            const bool writes = token + 1 == task_.num_tokens && p_.final_state;
-            float* to = writes ? tokens_.final_state(0) : state_;
-            const int64_t to_stride = writes ? p_.headdim_v : columns_;
-            const float beta = p_.beta ? tokens_.beta(token) : 0.0f;
-            for (int64_t c = 0; c < columns_; c += kStepVectors * Vec::kWidth) step(beta, from, to, to_stride, c);
+            if (token + 1 == task_.num_tokens && p_.final_state) {
+                state.to = tokens_.final_state(0);
+                state.to_stride = p_.headdim_v;
+            }
+            if (p_.beta) find_rest(state, tokens_.beta(token));
+            update(state);
             tokens_.write(token, out_);
-            from = {to, to_stride};
+            state.from = state.to;
+            state.from_stride = state.to_stride;
         }
-        if (task_.num_tokens == 0 && p_.final_state) copy_state();
+        if (task_.num_tokens == 0 && p_.final_state) copy(state);
     }
 
     void load(int64_t token) {
@@ -91,55 +86,71 @@ private:
         for (int64_t d = 0; d < key_columns_; d += Vec::kWidth) store(gates_ + d, gate);
     }
 
-    void step(float beta, Place from, float* to, int64_t to_stride, int64_t column) {
-        switch (smaller(kStepVectors, (columns_ - column) / Vec::kWidth)) {
-            case 1: return step_columns<1>(beta, from, to, to_stride, column);
-            case 2: return step_columns<2>(beta, from, to, to_stride, column);
-            case 3: return step_columns<3>(beta, from, to, to_stride, column);
-            default: return step_columns<4>(beta, from, to, to_stride, column);
-        }
+    // Of the delta rule: beta times what the value is more than the state holds for its key, in place of the value.
+    void find_rest(const State& state, float beta) {
+        float* const held = out_;
+        memset(held, 0, columns_ * sizeof(float));
+        int64_t d = 0;
+        for (; d + kRows <= p_.headdim_k; d += kRows) ask_rows<kRows>(state, d, held);
+        for (; d < p_.headdim_k; ++d) ask_rows<1>(state, d, held);
+        for (int64_t c = 0; c < columns_; c += Vec::kWidth)
+            store(value_ + c, broadcast(beta) * (FA_NAMESPACE::load(value_ + c) - FA_NAMESPACE::load(held + c)));
     }
 
-    template <int kUsed>
-    void step_columns(float beta, Place from, float* to, int64_t to_stride, int64_t column) {
-        const int64_t used = smaller(Vec::kWidth, task_.num_columns - column - (kUsed - 1) * Vec::kWidth);
-        const StateColumns<kUsed> columns{static_cast<int>(used)};
-        const auto row_from = [&](int64_t d) { return from.at ? from.at + d * from.stride + column : nullptr; };
-        Vec added[kUsed], out[kUsed], row[kUsed];
-        for (int c = 0; c < kUsed; ++c) added[c] = FA_NAMESPACE::load(value_ + column + c * Vec::kWidth);
-        if (p_.beta) {
-            Vec held[kUsed];
-            for (int c = 0; c < kUsed; ++c) held[c] = zero();
-            for (int64_t d = 0; from.at && d < p_.headdim_k; ++d) {
-                columns.load(row_from(d), row);
-                const Vec key = broadcast(gates_[d] * key_[d]);
-#pragma GCC unroll 4
-                for (int c = 0; c < kUsed; ++c) held[c] = fma(key, row[c], held[c]);
-            }
-            for (int c = 0; c < kUsed; ++c) added[c] = broadcast(beta) * (added[c] - held[c]);
-        }
-        for (int c = 0; c < kUsed; ++c) out[c] = zero();
-        for (int64_t d = 0; d < p_.headdim_k; ++d) {
-            columns.load(row_from(d), row);
-            const Vec gate = broadcast(gates_[d]), key = broadcast(key_[d]), query = broadcast(query_[d]);
-#pragma GCC unroll 4
-            for (int c = 0; c < kUsed; ++c) {
-                row[c] = fma(key, added[c], gate * row[c]);
-                out[c] = fma(query, row[c], out[c]);
-            }
-            columns.store(to + d * to_stride + column, row);
-        }
-        for (int c = 0; c < kUsed; ++c) FA_NAMESPACE::store(out_ + column + c * Vec::kWidth, out[c]);
+    void update(const State& state) {
+        memset(out_, 0, columns_ * sizeof(float));
+        int64_t d = 0;
+        for (; d + kRows <= p_.headdim_k; d += kRows) update_rows<kRows>(state, d);
+        for (; d < p_.headdim_k; ++d) update_rows<1>(state, d);
     }
 
-    void copy_state() const {
-        for (int64_t d = 0; d < p_.headdim_k; ++d) {
-            if (p_.initial_state) {
-                memcpy(tokens_.final_state(d), tokens_.initial_state(d), task_.num_columns * sizeof(float));
-            } else {
-                memset(tokens_.final_state(d), 0, task_.num_columns * sizeof(float));
-            }
+    template <int kCount>
+    void ask_rows(const State& state, int64_t d, float* held) const {
+        const float* const from = state.from + d * state.from_stride;
+        Vec keys[kCount];
+        for (int r = 0; r < kCount; ++r) keys[r] = broadcast(gates_[d + r] * key_[d + r]);
+        for_each_vector([&](int64_t c, auto vector) __attribute__((always_inline)) {
+            Vec sum = FA_NAMESPACE::load(held + c);
+#pragma GCC unroll 4
+            for (int r = 0; r < kCount; ++r) sum = fma(keys[r], vector.load(from + r * state.from_stride + c), sum);
+            store(held + c, sum);
+        });
+    }
+
+    template <int kCount>
+    void update_rows(const State& state, int64_t d) {
+        const float* const from = state.from + d * state.from_stride;
+        float* const to = state.to + d * state.to_stride;
+        Vec gates[kCount], keys[kCount], queries[kCount];
+        for (int r = 0; r < kCount; ++r) {
+            gates[r] = broadcast(gates_[d + r]);
+            keys[r] = broadcast(key_[d + r]);
+            queries[r] = broadcast(query_[d + r]);
         }
+        for_each_vector([&](int64_t c, auto vector) __attribute__((always_inline)) {
+            const Vec added = FA_NAMESPACE::load(value_ + c);
+            Vec out = FA_NAMESPACE::load(out_ + c);
+#pragma GCC unroll 4
+            for (int r = 0; r < kCount; ++r) {
+                const Vec row = fma(keys[r], added, gates[r] * vector.load(from + r * state.from_stride + c));
+                out = fma(queries[r], row, out);
+                vector.store(to + r * state.to_stride + c, row);
+            }
+            store(out_ + c, out);
+        });
+    }
+
+    // Calls visit(first column, vector) for all columns of the task.
+    template <class Visit>
+    __attribute__((always_inline)) void for_each_vector(Visit visit) const {
+        int64_t c = 0;
+        for (; c + Vec::kWidth <= task_.num_columns; c += Vec::kWidth) visit(c, WholeVector{});
+        if (c < task_.num_columns) visit(c, PartOfVector{static_cast<int>(task_.num_columns - c)});
+    }
+
+    void copy(const State& state) const {
+        for (int64_t d = 0; d < p_.headdim_k; ++d)
+            memcpy(tokens_.final_state(d), state.from + d * state.from_stride, task_.num_columns * sizeof(float));
     }
 
     const FaLinearParams& p_;

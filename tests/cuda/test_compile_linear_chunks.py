@@ -26,7 +26,7 @@ def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
     for batch_size in (1, 128):
         case = LinearCase(rule, batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=headdim, headdim_v=headdim)
         problem, _ = prepare(case.tensors(dtype), case.options(chunked=True))
-        yield from choose_chunk_kernels(problem, limits.arch, limits)[:2]
+        yield from choose_chunk_kernels(problem, limits.arch, limits)
 
 
 @thin(all=5)

@@ -20,7 +20,12 @@ from fastattention.backends.common.params import Params
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.linear.backends.cuda.chunk_config import PrepareConfig, PrepareKeysConfig, ScanConfig
+from fastattention.linear.backends.cuda.chunk_config import (
+    OutputsConfig,
+    PrepareConfig,
+    PrepareKeysConfig,
+    StatesConfig,
+)
 from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels
 from fastattention.linear.backends.cuda.chunk_params import ChunkParams
 from fastattention.linear.backends.cuda.chunk_plan import ChunkedCall
@@ -50,8 +55,9 @@ def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
     assert isinstance(params, ChunkParams)
     config = launch.variant
     chunk, headdim = config.chunk, config.headdim
-    assert isinstance(config, PrepareConfig | PrepareKeysConfig | ScanConfig)
-    key = isinstance(config, PrepareKeysConfig) or (isinstance(config, ScanConfig) and config.rule == "key")
+    assert isinstance(config, PrepareConfig | PrepareKeysConfig | StatesConfig | OutputsConfig)
+    rule = "delta" if getattr(config, "delta_rule", False) else getattr(config, "rule", "head")
+    key = isinstance(config, PrepareKeysConfig) or rule == "key"
     slots = params.num_slots * params.nheads
     offsets = _int32s(params.cu_seqlens, params.num_sequences + 1)
     rows = params.num_sequences if not offsets else 1
@@ -63,6 +69,8 @@ def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
         "factors": slots * 4 * (headdim if key else 4 * chunk + 4),
         "q_scaled": scaled,
         "k_scaled": scaled,
+        "states": slots * params.columns_v * headdim * 2,
+        "updates": slots * params.columns_v * chunk * 2 * (rule == "delta"),
         "out": rows * tokens * params.nheads * params.columns_v * 2,
     }
     ranges = [Range(getattr(params, name), size) for name, size in sizes.items() if size]
@@ -204,8 +212,8 @@ def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_
     case = LinearCase("delta", batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=128, headdim_v=128)
     problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
     kernels = choose_chunk_kernels(problem, CHIPS[chip].arch, CHIPS[chip])
-    assert kernels.scan.columns == columns
-    assert kernels.scan.chunk == (64 if CHIPS[chip].arch >= 80 else 32)
+    assert kernels.states.columns == columns
+    assert kernels.states.chunk == (64 if CHIPS[chip].arch >= 80 else 32)
 
 
 @thin(quick=3)
@@ -229,12 +237,10 @@ def test_kernels_fit_every_chip(chip: str, rule: str) -> None:
         case = LinearCase(rule, batch_size, seqlen=1, headdim_k=headdim_k, headdim_v=headdim_v)
         problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
         kernels = choose_chunk_kernels(problem, limits.arch, limits)
-        for config in kernels[:2]:
+        for config in kernels:
             assert max(entry.shared_bytes for entry in config.entries) <= limits.shared_per_cta
-        assert kernels.prepare.chunk == kernels.scan.chunk
-        assert kernels.scan.headdim >= headdim_k
-        assert kernels.num_parts * kernels.scan.columns >= headdim_v
-        assert (kernels.num_parts - 1) * kernels.scan.columns < headdim_v
+        assert kernels.prepare.chunk == kernels.states.chunk == kernels.outputs.chunk
+        assert kernels.states.headdim == kernels.outputs.headdim >= headdim_k
 
 
 def test_bfloat16_beyond_float16_is_refused_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:

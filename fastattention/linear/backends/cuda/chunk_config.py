@@ -115,29 +115,35 @@ class PrepareKeysConfig:
 
 
 @dataclass(frozen=True)
-class ScanConfig:
-    """One variant of kernels/scan.cuh."""
+class StatesConfig:
+    """One variant of kernels/states.cuh."""
 
     include_folders: ClassVar = FOLDERS
     arch: int
     dtype: str
-    headdim: int  # one of HEADDIMS, of keys
+    headdim: int  # one of HEADDIMS, of keys: all of them
     chunk: int  # tokens
     rule: str  # "delta", or of gated linear attention with a gate a "head" or a "key" dimension
     num_steps: int  # of columns of v, of a CTA
+    num_key_parts: int  # CTAs that share the key dimensions; 1 for the delta rule
     num_stages: int  # chunks in shared memory
 
-    source: ClassVar[str] = "scan.cuh"
+    source: ClassVar[str] = "states.cuh"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_linear_scan", 32 * self.num_warps, self.shared_bytes, overlaps=True),)
+        return (Entry("fastattention_linear_states", 32 * self.num_warps, self.shared_bytes, overlaps=True),)
 
     @property
     def columns(self) -> int:
         """Of v, of a CTA."""
         return self.num_steps * ARCH_FACTS[self.arch].step_rows
+
+    @property
+    def keys(self) -> int:
+        """Key dimensions of a CTA."""
+        return self.headdim // self.num_key_parts
 
     @property
     def num_warps(self) -> int:
@@ -147,19 +153,69 @@ class ScanConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA; the kernel asserts the same."""
-        squares = (1 + (self.rule == "delta")) * _tile_bytes(self.chunk, self.chunk)
-        tokens = 2 * _tile_bytes(self.chunk, self.headdim) + _tile_bytes(self.chunk, self.columns)
-        factors = 4 * (self.headdim if self.rule == "key" else factors_of_chunk(self.chunk))
-        operands = 1 + (self.rule != "key") + (self.rule == "delta")  # that warps exchange of each token
-        exchange = _tile_bytes(self.columns, self.headdim) + operands * _tile_bytes(self.columns, self.chunk)
-        out = _tile_bytes(self.chunk, self.columns) if self.num_stages > 1 else 0
-        return self.num_stages * (squares + tokens + factors) + exchange + out
+        delta = self.rule == "delta"
+        squares = delta * _tile_bytes(self.chunk, self.chunk)
+        tokens = _tile_bytes(self.chunk, self.keys) + _tile_bytes(self.chunk, self.columns)
+        factors = 4 * (self.keys if self.rule == "key" else factors_of_chunk(self.chunk))
+        operands = 1 + (delta or self.num_stages > 1)  # that warps exchange of each token
+        exchange = delta * _tile_bytes(self.columns, self.keys) + operands * _tile_bytes(self.columns, self.chunk)
+        return self.num_stages * (squares + tokens + factors) + exchange
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        tiles = f"d{self.headdim}c{self.chunk}v{self.columns}s{self.num_stages}"
-        return f"linear_scan_{self.rule}_sm{self.arch}_{self.dtype}_{tiles}"
+        tiles = f"d{self.headdim}p{self.num_key_parts}c{self.chunk}v{self.columns}s{self.num_stages}"
+        return f"linear_states_{self.rule}_sm{self.arch}_{self.dtype}_{tiles}"
+
+    def macros(self) -> dict[str, str]:
+        """What the kernel, and kernels/variant.cuh of attention, are compiled with."""
+        return {
+            **_macros(self.arch, self.dtype, self.keys, self.chunk, self.rule == "delta"),
+            "FA_GATE_PER_KEY": str(int(self.rule == "key")),
+            "FA_KEY_PARTS": str(self.num_key_parts),
+            "FA_HEADDIM_V": str(self.columns),
+            "FA_WARPS": str(self.num_warps),
+            "FA_MIN_CTAS": "1",
+            "FA_STAGES": str(self.num_stages),
+            "FA_SHARED_BYTES": str(self.shared_bytes),
+        }
+
+
+@dataclass(frozen=True)
+class OutputsConfig:
+    """One variant of kernels/outputs.cuh."""
+
+    include_folders: ClassVar = FOLDERS
+    arch: int
+    dtype: str
+    headdim: int  # one of HEADDIMS, of keys
+    chunk: int  # tokens
+    rule: str  # as of StatesConfig
+    columns: int  # of v, of a CTA
+
+    source: ClassVar[str] = "outputs.cuh"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Its one function."""
+        return (Entry("fastattention_linear_outputs", 32 * self.num_warps, self.shared_bytes, overlaps=True),)
+
+    @property
+    def num_warps(self) -> int:
+        """That share out the queries of a chunk in steps, and columns of v."""
+        return 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA; the kernel asserts the same."""
+        updates = (self.columns, self.chunk) if self.rule == "delta" else (self.chunk, self.columns)
+        scores = _tile_bytes(self.chunk, self.chunk)
+        return _tile_bytes(self.chunk + self.columns, self.headdim) + scores + _tile_bytes(*updates)
+
+    @property
+    def name(self) -> str:
+        """A readable name, unique among variants."""
+        return f"linear_outputs_{self.rule}_sm{self.arch}_{self.dtype}_d{self.headdim}c{self.chunk}v{self.columns}"
 
     def macros(self) -> dict[str, str]:
         """What the kernel, and kernels/variant.cuh of attention, are compiled with."""
@@ -169,7 +225,7 @@ class ScanConfig:
             "FA_HEADDIM_V": str(self.columns),
             "FA_WARPS": str(self.num_warps),
             "FA_MIN_CTAS": "1",
-            "FA_STAGES": str(self.num_stages),
+            "FA_STAGES": "1",
             "FA_SHARED_BYTES": str(self.shared_bytes),
         }
 

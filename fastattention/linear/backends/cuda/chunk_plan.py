@@ -1,4 +1,9 @@
-"""Serves chunked linear attention by two kernels: what depends on no state for all chunks, then chunk after chunk."""
+"""Serves chunked linear attention by three kernels.
+
+What depends on no state is computed for all chunks at once, then states chunk after chunk, then outputs of all chunks at
+once. States before all chunks are kept until then: with 64 tokens a chunk and 128 x 128 numbers a head, 512 bytes a
+token and head in scratch, and 256 more of updates for the delta rule.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +34,21 @@ class ChunkedCall:
     ) -> None:
         """launcher: gives what enqueues a kernel."""
         self._problem, self._dtype = problem, operand_dtype(problem.dtype, arch)
-        prepare, scan, self._num_parts = choose_chunk_kernels(problem, arch, limits)
-        self._num_slots = _num_slots(problem, scan.chunk)
+        _, states, outputs = kernels = choose_chunk_kernels(problem, arch, limits)
+        self._num_slots = _num_slots(problem, states.chunk)
         self._columns_v = -(-problem.headdim_v // 8) * 8
-        heads, square = problem.nheads * self._num_slots, scan.chunk**2
-        tokens = scan.chunk * scan.headdim * problem.gate_per_key
-        factors = scan.headdim if problem.gate_per_key else factors_of_chunk(scan.chunk)
+        heads, square = problem.nheads * self._num_slots, states.chunk**2
+        tokens = states.chunk * states.headdim * problem.gate_per_key
+        factors = states.headdim if problem.gate_per_key else factors_of_chunk(states.chunk)
+        state, updates = self._columns_v * states.headdim, self._columns_v * states.chunk * problem.delta_rule
         # Bytes of scratch in the order of ChunkParams.
-        sizes = (2 * square, 2 * square * problem.delta_rule, 4 * factors, 2 * tokens, 2 * tokens)
+        sizes = 2 * square, 2 * square * problem.delta_rule, 4 * factors, 2 * tokens, 2 * tokens, 2 * state, 2 * updates
         *self._offsets, self._scratch_bytes = itertools.accumulate((heads * size for size in sizes), initial=0)
-        grids = heads, problem.num_sequences * problem.nheads * self._num_parts
+        state_parts = -(-problem.headdim_v // states.columns) * states.num_key_parts
+        grids = heads, problem.num_sequences * problem.nheads * state_parts, heads * -(-problem.headdim_v // outputs.columns)
         self._launchers = [
             launcher(KernelLaunch(config, 0, num_ctas))
-            for config, num_ctas in zip((prepare, scan), grids, strict=True)
+            for config, num_ctas in zip(kernels, grids, strict=True)
             if num_ctas
         ]
 
@@ -73,7 +80,7 @@ class ChunkedCall:
             q_batch, q_head, k_batch, k_head, v_batch, v_head, *gates,
             *first_strides(inputs.initial_state), q_row, k_row, v_row,
             problem.num_sequences, problem.seqlen, self._num_slots, problem.nheads, problem.group_size,
-            problem.headdim_k, problem.headdim_v, q.shape[-1], self._columns_v, self._num_parts,
+            problem.headdim_k, problem.headdim_v, q.shape[-1], self._columns_v,
             GATE_FORMATS[problem.gate_dtype], GATE_FORMATS[problem.beta_dtype], problem.l2norm, problem.scale,
         )  # fmt: skip
 

@@ -13,7 +13,6 @@ template <class Mma, class ScoreMma = Mma>
 struct Fragments16 : Layout16 {
     static constexpr int kSharedBytes = 2;  // of an element in shared memory
     static constexpr int kKeyStep = 16;     // keys come in multiples of this
-    static constexpr bool kRowsAreColumns = true;  // operands A are operands B too: multiply_rows_and_columns
 
     // Operands A in shared memory.
     template <int kPitch>
@@ -108,34 +107,10 @@ struct Fragments16 : Layout16 {
             for (int i = 0; i < 4; ++i) acc_s[step][0][i] += acc[step][0][i] + acc[step][1][i];
     }
 
-    // acc_s += rows k^T and acc_t += q rows^T, which are read once: 16 of them are operands B of two products. halfway: called
-    // in the middle, when products are under way. Operands of the second half are not loaded before it.
-    template <int kSteps, int kTiles, int kColumns, class Halfway>
-    static FA_DEVICE void multiply_rows_and_columns(float (&acc_s)[kSteps][kTiles][4], float (&acc_t)[1][2 * kSteps][4],
-                                                    const Rows<kSteps, kColumns>& rows, uint32_t k,
-                                                    const Rows<1, kColumns>& q, Halfway halfway) {
-        static_assert(kTiles % 2 == 0, "a load has 16 keys");
-        const int lane = opaque(lane_index());
-        const LaneRow<pitch_of<2>(kColumns)> row(k, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-#pragma unroll
-        for (int depth = 0; depth < kColumns / 16; ++depth) {
-            if (depth == kColumns / 32) halfway();
-            uint32_t a[kSteps][4], a_q[1][4];
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) rows.fragment(a[step], step, depth);
-#pragma unroll
-            for (int n = 0; n < kTiles / 2; ++n) {
-                uint32_t b[4];
-                load_matrices(b, row.address(n * 16, depth));
-                multiply_add_pairs<Mma>(acc_s, 2 * n, a, b);
-            }
-            q.fragment(a_q[0], 0, depth);
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                const uint32_t b[4] = {a[step][0], a[step][2], a[step][1], a[step][3]};
-                multiply_add_pairs<Mma>(acc_t, 2 * step, a_q, b);
-            }
-        }
+    // Likewise, in accumulators of Values.
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        multiply_rows(acc, q, k);
     }
 
     // acc[.][n] += a b[0..1], acc[.][n + 1] += a b[2..3]. One instruction of each product after the other, so that none

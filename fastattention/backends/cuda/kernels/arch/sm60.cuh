@@ -16,7 +16,6 @@ struct Arch : Layout16 {
     static constexpr bool kSeparateFullTiles = false;
     static constexpr int kSharedBytes = FA_ELEMENT_BYTES;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
-    static constexpr bool kRowsAreColumns = false;
 
     template <class Item>
     static FA_DEVICE void store_chunk(uint32_t to, Words4 chunk) {
@@ -107,6 +106,12 @@ struct Arch : Layout16 {
                             for (int i = 0; i < 4; ++i) acc_s[step][n][which * 2 + c] += rows[step][which].x[i] * key.x[i];
                 }
         }
+    }
+
+    // Likewise, in accumulators of Values.
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        multiply_rows(acc, q, k);
     }
 
     // Rows of a tile of 16 bits that is kColumns wide as columns of accumulators: x = tile^T.

@@ -24,7 +24,6 @@ struct Arch {
     static constexpr bool kSeparateFullTiles = true;
     static constexpr int kSharedBytes = 2;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
-    static constexpr bool kRowsAreColumns = false;
     static constexpr int kStepRows = 32;
     static constexpr int kElements = 8;
 
@@ -108,6 +107,28 @@ struct Arch {
                 for (int step = 0; step < kSteps; ++step) {
                     mma_m8n8k4_row_col(acc_s[step][n], a[step].word[0], a[step].word[1], b.word[0], b.word[1]);
                     mma_m8n8k4_row_col(acc_s[step][n], a[step].word[2], a[step].word[3], b.word[2], b.word[3]);
+                }
+            }
+        }
+    }
+
+    // Likewise, in accumulators of Values: their columns are other rows of k.
+    template <int kSteps, int kColumns, int kTiles>
+    static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k) {
+        constexpr int kPitch = pitch_of<2>(kColumns);
+        const uint32_t at = k + (lane_index() % 4 + lane_index() / 16 * 8) * kPitch;
+#pragma unroll
+        for (int depth = 0; depth < kColumns / 8; ++depth) {
+            Words4 a[kSteps];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) a[step] = q.fragment(step, depth);
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                const Words4 b = load_shared_128(at + (n / 2 * 16 + n % 2 * 4) * kPitch + depth * 16);
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) {
+                    mma_m8n8k4_row_col(acc[step][n], a[step].word[0], a[step].word[1], b.word[0], b.word[1]);
+                    mma_m8n8k4_row_col(acc[step][n], a[step].word[2], a[step].word[3], b.word[2], b.word[3]);
                 }
             }
         }

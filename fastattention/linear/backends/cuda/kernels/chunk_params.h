@@ -11,6 +11,8 @@ namespace fastattention {
 //     inverse   (chunk, chunk)      of the delta rule
 //     factors                       of tokens, or gates of keys
 //     q_scaled, k_scaled  (chunk, columns of a tile)    with a gate for every key dimension
+//     states    (columns of v, columns of a tile)   as they were before the chunk
+//     updates   (columns of v, chunk)               of the delta rule
 struct ChunkParams {
     const uint16_t* q;  // rows of q, k, v and out are aligned to 16 bytes
     const uint16_t* k;
@@ -26,6 +28,8 @@ struct ChunkParams {
     float* factors;
     uint16_t* q_scaled;
     uint16_t* k_scaled;
+    uint16_t* states;
+    uint16_t* updates;
 
     int64_t q_stride_batch, q_stride_head;
     int64_t k_stride_batch, k_stride_head;
@@ -39,7 +43,6 @@ struct ChunkParams {
     int32_t nheads, group_size;
     int32_t headdim_k, headdim_v;  // of states
     int32_t columns_k, columns_v;  // of rows of q and k, of v and out: multiples of 8, zeros beyond the headdim
-    int32_t num_parts;             // CTAs that share the columns of v of a head
     int32_t gate_format, beta_format;  // 0 float32, 1 float16, 2 bfloat16
     int32_t normalises;            // queries and keys
 

@@ -1,0 +1,154 @@
+// The outputs of chunked linear attention, of all chunks at once. A CTA has a chunk of a head and columns of v; its warps share
+// out the chunk's queries, and columns where there are more warps than steps of queries. With the state S before the chunk
+// and the updates u, which states.cuh left, and the scores A:
+//
+//     o = a Q S^T + A u^T    a: products of gates; u = V without the delta rule
+//
+// With a gate for every key dimension Q holds the gates already.
+#pragma once
+
+#include "chunk_tiles.cuh"
+
+namespace fastattention {
+
+constexpr int kQueryGroups = kChunk / Arch::kStepRows;
+constexpr int kWarpOutColumns = kColumns * kQueryGroups / kWarps;
+static_assert(kWarpOutColumns % 16 == 0, "warps have whole accumulators");
+
+class Outputs {
+    using QueryCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
+    using StateCopy = TileCopy<Arch, WholeCta, uint16_t, false, kColumns, kHeaddim>;
+    // Of values, a row for a token; of updates, a row for a column of v.
+    using UpdateCopy = TileCopy<Arch, WholeCta, uint16_t, false, kDeltaRule ? kColumns : kChunk, kDeltaRule ? kChunk : kColumns>;
+    using Out = float[1][kWarpOutColumns / 8][Arch::kElements];
+
+    static constexpr int kStatesAt = QueryCopy::kBytes, kScoresAt = kStatesAt + StateCopy::kBytes,
+                         kUpdatesAt = kScoresAt + kTriangleBytes;
+    // Results take the place of queries.
+    static constexpr int kOutPitch = pitch_of<2>(kColumns);
+    static_assert(kChunk * kOutPitch <= QueryCopy::kBytes, "there is room");
+
+public:
+    static constexpr int kBytes = kUpdatesAt + UpdateCopy::kBytes;
+
+    // column: the CTA's first of v.
+    FA_DEVICE Outputs(const ChunkParams& p, const Sequence& sequence, int chunk, int head, int column)
+        : p_(p),
+          sequence_(sequence),
+          chunk_(chunk),
+          head_(head),
+          column_(column),
+          query_(warp_index() % kQueryGroups * Arch::kStepRows),
+          out_column_(warp_index() / kQueryGroups * kWarpOutColumns) {}
+
+    FA_DEVICE void run() const {
+        const int64_t slot = slot_of(p_, sequence_, head_) + chunk_;
+        const int first = chunk_ * kChunk;
+        copy_tile(QueryCopy(token_source<kHeaddim>(p_, sequence_, head_,
+                                                   {p_.q, p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head}, p_.q_scaled, 0)),
+                  first, at_);
+        copy_tile(StateCopy({p_.states + (slot * p_.columns_v + column_) * kHeaddim, kHeaddim, p_.columns_v - column_, kHeaddim}),
+                  0, at_ + kStatesAt);
+        if constexpr (Arch::kAsyncCopy) copy_async_commit();
+        copy_triangle(p_.scores + slot * (kChunk * kChunk), true, at_ + kScoresAt);
+        copy_updates(slot);
+        float factors[2];
+        read_factors(factors, slot);
+
+        if constexpr (Arch::kAsyncCopy) {
+            copy_async_commit();
+            copy_async_wait<1>();
+        }
+        cta_barrier();
+        Out out = {};
+        typename Arch::template Rows<1, kHeaddim> queries;
+        queries.load(at_ + query_ * QueryCopy::kPitch);
+        const uint32_t states = at_ + kStatesAt + out_column_ * StateCopy::kPitch;
+        if constexpr (kDeltaRule) {
+            Arch::multiply_rows(out, queries, states);
+        } else {
+            Arch::multiply_rows_as_values(out, queries, states);
+        }
+        if constexpr (!kGatePerKey) {
+#pragma unroll
+            for (int n = 0; n < kWarpOutColumns / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < Arch::kElements; ++i) out[0][n][i] *= factors[Arch::row_of_element(i)];
+        }
+
+        if constexpr (Arch::kAsyncCopy) copy_async_wait<0>();
+        cta_barrier();
+        typename Arch::template Rows<1, kChunk> scores;
+        scores.load(at_ + kScoresAt + query_ * kTrianglePitch);
+        const uint32_t to = at_ + query_ * kOutPitch + out_column_ * 2;
+        if constexpr (kDeltaRule) {
+            Arch::multiply_rows(out, scores, at_ + kUpdatesAt + out_column_ * UpdateCopy::kPitch);
+            Arch::template leave_scores<kOutPitch>(out, to);
+        } else {
+            const typename Arch::template Values<kColumns> values(at_ + kUpdatesAt + out_column_ * 2);
+#pragma unroll
+            for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) values.accumulate(out, scores, group);
+            Arch::template leave_values<kOutPitch>(out, to);
+        }
+        warp_barrier();
+        write_out(to);
+    }
+
+private:
+    FA_DEVICE void copy_updates(int64_t slot) const {
+        if constexpr (kDeltaRule) {
+            copy_tile(UpdateCopy({p_.updates + (slot * p_.columns_v + column_) * kChunk, kChunk, p_.columns_v - column_, kChunk}),
+                      0, at_ + kUpdatesAt);
+        } else {
+            const int64_t offset = sequence_.offset(p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head, head_);
+            copy_tile(UpdateCopy({p_.v + offset + column_, p_.v_stride_row, sequence_.length, p_.columns_v - column_}),
+                      chunk_ * kChunk, at_ + kUpdatesAt);
+        }
+    }
+
+    // Of the lane's queries.
+    FA_DEVICE void read_factors(float (&factors)[2], int64_t slot) const {
+        if constexpr (kGatePerKey) return;
+#pragma unroll
+        for (int which = 0; which < 2; ++which)
+            factors[which] = p_.factors[slot * kFactors + kQueriesOfState * kChunk + query_ + Arch::row(which)];
+    }
+
+    // What the warp left.
+    FA_DEVICE void write_out(uint32_t from) const {
+        constexpr int kPieces = kWarpOutColumns / 8, kAll = Arch::kStepRows * kPieces;
+        const int first = chunk_ * kChunk + query_, first_column = column_ + out_column_;
+        const int64_t stride = static_cast<int64_t>(p_.nheads) * p_.columns_v;
+        const int64_t row = static_cast<int64_t>(sequence_.batch) * p_.seqlen + sequence_.first + first;
+        uint16_t* const to = p_.out + row * stride + head_ * p_.columns_v + first_column;
+#pragma unroll
+        for (int i = 0; i < kAll; i += 32) {
+            const int piece = (i + lane_index()) % kAll, row = piece / kPieces, column = piece % kPieces * 8;
+            if (first + row < sequence_.length && first_column + column < p_.columns_v)
+                store_global_128(to + row * stride + column, load_shared_128(from + row * kOutPitch + column * 2));
+        }
+    }
+
+    const ChunkParams& p_;
+    const Sequence sequence_;
+    const int chunk_, head_, column_;
+    const int query_, out_column_;  // the warp's first, of the CTA's
+    const uint32_t at_ = shared_memory();
+};
+static_assert(Outputs::kBytes == FA_SHARED_BYTES, "chunk_config.py computes the same");
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+    fastattention_linear_outputs(FA_PARAMETER fastattention::ChunkParams params) {
+    using namespace fastattention;
+    wait_for_previous_kernel();
+    // CTAs of one chunk are neighbours: they read the same queries and scores.
+    const int parts = num_column_parts(params);
+    const int part = static_cast<int>(cta_index() % parts), index = static_cast<int>(cta_index() / parts);
+    const int slot = index / params.nheads, head = index % params.nheads;
+    const Sequence sequence = sequence_of_slot(params, slot);
+    const int chunk = slot - sequence.first_slot;
+    if (chunk >= sequence.num_chunks()) return;
+    Outputs(params, sequence, chunk, head, part * kColumns).run();
+}

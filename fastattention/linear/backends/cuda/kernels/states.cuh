@@ -1,0 +1,360 @@
+// Chunked linear attention, one chunk of tokens after the other: the states before all chunks, and what the delta rule writes
+// into them; outputs.cuh does the rest. A CTA has columns of the state of a head, and of v, and all key dimensions or a part.
+// Its warps share out the key dimensions of the state, which stays in their accumulators, and the tokens of all else. With
+// what prepare.cuh found, and columns of v as rows of all operands but the last:
+//
+//     y = S K^T                        of the delta rule, what the state S holds for the keys
+//     u = beta (V - a y), u += u T^T   likewise, T being its inverse less I; otherwise u = V
+//     S = a S + (a u) K                a: products of gates
+//
+// What one warp finds and others need lies in shared memory as operands. With a gate for every key dimension K of the last
+// holds the gates already, and those of S multiply its columns.
+#pragma once
+
+#include "chunk_tiles.cuh"
+
+namespace fastattention {
+
+constexpr int kSteps = kColumns / Arch::kStepRows;
+constexpr int kKeyParts = FA_KEY_PARTS;  // CTAs that share the key dimensions of a head
+constexpr int kStateColumns = kKeyParts * kHeaddim;  // of a row of scratch
+constexpr int kKeyDims = kHeaddim / kWarps;  // of the state, of a warp
+constexpr int kTokens = kChunk / kWarps;  // likewise of keys and updates
+static_assert(kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
+static_assert(!kDeltaRule || kKeyParts == 1, "it asks all of a column of the state");
+// Values of the next chunk become operands while this one's are multiplied: a chunk has one barrier.
+constexpr bool kValuesAhead = !kDeltaRule && Arch::kAsyncCopy;
+static_assert(kStages >= (Arch::kAsyncCopy ? 2 + kValuesAhead : 1), "copies go on meanwhile");
+
+// What a chunk needs in shared memory.
+class ChunkTiles {
+    using KeyCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
+    using ValueCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kColumns>;
+    static constexpr int kInverse = KeyCopy::kBytes, kValues = kInverse + (kDeltaRule ? kTriangleBytes : 0),
+                         kFactorsAt = kValues + ValueCopy::kBytes;
+    static constexpr int kNumbers = kGatePerKey ? kHeaddim : kFactors, kNumbersOfSlot = kGatePerKey ? kStateColumns : kFactors;
+
+public:
+    static constexpr int kKeyPitch = KeyCopy::kPitch, kValuePitch = ValueCopy::kPitch;
+    static constexpr int kBytes = kFactorsAt + kNumbers * 4;
+
+    // column, key: the CTA's first.
+    FA_DEVICE ChunkTiles(const ChunkParams& p, const Sequence& sequence, int head, int column, int key)
+        : keys_(token_source<kStateColumns>(p, sequence, head, {p.k, p.k_stride_batch, p.k_stride_row, p.k_stride_head},
+                                            p.k_scaled, key)),
+          inverse_(p.inverse + slot_of(p, sequence, head) * (kChunk * kChunk)),
+          values_({p.v + sequence.offset(p.v_stride_batch, p.v_stride_row, p.v_stride_head, head) + column, p.v_stride_row,
+                   sequence.length, p.columns_v - column}),
+          factors_(p.factors + slot_of(p, sequence, head) * kNumbersOfSlot + (kGatePerKey ? key : 0)),
+          length_(sequence.length) {}
+
+    // Of a chunk behind the last nothing is read.
+    FA_DEVICE void begin(int chunk, uint32_t to) {
+        const int first = chunk * kChunk;
+        const bool valid = first < length_;
+        keys_.begin(first, to);
+        keys_.finish(to);
+        if constexpr (kDeltaRule) copy_triangle(inverse_ + static_cast<int64_t>(chunk) * (kChunk * kChunk), valid, to + kInverse);
+        values_.begin(first, to + kValues);
+        values_.finish(to + kValues);
+        copy_numbers<kNumbers>(factors_ + static_cast<int64_t>(chunk) * kNumbersOfSlot, valid, to + kFactorsAt);
+    }
+
+    static FA_DEVICE uint32_t keys(uint32_t tiles) { return tiles; }
+    static FA_DEVICE uint32_t inverse(uint32_t tiles) { return tiles + kInverse; }
+    static FA_DEVICE uint32_t values(uint32_t tiles) { return tiles + kValues; }
+    static FA_DEVICE uint32_t factor(uint32_t tiles, int at) { return tiles + kFactorsAt + at * 4; }
+
+private:
+    KeyCopy keys_;
+    const uint16_t* const inverse_;
+    ValueCopy values_;
+    const float* const factors_;
+    const int length_;
+};
+
+// What warps leave for each other behind the tiles: rows are columns of v.
+class Exchange {
+public:
+    static constexpr int kStatePitch = ChunkTiles::kKeyPitch, kTokenPitch = kTrianglePitch;
+
+private:
+    static constexpr int kOfTokens = kColumns * kTokenPitch, kState = kStages * ChunkTiles::kBytes + 2 * kOfTokens;
+
+public:
+    static constexpr int kBytes =
+        kStages * ChunkTiles::kBytes + (1 + (kDeltaRule || kValuesAhead)) * kOfTokens + (kDeltaRule ? kColumns * kStatePitch : 0);
+
+    // Updates as the state takes them.
+    FA_DEVICE uint32_t to_state(int chunk) const {
+        return at_ + kStages * ChunkTiles::kBytes + (kValuesAhead ? chunk % 2 * kOfTokens : 0);
+    }
+    // What values are more than the state before the chunk holds.
+    FA_DEVICE uint32_t rest() const { return at_ + kStages * ChunkTiles::kBytes + kOfTokens; }
+    FA_DEVICE uint32_t state() const { return at_ + kState; }
+
+private:
+    const uint32_t at_ = shared_memory();
+};
+static_assert(Exchange::kBytes == FA_SHARED_BYTES, "chunk_config.py computes the same");
+
+class States {
+public:
+    // column, key: the CTA's first, of v and of key dimensions.
+    FA_DEVICE States(const ChunkParams& p, int sequence, int head, int column, int key)
+        : p_(p), sequence_(sequence_at(p, sequence)), head_(head), column_(column), key_(key), warp_(warp_index()) {}
+
+    FA_DEVICE void run() {
+        const int chunks = sequence_.num_chunks();
+        if constexpr (Arch::kAsyncCopy) {
+            ChunkTiles tiles(p_, sequence_, head_, column_, key_);
+#pragma unroll
+            for (int chunk = 0; chunk < kStages - 1; ++chunk) {
+                tiles.begin(chunk, tiles_of(chunk));
+                copy_async_commit();
+            }
+            read_state();
+            if constexpr (kValuesAhead) {
+                copy_async_wait<kStages - 2>();
+                cta_barrier();
+                leave_values(tiles_of(0), 0);
+            }
+            for (int chunk = 0; chunk < chunks; ++chunk) {
+                if constexpr (kDeltaRule) leave_state();
+                // Tiles have arrived, what warps left too, and nobody uses the tiles before them any more.
+                copy_async_wait<kStages - 2 - kValuesAhead>();
+                cta_barrier();
+                tiles.begin(chunk + kStages - 1, tiles_of(chunk + kStages - 1));
+                copy_async_commit();
+                write_state(chunk);
+                if constexpr (kDeltaRule) find_updates(tiles_of(chunk), chunk);
+                add_updates(tiles_of(chunk), chunk);
+                if constexpr (kValuesAhead) leave_values(tiles_of(chunk + 1), chunk + 1);
+            }
+            copy_async_wait<0>();
+        } else {
+            const uint32_t tiles = tiles_of(0);
+            read_state();
+            for (int chunk = 0; chunk < chunks; ++chunk) {
+                if (chunk > 0) cta_barrier();
+                // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
+                ChunkTiles(p_, sequence_, opaque(head_), opaque(column_), opaque(key_)).begin(chunk, tiles);
+                if constexpr (kDeltaRule) leave_state();
+                write_state(chunk);
+                cta_barrier();
+                if constexpr (kDeltaRule) {
+                    find_updates(tiles, chunk);
+                } else {
+                    leave_values(tiles, chunk);
+                    cta_barrier();
+                }
+                add_updates(tiles, chunk);
+            }
+        }
+        if (p_.final_state != nullptr) write_final_state();
+    }
+
+private:
+    static constexpr int kElements = Arch::kElements;
+    using State = float[kSteps][kKeyDims / 8][kElements];
+    using Tokens = float[kSteps][kTokens / 8][kElements];  // a column for each
+    using UpdateRows = typename Arch::template Rows<kSteps, kChunk>;
+
+    // Of a lane's columns. at: where that of an element of an accumulator stands, and behind it that of the next element.
+    template <int kTiles>
+    struct ColumnFactors {
+        float x[kTiles][kElements / 2];
+
+        template <class At>
+        explicit FA_DEVICE ColumnFactors(At at) {
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; i += 2) {
+                    if (Arch::row_of_element(i) != 0) continue;
+                    const Words2 pair = load_shared_64(at(n, i));
+                    x[n][Arch::column_of_element(i)] = as_float(pair.word[0]);
+                    x[n][Arch::column_of_element(i) + 1] = as_float(pair.word[1]);
+                }
+        }
+    };
+
+    static FA_DEVICE uint32_t tiles_of(int chunk) { return shared_memory() + chunk % kStages * ChunkTiles::kBytes; }
+
+    // The warp's first.
+    FA_DEVICE int first_key() const { return warp_ * kKeyDims; }
+    FA_DEVICE int first_token() const { return warp_ * kTokens; }
+
+    FA_DEVICE int64_t slot() const { return slot_of(p_, sequence_, head_); }
+
+    // Of the delta rule. The state lies in shared memory; behind the last barrier updates do.
+    FA_DEVICE void find_updates(uint32_t tiles, int chunk) const {
+        Tokens x = {};
+        typename Arch::template Rows<kSteps, kHeaddim> state;
+        state.load(exchange_.state());
+        Arch::multiply_rows(x, state, ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kKeyPitch);
+        Tokens values;
+        read_values(values, tiles);
+        const auto gates = token_factors(kKeysOfState, tiles), betas = token_factors(kBetas, tiles);
+        scale(x, gates);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) x[step][n][i] = values[step][n][i] - x[step][n][i];
+        scale(x, betas);
+        leave_tokens(x, exchange_.rest());
+        cta_barrier();
+        UpdateRows rest;
+        rest.load(exchange_.rest());
+        Arch::multiply_rows(x, rest, ChunkTiles::inverse(tiles) + first_token() * kTrianglePitch);
+        write_pairs(x, p_.updates + ((slot() + chunk) * p_.columns_v + column_) * kChunk + first_token(), kChunk,
+                    [](int n, int i) { return Arch::score_column(n, i); });
+        scale(x, token_factors(kKeysToState, tiles));
+        leave_tokens(x, exchange_.to_state(chunk));
+        cta_barrier();
+    }
+
+    // Without the delta rule: the warp's values are updates.
+    FA_DEVICE void leave_values(uint32_t tiles, int chunk) const {
+        Tokens x;
+        read_values(x, tiles);
+        if constexpr (!kGatePerKey) scale(x, token_factors(kKeysToState, tiles));
+        leave_tokens(x, exchange_.to_state(chunk));
+    }
+
+    // Of the warp's tokens.
+    FA_DEVICE ColumnFactors<kTokens / 8> token_factors(FactorPlane plane, uint32_t tiles) const {
+        return ColumnFactors<kTokens / 8>([&](int n, int i) {
+            return ChunkTiles::factor(tiles, plane * kChunk + first_token() + Arch::score_column(n, i));
+        });
+    }
+
+    FA_DEVICE void read_values(Tokens& x, uint32_t tiles) const {
+        Arch::template read_transposed<kColumns>(x, ChunkTiles::values(tiles) + first_token() * ChunkTiles::kValuePitch);
+    }
+
+    FA_DEVICE void leave_tokens(const Tokens& x, uint32_t to) const {
+        Arch::template leave_scores<Exchange::kTokenPitch>(x, to + first_token() * 2);
+    }
+
+    FA_DEVICE void leave_state() const {
+        Arch::template leave_values<Exchange::kStatePitch>(state_, exchange_.state() + first_key() * 2);
+    }
+
+    // As it is before a chunk.
+    FA_DEVICE void write_state(int chunk) const {
+        write_pairs(state_, p_.states + ((slot() + chunk) * p_.columns_v + column_) * kStateColumns + key_ + first_key(),
+                    kStateColumns, [](int n, int i) { return Arch::value_column(n, i); });
+    }
+
+    // Rows of accumulators to rows of memory, `stride` numbers each. column_of: an element's.
+    template <int kTiles, class ColumnOf>
+    FA_DEVICE void write_pairs(const float (&x)[kSteps][kTiles][kElements], uint16_t* to, int stride, ColumnOf column_of) const {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; i += 2) {
+                    const int row = step * Arch::kStepRows + Arch::row(Arch::row_of_element(i));
+                    if (column_ + row < p_.columns_v)
+                        *reinterpret_cast<uint32_t*>(to + row * stride + column_of(n, i)) =
+                            Operand::pack(x[step][n][i], x[step][n][i + 1]);
+                }
+    }
+
+    FA_DEVICE void add_updates(uint32_t tiles, int chunk) {
+        decay_state(tiles);
+        UpdateRows updates;
+        updates.load(exchange_.to_state(chunk));
+        const typename Arch::template Values<kHeaddim> keys(ChunkTiles::keys(tiles) + first_key() * 2);
+#pragma unroll
+        for (int group = 0; group < kChunk / Arch::kKeyStep; ++group) keys.accumulate(state_, updates, group);
+    }
+
+    FA_DEVICE void decay_state(uint32_t tiles) {
+        if constexpr (kGatePerKey) {
+            const auto at = [&](int n, int i) { return ChunkTiles::factor(tiles, first_key() + Arch::value_column(n, i)); };
+            scale(state_, ColumnFactors<kKeyDims / 8>(at));
+        } else {
+            const float factor = as_float(load_shared_32(ChunkTiles::factor(tiles, kStateFactor)));
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int n = 0; n < kKeyDims / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < kElements; ++i) state_[step][n][i] *= factor;
+        }
+    }
+
+    template <int kTiles>
+    static FA_DEVICE void scale(float (&x)[kSteps][kTiles][kElements], const ColumnFactors<kTiles>& factors) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) x[step][n][i] *= factors.x[n][Arch::column_of_element(i)];
+    }
+
+    // Calls visit(element of the state, key dimension, column of v) of those that there are.
+    template <class Visit>
+    FA_DEVICE void for_each_of_state(Visit visit) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kKeyDims / 8; ++n) {
+                // Volta's state leaves few registers for addresses: one after the other.
+                if constexpr (!Arch::kAsyncCopy) warp_barrier();
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) {
+                    const int key = key_ + first_key() + Arch::value_column(n, i);
+                    const int column = column_ + step * Arch::kStepRows + Arch::row(Arch::row_of_element(i));
+                    if (key < p_.headdim_k && column < p_.headdim_v) visit(state_[step][n][i], key, column);
+                }
+            }
+    }
+
+    // Of the sequence.
+    FA_DEVICE int64_t index() const {
+        return cta_index() / (static_cast<int64_t>(num_column_parts(p_) * kKeyParts) * p_.nheads);
+    }
+
+    FA_DEVICE void read_state() {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+            for (int n = 0; n < kKeyDims / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < kElements; ++i) state_[step][n][i] = 0.0f;
+        if (p_.initial_state == nullptr) return;
+        const float* from = p_.initial_state + index() * p_.state_stride_sequence + head_ * p_.state_stride_head;
+        for_each_of_state([&](float& x, int key, int column) { x = from[key * p_.state_stride_key + column]; });
+    }
+
+    FA_DEVICE void write_final_state() {
+        float* to = p_.final_state + (index() * p_.nheads + head_) * p_.headdim_k * p_.headdim_v;
+        for_each_of_state([&](float& x, int key, int column) { to[key * p_.headdim_v + column] = x; });
+    }
+
+    const ChunkParams& p_;
+    const Sequence sequence_;
+    const int head_, column_, key_, warp_;
+    const Exchange exchange_;
+    State state_;
+};
+
+}  // namespace fastattention
+
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+    fastattention_linear_states(FA_PARAMETER fastattention::ChunkParams params) {
+    using namespace fastattention;
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    // CTAs of one head are neighbours: they read the same tiles.
+    const int parts = num_column_parts(params) * kKeyParts;
+    const int part = static_cast<int>(cta_index() % parts), index = static_cast<int>(cta_index() / parts);
+    States(params, index / params.nheads, index % params.nheads, part / kKeyParts * kColumns, part % kKeyParts * kHeaddim).run();
+}

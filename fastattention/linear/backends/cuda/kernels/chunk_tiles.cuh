@@ -24,13 +24,13 @@ FA_DEVICE void copy_128(uint32_t to, const void* from, bool valid) {
     }
 }
 
-// Copies numbers that lie in order.
-template <int kCount>
+// Copies numbers that lie in order. Team: the threads that copy.
+template <class Team, int kCount>
 FA_DEVICE void copy_numbers(const float* from, bool valid, uint32_t to) {
     constexpr int kPieces = kCount / 4;
 #pragma unroll
-    for (int i = 0; i < kPieces; i += kThreads) {
-        const int piece = i + thread_index();
+    for (int i = 0; i < kPieces; i += Team::kThreads) {
+        const int piece = i + Team::index();
         if (piece < kPieces) copy_128(to + piece * 16, from + piece * 4, valid);
     }
 }
@@ -38,9 +38,10 @@ FA_DEVICE void copy_numbers(const float* from, bool valid, uint32_t to) {
 constexpr int kTrianglePitch = pitch_of<2>(kChunk), kTriangleBytes = kChunk * kTrianglePitch;
 
 // Copies a square of a chunk that is zero above the diagonal; what is above it is not read.
+template <class Team>
 FA_DEVICE void copy_triangle(const uint16_t* from, bool valid, uint32_t to) {
-    constexpr int kPieces = kChunk / 8, kRowStep = kThreads / kPieces;
-    const int first_row = thread_index() / kPieces, column = thread_index() % kPieces * 8;
+    constexpr int kPieces = kChunk / 8, kRowStep = Team::kThreads / kPieces;
+    const int first_row = Team::index() / kPieces, column = Team::index() % kPieces * 8;
     from += first_row * kChunk + column;
     to += first_row * kTrianglePitch + column * 2;
 #pragma unroll

@@ -50,7 +50,7 @@ public:
         copy_tile(StateCopy({p_.states + (slot * p_.columns_v + column_) * kHeaddim, kHeaddim, p_.columns_v - column_, kHeaddim}),
                   0, at_ + kStatesAt);
         if constexpr (Arch::kAsyncCopy) copy_async_commit();
-        copy_triangle(p_.scores + slot * (kChunk * kChunk), true, at_ + kScoresAt);
+        copy_triangle<WholeCta>(p_.scores + slot * (kChunk * kChunk), true, at_ + kScoresAt);
         copy_updates(slot);
         float factors[2];
         read_factors(factors, slot);

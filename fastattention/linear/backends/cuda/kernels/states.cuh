@@ -18,18 +18,27 @@ namespace fastattention {
 constexpr int kSteps = kColumns / Arch::kStepRows;
 constexpr int kKeyParts = FA_KEY_PARTS;  // CTAs that share the key dimensions of a head
 constexpr int kStateColumns = kKeyParts * kHeaddim;  // of a row of scratch
-constexpr int kKeyDims = kHeaddim / kWarps;  // of the state, of a warp
-constexpr int kTokens = kChunk / kWarps;  // likewise of keys and updates
+constexpr int kCopyWarps = FA_COPY_WARPS, kStateWarps = kWarps - kCopyWarps;
+constexpr int kKeyDims = kHeaddim / kStateWarps;  // of the state, of a warp
+constexpr int kTokens = kChunk / kStateWarps;  // likewise of keys and updates
 static_assert(kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
 static_assert(!kDeltaRule || kKeyParts == 1, "it asks all of a column of the state");
 // Values of the next chunk become operands while this one's are multiplied: a chunk has one barrier.
 constexpr bool kValuesAhead = !kDeltaRule && Arch::kAsyncCopy;
 static_assert(kStages >= (Arch::kAsyncCopy ? 2 + kValuesAhead : 1), "copies go on meanwhile");
 
+static_assert((kCopyWarps > 0) == Arch::kAsyncCopy, "where copies go on meanwhile, warps of their own begin them");
+
+// The threads that copy tiles, and what goes to scratch: all of them, or those of the last warps.
+struct CopyTeam {
+    static constexpr int kThreads = 32 * (kCopyWarps > 0 ? kCopyWarps : kWarps);
+    static FA_DEVICE int index() { return thread_index() - (kCopyWarps > 0 ? 32 * kStateWarps : 0); }
+};
+
 // What a chunk needs in shared memory.
 class ChunkTiles {
-    using KeyCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
-    using ValueCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kColumns>;
+    using KeyCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kHeaddim>;
+    using ValueCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kColumns>;
     static constexpr int kInverse = KeyCopy::kBytes, kValues = kInverse + (kDeltaRule ? kTriangleBytes : 0),
                          kFactorsAt = kValues + ValueCopy::kBytes;
     static constexpr int kNumbers = kGatePerKey ? kHeaddim : kFactors, kNumbersOfSlot = kGatePerKey ? kStateColumns : kFactors;
@@ -54,10 +63,10 @@ public:
         const bool valid = first < length_;
         keys_.begin(first, to);
         keys_.finish(to);
-        if constexpr (kDeltaRule) copy_triangle(inverse_ + static_cast<int64_t>(chunk) * (kChunk * kChunk), valid, to + kInverse);
+        if constexpr (kDeltaRule) copy_triangle<CopyTeam>(inverse_ + static_cast<int64_t>(chunk) * (kChunk * kChunk), valid, to + kInverse);
         values_.begin(first, to + kValues);
         values_.finish(to + kValues);
-        copy_numbers<kNumbers>(factors_ + static_cast<int64_t>(chunk) * kNumbersOfSlot, valid, to + kFactorsAt);
+        copy_numbers<CopyTeam, kNumbers>(factors_ + static_cast<int64_t>(chunk) * kNumbersOfSlot, valid, to + kFactorsAt);
     }
 
     static FA_DEVICE uint32_t keys(uint32_t tiles) { return tiles; }
@@ -79,19 +88,23 @@ public:
     static constexpr int kStatePitch = ChunkTiles::kKeyPitch, kTokenPitch = kTrianglePitch;
 
 private:
-    static constexpr int kOfTokens = kColumns * kTokenPitch, kState = kStages * ChunkTiles::kBytes + 2 * kOfTokens;
+    // While a chunk's updates and state are read the next one's are left, unless there is a barrier in between.
+    static constexpr int kTurns = kValuesAhead ? 2 : 1;
+    static constexpr int kOfState = kColumns * kStatePitch, kOfTokens = kColumns * kTokenPitch;
+    static constexpr int kToState = kStages * ChunkTiles::kBytes + kTurns * kOfState, kRest = kToState + kTurns * kOfTokens;
 
 public:
-    static constexpr int kBytes =
-        kStages * ChunkTiles::kBytes + (1 + (kDeltaRule || kValuesAhead)) * kOfTokens + (kDeltaRule ? kColumns * kStatePitch : 0);
+    static constexpr int kBytes = kRest + (kDeltaRule ? 2 * kOfTokens : 0);
 
-    // Updates as the state takes them.
-    FA_DEVICE uint32_t to_state(int chunk) const {
-        return at_ + kStages * ChunkTiles::kBytes + (kValuesAhead ? chunk % 2 * kOfTokens : 0);
+    // As it is before a chunk.
+    FA_DEVICE uint32_t state(int chunk) const {
+        return at_ + kStages * ChunkTiles::kBytes + chunk % kTurns * kOfState;
     }
+    // A chunk's updates as the state takes them.
+    FA_DEVICE uint32_t to_state(int chunk) const { return at_ + kToState + chunk % kTurns * kOfTokens; }
     // What values are more than the state before the chunk holds.
-    FA_DEVICE uint32_t rest() const { return at_ + kStages * ChunkTiles::kBytes + kOfTokens; }
-    FA_DEVICE uint32_t state() const { return at_ + kState; }
+    FA_DEVICE uint32_t rest() const { return at_ + kRest; }
+    FA_DEVICE uint32_t updates() const { return at_ + kRest + kOfTokens; }
 
 private:
     const uint32_t at_ = shared_memory();
@@ -105,56 +118,85 @@ public:
         : p_(p), sequence_(sequence_at(p, sequence)), head_(head), column_(column), key_(key), warp_(warp_index()) {}
 
     FA_DEVICE void run() {
-        const int chunks = sequence_.num_chunks();
-        if constexpr (Arch::kAsyncCopy) {
-            ChunkTiles tiles(p_, sequence_, head_, column_, key_);
-#pragma unroll
-            for (int chunk = 0; chunk < kStages - 1; ++chunk) {
-                tiles.begin(chunk, tiles_of(chunk));
-                copy_async_commit();
-            }
-            read_state();
-            if constexpr (kValuesAhead) {
-                copy_async_wait<kStages - 2>();
-                cta_barrier();
-                leave_values(tiles_of(0), 0);
-            }
-            for (int chunk = 0; chunk < chunks; ++chunk) {
-                if constexpr (kDeltaRule) leave_state();
-                // Tiles have arrived, what warps left too, and nobody uses the tiles before them any more.
-                copy_async_wait<kStages - 2 - kValuesAhead>();
-                cta_barrier();
-                tiles.begin(chunk + kStages - 1, tiles_of(chunk + kStages - 1));
-                copy_async_commit();
-                write_state(chunk);
-                if constexpr (kDeltaRule) find_updates(tiles_of(chunk), chunk);
-                add_updates(tiles_of(chunk), chunk);
-                if constexpr (kValuesAhead) leave_values(tiles_of(chunk + 1), chunk + 1);
-            }
-            copy_async_wait<0>();
+        if constexpr (!Arch::kAsyncCopy) {
+            find_states_alone();
+        } else if (warp_ < kStateWarps) {
+            find_states();
         } else {
-            const uint32_t tiles = tiles_of(0);
-            read_state();
-            for (int chunk = 0; chunk < chunks; ++chunk) {
-                if (chunk > 0) cta_barrier();
-                // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
-                ChunkTiles(p_, sequence_, opaque(head_), opaque(column_), opaque(key_)).begin(chunk, tiles);
-                if constexpr (kDeltaRule) leave_state();
-                write_state(chunk);
-                cta_barrier();
-                if constexpr (kDeltaRule) {
-                    find_updates(tiles, chunk);
-                } else {
-                    leave_values(tiles, chunk);
-                    cta_barrier();
-                }
-                add_updates(tiles, chunk);
-            }
+            copy();
         }
-        if (p_.final_state != nullptr) write_final_state();
     }
 
 private:
+    // Barriers of find_states and copy are the same. At that of a chunk its tiles have arrived, what warps left too, and
+    // nobody uses the tiles before them any more.
+    FA_DEVICE void find_states() {
+        read_state();
+        if constexpr (kValuesAhead) {
+            cta_barrier();
+            leave_values(tiles_of(0), 0);
+        }
+        for (int chunk = 0; chunk < num_chunks(); ++chunk) {
+            leave_state(chunk);
+            cta_barrier();
+            decay_state(tiles_of(chunk));
+            if constexpr (kDeltaRule) find_updates(tiles_of(chunk));
+            add_updates(tiles_of(chunk), chunk);
+            if constexpr (kValuesAhead) leave_values(tiles_of(chunk + 1), chunk + 1);
+        }
+        write_final_state();
+    }
+
+    FA_DEVICE void copy() const {
+        ChunkTiles tiles(p_, sequence_, head_, column_, key_);
+#pragma unroll
+        for (int chunk = 0; chunk < kStages - 1; ++chunk) {
+            tiles.begin(chunk, tiles_of(chunk));
+            copy_async_commit();
+        }
+        if constexpr (kValuesAhead) {
+            copy_async_wait<kStages - 2>();
+            cta_barrier();
+        }
+        for (int chunk = 0; chunk < num_chunks(); ++chunk) {
+            copy_async_wait<kStages - 2 - kValuesAhead>();
+            cta_barrier();
+            tiles.begin(chunk + kStages - 1, tiles_of(chunk + kStages - 1));
+            copy_async_commit();
+            write_state(chunk);
+            if constexpr (kDeltaRule) {
+                cta_barrier();
+                cta_barrier();
+                write_updates(chunk);
+            }
+        }
+        copy_async_wait<0>();
+    }
+
+    // Without warps that copy.
+    FA_DEVICE void find_states_alone() {
+        const uint32_t tiles = tiles_of(0);
+        read_state();
+        for (int chunk = 0; chunk < num_chunks(); ++chunk) {
+            if (chunk > 0) cta_barrier();
+            // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
+            ChunkTiles(p_, sequence_, opaque(head_), opaque(column_), opaque(key_)).begin(chunk, tiles);
+            leave_state(chunk);
+            cta_barrier();
+            write_state(chunk);
+            decay_state(tiles);
+            if constexpr (kDeltaRule) {
+                find_updates(tiles);
+                write_updates(chunk);
+            } else {
+                leave_values(tiles, chunk);
+                cta_barrier();
+            }
+            add_updates(tiles, chunk);
+        }
+        write_final_state();
+    }
+
     static constexpr int kElements = Arch::kElements;
     using State = float[kSteps][kKeyDims / 8][kElements];
     using Tokens = float[kSteps][kTokens / 8][kElements];  // a column for each
@@ -185,17 +227,17 @@ private:
     FA_DEVICE int first_key() const { return warp_ * kKeyDims; }
     FA_DEVICE int first_token() const { return warp_ * kTokens; }
 
-    FA_DEVICE int64_t slot() const { return slot_of(p_, sequence_, head_); }
+    FA_DEVICE int num_chunks() const { return sequence_.num_chunks(); }
+    FA_DEVICE int64_t slot(int chunk) const { return slot_of(p_, sequence_, head_) + chunk; }
 
     // Of the delta rule. The state lies in shared memory; behind the last barrier updates do.
-    FA_DEVICE void find_updates(uint32_t tiles, int chunk) const {
-        Tokens x = {};
-        typename Arch::template Rows<kSteps, kHeaddim> state;
-        state.load(exchange_.state());
-        Arch::multiply_rows(x, state, ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kKeyPitch);
-        Tokens values;
+    FA_DEVICE void find_updates(uint32_t tiles) const {
+        Tokens x = {}, values;
         read_values(values, tiles);
         const auto gates = token_factors(kKeysOfState, tiles), betas = token_factors(kBetas, tiles);
+        typename Arch::template Rows<kSteps, kHeaddim> state;
+        state.load(exchange_.state(0));
+        Arch::multiply_rows(x, state, ChunkTiles::keys(tiles) + first_token() * ChunkTiles::kKeyPitch);
         scale(x, gates);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -209,10 +251,9 @@ private:
         UpdateRows rest;
         rest.load(exchange_.rest());
         Arch::multiply_rows(x, rest, ChunkTiles::inverse(tiles) + first_token() * kTrianglePitch);
-        write_pairs(x, p_.updates + ((slot() + chunk) * p_.columns_v + column_) * kChunk + first_token(), kChunk,
-                    [](int n, int i) { return Arch::score_column(n, i); });
+        leave_tokens(x, exchange_.updates());
         scale(x, token_factors(kKeysToState, tiles));
-        leave_tokens(x, exchange_.to_state(chunk));
+        leave_tokens(x, exchange_.to_state(0));
         cta_barrier();
     }
 
@@ -239,34 +280,34 @@ private:
         Arch::template leave_scores<Exchange::kTokenPitch>(x, to + first_token() * 2);
     }
 
-    FA_DEVICE void leave_state() const {
-        Arch::template leave_values<Exchange::kStatePitch>(state_, exchange_.state() + first_key() * 2);
+    FA_DEVICE void leave_state(int chunk) const {
+        Arch::template leave_values<Exchange::kStatePitch>(state_, exchange_.state(chunk) + first_key() * 2);
     }
 
-    // As it is before a chunk.
+    // What warps left goes to scratch.
     FA_DEVICE void write_state(int chunk) const {
-        write_pairs(state_, p_.states + ((slot() + chunk) * p_.columns_v + column_) * kStateColumns + key_ + first_key(),
-                    kStateColumns, [](int n, int i) { return Arch::value_column(n, i); });
+        write_rows<kHeaddim, Exchange::kStatePitch>(
+            exchange_.state(chunk), p_.states + (slot(chunk) * p_.columns_v + column_) * kStateColumns + key_, kStateColumns);
     }
 
-    // Rows of accumulators to rows of memory, `stride` numbers each. column_of: an element's.
-    template <int kTiles, class ColumnOf>
-    FA_DEVICE void write_pairs(const float (&x)[kSteps][kTiles][kElements], uint16_t* to, int stride, ColumnOf column_of) const {
+    FA_DEVICE void write_updates(int chunk) const {
+        write_rows<kChunk, Exchange::kTokenPitch>(exchange_.updates(),
+                                                  p_.updates + (slot(chunk) * p_.columns_v + column_) * kChunk, kChunk);
+    }
+
+    // Rows of kCount numbers, one for each column of v. stride: of rows in memory.
+    template <int kCount, int kPitch>
+    FA_DEVICE void write_rows(uint32_t from, uint16_t* to, int stride) const {
+        constexpr int kPieces = kCount / 8, kAll = kColumns * kPieces;
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-                for (int i = 0; i < kElements; i += 2) {
-                    const int row = step * Arch::kStepRows + Arch::row(Arch::row_of_element(i));
-                    if (column_ + row < p_.columns_v)
-                        *reinterpret_cast<uint32_t*>(to + row * stride + column_of(n, i)) =
-                            Operand::pack(x[step][n][i], x[step][n][i + 1]);
-                }
+        for (int i = 0; i < kAll; i += CopyTeam::kThreads) {
+            const int piece = i + CopyTeam::index(), row = piece / kPieces, at = piece % kPieces * 8;
+            if ((kAll % CopyTeam::kThreads == 0 || piece < kAll) && column_ + row < p_.columns_v)
+                store_global_128(to + row * stride + at, load_shared_128(from + row * kPitch + at * 2));
+        }
     }
 
     FA_DEVICE void add_updates(uint32_t tiles, int chunk) {
-        decay_state(tiles);
         UpdateRows updates;
         updates.load(exchange_.to_state(chunk));
         const typename Arch::template Values<kHeaddim> keys(ChunkTiles::keys(tiles) + first_key() * 2);
@@ -335,6 +376,7 @@ private:
     }
 
     FA_DEVICE void write_final_state() {
+        if (p_.final_state == nullptr) return;
         float* to = p_.final_state + (index() * p_.nheads + head_) * p_.headdim_k * p_.headdim_v;
         for_each_of_state([&](float& x, int key, int column) { to[key * p_.headdim_v + column] = x; });
     }

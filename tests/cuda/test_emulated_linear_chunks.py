@@ -172,7 +172,7 @@ def test_updates_may_grow_within_a_chunk() -> None:
 
 
 def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> dict[str, Wavefronts]:
-    """That the first or second kernel takes for one chunk more, whose tokens all exist."""
+    """That one of the kernels takes for one chunk more, whose tokens all exist."""
 
     def count(chunks: int) -> Report:
         case = LinearCase(rule, seqlen=64 * chunks, nheads=1, nheads_k=1, headdim_k=headdim, headdim_v=headdim)
@@ -205,7 +205,7 @@ def test_main_loop_has_next_to_no_bank_conflicts(chip: str, rule: str, headdim: 
 
 @pytest.mark.parametrize(
     ("chip", "batch_size", "columns"),
-    [("H100", 1, 16), ("H100", 2, 32), ("H100", 8, 64), ("A100", 8, 32), ("V100", 1, 32), ("V100", 8, 64)],
+    [("H100", 1, 16), ("H100", 2, 32), ("H100", 8, 64), ("A100", 8, 64), ("V100", 1, 32), ("V100", 8, 64)],
 )
 def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_size: int, columns: int) -> None:
     """Of many heads a CTA has more columns, as many as shared memory holds with chunks of the same length."""

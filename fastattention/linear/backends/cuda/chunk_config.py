@@ -127,14 +127,12 @@ class StatesConfig:
     num_steps: int  # of columns of v, of a CTA
     num_key_parts: int  # CTAs that share the key dimensions; 1 for the delta rule
     num_stages: int  # chunks in shared memory
-    copy_warps: int = 4
-    state_warps: int = 4
 
     source: ClassVar[str] = "states.cuh"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Its one function."""
+        """Its one function. CTAs that began early would crowd on the first multiprocessors that are free."""
         return (Entry("fastattention_linear_states", 32 * self.num_warps, self.shared_bytes),)
 
     @property
@@ -149,13 +147,13 @@ class StatesConfig:
 
     @property
     def num_warps(self) -> int:
-        """That share out the tokens of a chunk, eight at least, and the key dimensions of the state."""
-        return min(self.state_warps, self.chunk // 8) + self.num_copy_warps
+        """That share out the tokens of a chunk and the key dimensions of the state, and those that copy."""
+        return 4 + self.num_copy_warps
 
     @property
     def num_copy_warps(self) -> int:
         """That copy for the others, where copies are asynchronous."""
-        return self.copy_warps if self.num_stages > 1 else 0
+        return 4 if self.num_stages > 1 else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -164,14 +162,16 @@ class StatesConfig:
         squares = delta * _tile_bytes(self.chunk, self.chunk)
         tokens = _tile_bytes(self.chunk, self.keys) + _tile_bytes(self.chunk, self.columns)
         factors = 4 * (self.keys if self.rule == "key" else factors_of_chunk(self.chunk))
-        turns = 2 if self.num_stages > 1 and not delta else 1
-        exchange = turns * _tile_bytes(self.columns, self.keys) + (turns + 2 * delta) * _tile_bytes(self.columns, self.chunk)
+        turns = 2 if self.num_stages > 1 and not delta else 1  # of what warps exchange
+        exchange = turns * _tile_bytes(self.columns, self.keys) + (turns + 2 * delta) * _tile_bytes(
+            self.columns, self.chunk
+        )
         return self.num_stages * (squares + tokens + factors) + exchange
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        tiles = f"d{self.headdim}p{self.num_key_parts}c{self.chunk}v{self.columns}s{self.num_stages}w{self.state_warps}{self.copy_warps}"
+        tiles = f"d{self.headdim}p{self.num_key_parts}c{self.chunk}v{self.columns}s{self.num_stages}"
         return f"linear_states_{self.rule}_sm{self.arch}_{self.dtype}_{tiles}"
 
     def macros(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ class OutputsConfig:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_linear_outputs", 32 * self.num_warps, self.shared_bytes),)
+        return (Entry("fastattention_linear_outputs", 32 * self.num_warps, self.shared_bytes, overlaps=True),)
 
     @property
     def num_warps(self) -> int:

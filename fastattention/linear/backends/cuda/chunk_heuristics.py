@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -17,18 +18,23 @@ from fastattention.linear.backends.cuda.chunk_config import (
 )
 from fastattention.linear.problem import LinearProblem
 
-# (tokens of a chunk, chunks in shared memory), the best first. Chunks of 64 tokens halve the steps that follow one
-# another. Copies through registers have one stage, and 32 tokens leave room for a second CTA, which works while the
-# first one copies.
-_TILES = {True: ((64, 4), (64, 3), (32, 4), (32, 3)), False: ((32, 1), (16, 1))}  # by whether copies are asynchronous
-_LONGEST_CHUNK = {64: 64, 128: 64, 256: 32}  # by headdim of keys
-_OUT_COLUMNS = 64  # of v, of a CTA of outputs
+# Tokens of a chunk: 64 halve the steps that follow one another. Copies through registers have one stage, and 32 tokens
+# leave room for a second CTA, which works while the first one copies.
+_LONG_CHUNK, _CHUNK = 64, 32
+_WIDEST_OF_LONG_CHUNKS = 128  # headdim of keys
 
-# Columns of v of a CTA: more of them read less from the L2 cache, fewer leave CTAs for more multiprocessors. The time
-# that a CTA takes for a chunk grows with them, but a part of it is always the same.
-_MOST_STATE = 64 * 128  # numbers, in registers
+# Chunks in shared memory, the most first: as many as there is room for. The delta rule takes longer for a chunk.
+_STAGES = {True: (4, 3, 2), False: (8, 7, 6, 5, 4, 3)}  # by whether it is the delta rule
+
+# Numbers of the state of a CTA: more of them read less from the L2 cache, fewer leave CTAs for more multiprocessors.
+# The time that a CTA takes for a chunk grows with them, but a part of it is always the same.
+_MOST_STATE = 64 * 128  # in registers
+_FIXED_STATE = 24 * 128  # that would take as long as this part
+_STEPS = 1, 2, 4  # of columns of v
 _MOST_COLUMNS = 64
-_FIXED_COLUMNS = 24  # that would take as long as this part
+_FEWEST_KEYS = 64
+
+_OUT_COLUMNS = 64, 32  # of v, of a CTA of outputs, the best first
 
 
 class ChunkKernels(NamedTuple):
@@ -49,36 +55,40 @@ def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> C
     headdim = padded_headdim(problem.headdim_k)
     dtype = str(operand_dtype(problem.dtype, arch)).removeprefix("torch.")
     rule = "delta" if problem.delta_rule else "key" if problem.gate_per_key else "head"
-    heads = problem.num_sequences * problem.nheads
-    states, outputs = next(
-        (states, outputs)
-        for chunk, num_stages in _TILES[arch >= 80]
-        if chunk <= _LONGEST_CHUNK[headdim]
-        for outputs in [OutputsConfig(arch, dtype, headdim, chunk, rule, _OUT_COLUMNS)]
-        if outputs.shared_bytes <= limits.shared_per_cta
-        for num_steps, num_key_parts in _divisions(problem, heads, headdim, arch, limits)
-        for states in [StatesConfig(arch, dtype, headdim, chunk, rule, num_steps, num_key_parts, num_stages)]
-        if states.shared_bytes <= limits.shared_per_cta
+    chunk = _LONG_CHUNK if arch >= 80 and headdim <= _WIDEST_OF_LONG_CHUNKS else _CHUNK
+    states = next(
+        config
+        for num_steps, num_key_parts in _divisions(problem, headdim, arch, limits)
+        for num_stages in (_STAGES[problem.delta_rule] if arch >= 80 else (1,))
+        for config in [StatesConfig(arch, dtype, headdim, chunk, rule, num_steps, num_key_parts, num_stages)]
+        if config.shared_bytes <= limits.shared_per_cta
+    )
+    outputs = next(
+        config
+        for columns in _OUT_COLUMNS
+        for config in [OutputsConfig(arch, dtype, headdim, chunk, rule, columns)]
+        if config.shared_bytes <= limits.shared_per_cta
     )
     prepare = (
-        PrepareKeysConfig(dtype, headdim, states.chunk)
+        PrepareKeysConfig(dtype, headdim, chunk)
         if problem.gate_per_key
-        else PrepareConfig(arch, dtype, headdim, states.chunk, problem.delta_rule)
+        else PrepareConfig(arch, dtype, headdim, chunk, problem.delta_rule)
     )
     return ChunkKernels(prepare, states, outputs)
 
 
-def _divisions(
-    problem: LinearProblem, heads: int, headdim: int, arch: int, limits: Limits
-) -> list[tuple[int, int]]:
-    """(steps of columns of v, parts of key dimensions) of a CTA, the best first, for so many heads of all sequences."""
+def _divisions(problem: LinearProblem, headdim: int, arch: int, limits: Limits) -> list[tuple[int, int]]:
+    """(steps of columns of v of a CTA, CTAs that share the key dimensions), the best first."""
     step_rows = ARCH_FACTS[arch].step_rows
-    parts = 1 if problem.delta_rule else headdim // 64
-    most = min(_MOST_COLUMNS, _MOST_STATE * parts // headdim)
+    heads = problem.num_sequences * problem.nheads
 
-    def cost(num_steps: int) -> int:
-        columns = num_steps * step_rows
+    def cost(division: tuple[int, int]) -> tuple[int, int]:
+        columns, parts = division[0] * step_rows, division[1]
+        keys = headdim // parts
         waves = -(-heads * parts * -(-problem.headdim_v // columns) // limits.num_sms)
-        return waves * (_FIXED_COLUMNS + columns)
+        return waves * (_FIXED_STATE + columns * keys), columns + keys  # which a chunk copies for each token
 
-    return [(n, parts) for n in sorted((n for n in (1, 2, 4) if n == 1 or n * step_rows <= most), key=cost)]
+    parts = [1] if problem.delta_rule else [parts for parts in (1, 2, 4) if headdim // parts >= _FEWEST_KEYS]
+    divisions = itertools.product(_STEPS, parts)
+    most = {n: _MOST_STATE * n // headdim for n in parts}
+    return sorted((d for d in divisions if d[0] == 1 or d[0] * step_rows <= min(_MOST_COLUMNS, most[d[1]])), key=cost)

@@ -9,7 +9,8 @@ class ChunkParams(Params):
     """Of prepare.cuh, prepare_keys.cuh, states.cuh and outputs.cuh."""
 
     _fields_ = fields(
-        Q="q k v g beta initial_state cu_seqlens out final_state scores inverse factors q_scaled k_scaled states updates",
+        Q="""q k v g beta initial_state cu_seqlens out final_state scores inverse factors q_scaled k_scaled
+        states updates""",
         q="""q_stride_batch q_stride_head k_stride_batch k_stride_head v_stride_batch v_stride_head
         g_stride_batch g_stride_row g_stride_head beta_stride_batch beta_stride_row beta_stride_head
         state_stride_sequence state_stride_head state_stride_key""",

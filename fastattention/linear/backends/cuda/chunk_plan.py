@@ -1,8 +1,8 @@
 """Serves chunked linear attention by three kernels.
 
-What depends on no state is computed for all chunks at once, then states chunk after chunk, then outputs of all chunks at
-once. States before all chunks are kept until then: with 64 tokens a chunk and 128 x 128 numbers a head, 512 bytes a
-token and head in scratch, and 256 more of updates for the delta rule.
+What depends on no state is computed for all chunks at once, then states chunk after chunk, then outputs of all chunks
+at once. States before all chunks are kept until then: with 64 tokens a chunk and 128 x 128 numbers a head that is
+512 bytes a token and head of scratch, and 256 more of updates for the delta rule.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class ChunkedCall:
         sizes = 2 * square, 2 * square * problem.delta_rule, 4 * factors, 2 * tokens, 2 * tokens, 2 * state, 2 * updates
         *self._offsets, self._scratch_bytes = itertools.accumulate((heads * size for size in sizes), initial=0)
         state_parts = -(-problem.headdim_v // states.columns) * states.num_key_parts
-        grids = heads, problem.num_sequences * problem.nheads * state_parts, heads * -(-problem.headdim_v // outputs.columns)
+        grids = (
+            heads,
+            problem.num_sequences * problem.nheads * state_parts,
+            heads * -(-problem.headdim_v // outputs.columns),
+        )
         self._launchers = [
             launcher(KernelLaunch(config, 0, num_ctas))
             for config, num_ctas in zip(kernels, grids, strict=True)

@@ -109,7 +109,8 @@ struct Fragments16 : Layout16 {
 
     // Likewise, in accumulators of Values.
     template <int kSteps, int kColumns, int kTiles>
-    static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
+    static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q,
+                                                  uint32_t k) {
         multiply_rows(acc, q, k);
     }
 

@@ -114,7 +114,8 @@ struct Arch {
 
     // Likewise, in accumulators of Values: their columns are other rows of k.
     template <int kSteps, int kColumns, int kTiles>
-    static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k) {
+    static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q,
+                                                  uint32_t k) {
         constexpr int kPitch = pitch_of<2>(kColumns);
         const uint32_t at = k + (lane_index() % 4 + lane_index() / 16 * 8) * kPitch;
 #pragma unroll

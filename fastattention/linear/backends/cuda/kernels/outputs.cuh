@@ -19,7 +19,8 @@ class Outputs {
     using QueryCopy = TileCopy<Arch, WholeCta, uint16_t, false, kChunk, kHeaddim>;
     using StateCopy = TileCopy<Arch, WholeCta, uint16_t, false, kColumns, kHeaddim>;
     // Of values, a row for a token; of updates, a row for a column of v.
-    using UpdateCopy = TileCopy<Arch, WholeCta, uint16_t, false, kDeltaRule ? kColumns : kChunk, kDeltaRule ? kChunk : kColumns>;
+    using UpdateCopy =
+        TileCopy<Arch, WholeCta, uint16_t, false, kDeltaRule ? kColumns : kChunk, kDeltaRule ? kChunk : kColumns>;
     using Out = float[1][kWarpOutColumns / 8][Arch::kElements];
 
     static constexpr int kStatesAt = QueryCopy::kBytes, kScoresAt = kStatesAt + StateCopy::kBytes,
@@ -44,11 +45,12 @@ public:
     FA_DEVICE void run() const {
         const int64_t slot = slot_of(p_, sequence_, head_) + chunk_;
         const int first = chunk_ * kChunk;
-        copy_tile(QueryCopy(token_source<kHeaddim>(p_, sequence_, head_,
-                                                   {p_.q, p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head}, p_.q_scaled, 0)),
+        copy_tile(QueryCopy(token_source<kHeaddim>(
+                      p_, sequence_, head_, {p_.q, p_.q_stride_batch, p_.q_stride_row, p_.q_stride_head}, p_.q_scaled, 0)),
                   first, at_);
-        copy_tile(StateCopy({p_.states + (slot * p_.columns_v + column_) * kHeaddim, kHeaddim, p_.columns_v - column_, kHeaddim}),
-                  0, at_ + kStatesAt);
+        copy_tile(
+            StateCopy({p_.states + (slot * p_.columns_v + column_) * kHeaddim, kHeaddim, p_.columns_v - column_, kHeaddim}),
+            0, at_ + kStatesAt);
         if constexpr (Arch::kAsyncCopy) copy_async_commit();
         copy_triangle<WholeCta>(p_.scores + slot * (kChunk * kChunk), true, at_ + kScoresAt);
         copy_updates(slot);
@@ -97,8 +99,9 @@ public:
 private:
     FA_DEVICE void copy_updates(int64_t slot) const {
         if constexpr (kDeltaRule) {
-            copy_tile(UpdateCopy({p_.updates + (slot * p_.columns_v + column_) * kChunk, kChunk, p_.columns_v - column_, kChunk}),
-                      0, at_ + kUpdatesAt);
+            copy_tile(
+                UpdateCopy({p_.updates + (slot * p_.columns_v + column_) * kChunk, kChunk, p_.columns_v - column_, kChunk}),
+                0, at_ + kUpdatesAt);
         } else {
             const int64_t offset = sequence_.offset(p_.v_stride_batch, p_.v_stride_row, p_.v_stride_head, head_);
             copy_tile(UpdateCopy({p_.v + offset + column_, p_.v_stride_row, sequence_.length, p_.columns_v - column_}),

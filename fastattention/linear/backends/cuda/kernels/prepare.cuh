@@ -440,7 +440,6 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
     fastattention_linear_prepare(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
-    let_next_kernel_start();
     const int slot = static_cast<int>(cta_index() / params.nheads), head = static_cast<int>(cta_index() % params.nheads);
     const Sequence sequence = sequence_of_slot(params, slot);
     const int chunk = slot - sequence.first_slot;

@@ -41,7 +41,8 @@ class ChunkTiles {
     using ValueCopy = TileCopy<Arch, CopyTeam, uint16_t, false, kChunk, kColumns>;
     static constexpr int kInverse = KeyCopy::kBytes, kValues = kInverse + (kDeltaRule ? kTriangleBytes : 0),
                          kFactorsAt = kValues + ValueCopy::kBytes;
-    static constexpr int kNumbers = kGatePerKey ? kHeaddim : kFactors, kNumbersOfSlot = kGatePerKey ? kStateColumns : kFactors;
+    static constexpr int kNumbers = kGatePerKey ? kHeaddim : kFactors,
+                         kNumbersOfSlot = kGatePerKey ? kStateColumns : kFactors;
 
 public:
     static constexpr int kKeyPitch = KeyCopy::kPitch, kValuePitch = ValueCopy::kPitch;
@@ -58,12 +59,16 @@ public:
           length_(sequence.length) {}
 
     // Of a chunk behind the last nothing is read.
-    FA_DEVICE void begin(int chunk, uint32_t to) {
+    FA_DEVICE void begin_keys(int chunk, uint32_t to) {
+        keys_.begin(chunk * kChunk, to);
+        keys_.finish(to);
+    }
+
+    FA_DEVICE void begin_others(int chunk, uint32_t to) {
         const int first = chunk * kChunk;
         const bool valid = first < length_;
-        keys_.begin(first, to);
-        keys_.finish(to);
-        if constexpr (kDeltaRule) copy_triangle<CopyTeam>(inverse_ + static_cast<int64_t>(chunk) * (kChunk * kChunk), valid, to + kInverse);
+        if constexpr (kDeltaRule)
+            copy_triangle<CopyTeam>(inverse_ + static_cast<int64_t>(chunk) * (kChunk * kChunk), valid, to + kInverse);
         values_.begin(first, to + kValues);
         values_.finish(to + kValues);
         copy_numbers<CopyTeam, kNumbers>(factors_ + static_cast<int64_t>(chunk) * kNumbersOfSlot, valid, to + kFactorsAt);
@@ -97,9 +102,7 @@ public:
     static constexpr int kBytes = kRest + (kDeltaRule ? 2 * kOfTokens : 0);
 
     // As it is before a chunk.
-    FA_DEVICE uint32_t state(int chunk) const {
-        return at_ + kStages * ChunkTiles::kBytes + chunk % kTurns * kOfState;
-    }
+    FA_DEVICE uint32_t state(int chunk) const { return at_ + kStages * ChunkTiles::kBytes + chunk % kTurns * kOfState; }
     // A chunk's updates as the state takes them.
     FA_DEVICE uint32_t to_state(int chunk) const { return at_ + kToState + chunk % kTurns * kOfTokens; }
     // What values are more than the state before the chunk holds.
@@ -151,7 +154,8 @@ private:
         ChunkTiles tiles(p_, sequence_, head_, column_, key_);
 #pragma unroll
         for (int chunk = 0; chunk < kStages - 1; ++chunk) {
-            tiles.begin(chunk, tiles_of(chunk));
+            tiles.begin_keys(chunk, tiles_of(chunk));
+            tiles.begin_others(chunk, tiles_of(chunk));
             copy_async_commit();
         }
         if constexpr (kValuesAhead) {
@@ -161,11 +165,13 @@ private:
         for (int chunk = 0; chunk < num_chunks(); ++chunk) {
             copy_async_wait<kStages - 2 - kValuesAhead>();
             cta_barrier();
-            tiles.begin(chunk + kStages - 1, tiles_of(chunk + kStages - 1));
+            const int next = chunk + kStages - 1;
+            tiles.begin_keys(next, tiles_of(next));
+            if constexpr (kDeltaRule) cta_barrier();
+            tiles.begin_others(next, tiles_of(next));
             copy_async_commit();
             write_state(chunk);
             if constexpr (kDeltaRule) {
-                cta_barrier();
                 cta_barrier();
                 write_updates(chunk);
             }
@@ -180,7 +186,9 @@ private:
         for (int chunk = 0; chunk < num_chunks(); ++chunk) {
             if (chunk > 0) cta_barrier();
             // Found anew for each chunk where tiles lie: the state leaves few registers to keep it.
-            ChunkTiles(p_, sequence_, opaque(head_), opaque(column_), opaque(key_)).begin(chunk, tiles);
+            ChunkTiles copies(p_, sequence_, opaque(head_), opaque(column_), opaque(key_));
+            copies.begin_keys(chunk, tiles);
+            copies.begin_others(chunk, tiles);
             leave_state(chunk);
             cta_barrier();
             write_state(chunk);
@@ -232,7 +240,7 @@ private:
 
     // Of the delta rule. The state lies in shared memory; behind the last barrier updates do.
     FA_DEVICE void find_updates(uint32_t tiles) const {
-        Tokens x = {}, values;
+        Tokens values, x = {};
         read_values(values, tiles);
         const auto gates = token_factors(kKeysOfState, tiles), betas = token_factors(kBetas, tiles);
         typename Arch::template Rows<kSteps, kHeaddim> state;
@@ -393,10 +401,10 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
     fastattention_linear_states(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
-    wait_for_previous_kernel();
     let_next_kernel_start();
     // CTAs of one head are neighbours: they read the same tiles.
     const int parts = num_column_parts(params) * kKeyParts;
     const int part = static_cast<int>(cta_index() % parts), index = static_cast<int>(cta_index() / parts);
-    States(params, index / params.nheads, index % params.nheads, part / kKeyParts * kColumns, part % kKeyParts * kHeaddim).run();
+    States(params, index / params.nheads, index % params.nheads, part / kKeyParts * kColumns, part % kKeyParts * kHeaddim)
+        .run();
 }

@@ -190,17 +190,18 @@ def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> di
     }
 
 
-@thin(quick=5, all=2)
+@thin(quick=7, all=3)
+@pytest.mark.parametrize("kernel", [1, 2], ids=["states", "outputs"])
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("chip", ["cuda-sm70", "cuda-sm75", "cuda-sm80"])
-def test_main_loop_has_next_to_no_bank_conflicts(chip: str, rule: str, headdim: int) -> None:
+def test_main_loops_have_few_bank_conflicts(chip: str, rule: str, headdim: int, kernel: int) -> None:
     """Operands have none. Values, which change their axes on the way, and copies of few columns of v have some."""
-    found = wavefronts_of_a_chunk(1, chip, headdim, rule)
+    found = wavefronts_of_a_chunk(kernel, chip, headdim, rule)
     assert found["matrices"].counted == found["matrices"].ideal
     counted, ideal = (sum(getattr(kind, name) for kind in found.values()) for name in ("counted", "ideal"))
     assert ideal > 0
-    assert counted <= 1.1 * ideal
+    assert counted <= (1.06 if chip == "cuda-sm80" else 1.2) * ideal
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,17 @@ def test_few_heads_share_out_columns_among_all_multiprocessors(chip: str, batch_
     kernels = choose_chunk_kernels(problem, CHIPS[chip].arch, CHIPS[chip])
     assert kernels.states.columns == columns
     assert kernels.states.chunk == (64 if CHIPS[chip].arch >= 80 else 32)
+
+
+@pytest.mark.parametrize("rule", ["head", "key"])
+def test_few_heads_share_out_key_dimensions_without_the_delta_rule(rule: str) -> None:
+    """Squares of a state copy the fewest keys and values."""
+    chip = CHIPS["H100"]
+    for batch_size, columns, keys in ((1, 32, 64), (8, 64, 128)):
+        case = LinearCase(rule, batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=128, headdim_v=128)
+        problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
+        states = choose_chunk_kernels(problem, chip.arch, chip).states
+        assert (states.columns, states.keys) == (columns, keys)
 
 
 @thin(quick=3)

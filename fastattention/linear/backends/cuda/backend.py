@@ -43,7 +43,7 @@ class CudaLinearBackend(LinearBackend):
         return None
 
     def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
-        """Two launches for chunks, one token by token."""
+        """Three launches for chunks, one token by token."""
         limits = self._limits(problem)
 
         def launcher(launch: KernelLaunch) -> Callable[[Params], None]:

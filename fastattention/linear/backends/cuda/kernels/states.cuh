@@ -8,7 +8,8 @@
 //     S = a S + (a u) K                a: products of gates
 //
 // What one warp finds and others need lies in shared memory as operands. With a gate for every key dimension K of the last
-// holds the gates already, and those of S multiply its columns.
+// holds the gates already, and those of S multiply its columns. Where copies are asynchronous, warps of their own begin them
+// and write scratch: instructions that access global memory wait for each other, and the chain of chunks does not.
 #pragma once
 
 #include "chunk_tiles.cuh"
@@ -26,7 +27,6 @@ static_assert(!kDeltaRule || kKeyParts == 1, "it asks all of a column of the sta
 // Values of the next chunk become operands while this one's are multiplied: a chunk has one barrier.
 constexpr bool kValuesAhead = !kDeltaRule && Arch::kAsyncCopy;
 static_assert(kStages >= (Arch::kAsyncCopy ? 2 + kValuesAhead : 1), "copies go on meanwhile");
-
 static_assert((kCopyWarps > 0) == Arch::kAsyncCopy, "where copies go on meanwhile, warps of their own begin them");
 
 // The threads that copy tiles, and what goes to scratch: all of them, or those of the last warps.
@@ -166,6 +166,7 @@ private:
             copy_async_wait<kStages - 2 - kValuesAhead>();
             cta_barrier();
             const int next = chunk + kStages - 1;
+            // In two bursts, so that what others read of shared memory waits less.
             tiles.begin_keys(next, tiles_of(next));
             if constexpr (kDeltaRule) cta_barrier();
             tiles.begin_others(next, tiles_of(next));

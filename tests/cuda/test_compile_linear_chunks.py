@@ -20,11 +20,12 @@ pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
 
 def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
-    """Of calls with few sequences, and with many."""
+    """Of calls with few sequences, and with many, whose gates have the dtype of the call."""
     limits = CHIPS[chip]
     dtype = torch.bfloat16 if limits.arch >= 80 else torch.float16
-    for batch_size in (1, 128):
-        case = LinearCase(rule, batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=headdim, headdim_v=headdim)
+    for batch_size, gate_dtype in ((1, torch.float32), (128, None)):
+        shape = {"nheads": 16, "nheads_k": 16, "headdim_k": headdim, "headdim_v": headdim}
+        case = LinearCase(rule, batch_size, seqlen=1, gate_dtype=gate_dtype, **shape)
         problem, _ = prepare(case.tensors(dtype), case.options(chunked=True))
         yield from choose_chunk_kernels(problem, limits.arch, limits)
 

@@ -75,13 +75,16 @@ def ranges_of(launch: KernelLaunch, params: Params) -> list[Range]:
     }
     ranges = [Range(getattr(params, name), size) for name, size in sizes.items() if size]
     heads_k = params.nheads // params.group_size
-    for name, heads, columns in (
-        ("q", heads_k, params.columns_k), ("k", heads_k, params.columns_k), ("v", params.nheads, params.columns_v)
-    ):  # fmt: skip
-        if rows * tokens:
+    for name, heads, columns, item in (
+        ("q", heads_k, params.columns_k, 2),
+        ("k", heads_k, params.columns_k, 2),
+        ("v", params.nheads, params.columns_v, 2),
+        ("g", params.nheads, params.columns_k * key, 2 if params.gate_format else 4),
+    ):
+        if rows * tokens * columns:
             strides = [getattr(params, f"{name}_stride_{axis}") for axis in ("batch", "row", "head")]
             last = sum((size - 1) * stride for size, stride in zip((rows, tokens, heads), strides, strict=True))
-            ranges.append(Range(getattr(params, name), (last + columns) * 2))
+            ranges.append(Range(getattr(params, name), (last + columns) * item))
     return ranges
 
 

@@ -40,7 +40,8 @@ std::uint32_t size_of(Access access) {
     switch (access) {
         case Access::kLoad32:
         case Access::kStore32: return 4;
-        case Access::kLoad64: return 8;
+        case Access::kLoad64:
+        case Access::kStore64: return 8;
         default: return 16;
     }
 }

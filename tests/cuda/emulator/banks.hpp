@@ -17,7 +17,7 @@ struct Wavefronts {
     std::int64_t counted, ideal;
 };
 
-enum class Access : std::uint32_t { kNone, kLoad32, kLoad64, kLoad128, kStore32, kStore128, kCopy128 };
+enum class Access : std::uint32_t { kNone, kLoad32, kLoad64, kLoad128, kStore32, kStore64, kStore128, kCopy128 };
 
 // The wavefronts of accesses of `size` bytes by 32 lanes. active: bit i says whether lane i takes part.
 Wavefronts wavefronts_of(const std::uint32_t (&addresses)[32], std::uint32_t active, std::uint32_t size);

@@ -73,8 +73,13 @@ FA_DEVICE uint32_t load_shared_32(uint32_t address) { return load_shared<emulato
 FA_DEVICE Words2 load_shared_64(uint32_t address) { return load_shared<emulator::Access::kLoad64, Words2>(address); }
 FA_DEVICE Words4 load_shared_128(uint32_t address) { return load_shared<emulator::Access::kLoad128, Words4>(address); }
 FA_DEVICE void store_shared_32(uint32_t address, uint32_t x) { store_shared<emulator::Access::kStore32>(address, x); }
+FA_DEVICE void store_shared_64(uint32_t address, Words2 x) { store_shared<emulator::Access::kStore64>(address, x); }
 FA_DEVICE void store_shared_128(uint32_t address, Words4 x) { store_shared<emulator::Access::kStore128>(address, x); }
 
+FA_DEVICE Words2 load_global_64(const void* address) {
+    emulator::check_global(address, 8, "reads", true);
+    return *static_cast<const Words2*>(address);
+}
 FA_DEVICE Words4 load_global_128(const void* address) {
     emulator::check_global(address, 16, "reads", true);
     return *static_cast<const Words4*>(address);

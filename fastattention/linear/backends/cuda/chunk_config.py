@@ -79,37 +79,47 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class PrepareKeysConfig:
-    """One variant of kernels/prepare_keys.cuh, which is the same on every code path."""
+    """One variant of kernels/prepare_keys.cuh."""
 
     include_folders: ClassVar = FOLDERS
-    dtype: str
+    arch: int  # code path: 60, 70, 75 or 80
+    dtype: str  # "float16" or "bfloat16"
     headdim: int  # one of HEADDIMS
-    chunk: int  # tokens
+    chunk: int  # tokens: 32 or 64
+    gate_format: int  # of GATE_FORMATS
 
     source: ClassVar[str] = "prepare_keys.cuh"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
-        return (Entry("fastattention_linear_prepare_keys", 2 * self.chunk, self.shared_bytes),)
+        return (Entry("fastattention_linear_prepare_keys", 32 * self.num_warps, self.shared_bytes),)
+
+    @property
+    def num_warps(self) -> int:
+        """A warp has eight tokens."""
+        return self.chunk // 8
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernel asserts the same: slices of queries and keys, and of products of gates."""
-        return (2 * self.chunk + self.chunk // 4) * (64 + 4) * 4
+        """Shared memory of a CTA; the kernel asserts the same: slices of 64 columns, and products of their gates."""
+        sizes = 4 if self.chunk == 64 else 3  # of parts that are joined
+        return sizes * _tile_bytes(self.chunk, 64) + self.num_warps * 64 * 4
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        return f"linear_prepare_keys_{self.dtype}_d{self.headdim}c{self.chunk}"
+        return f"linear_prepare_keys_sm{self.arch}_{self.dtype}_d{self.headdim}c{self.chunk}g{self.gate_format}"
 
     def macros(self) -> dict[str, str]:
-        """What the kernel is compiled with."""
+        """What the kernel, and kernels/variant.cuh of attention, are compiled with."""
         return {
-            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
-            "FA_CACHE_FORMAT": "0",
-            "FA_CHUNK": str(self.chunk),
-            "FA_HEADDIM": str(self.headdim),
+            **_macros(self.arch, self.dtype, self.headdim, self.chunk, False),
+            "FA_GATE_FORMAT": str(self.gate_format),
+            "FA_HEADDIM_V": str(self.headdim),
+            "FA_WARPS": str(self.num_warps),
+            "FA_MIN_CTAS": str(16 // self.num_warps),  # 128 registers a thread
+            "FA_STAGES": "1",
             "FA_SHARED_BYTES": str(self.shared_bytes),
         }
 

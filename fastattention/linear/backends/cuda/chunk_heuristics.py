@@ -16,6 +16,7 @@ from fastattention.linear.backends.cuda.chunk_config import (
     StatesConfig,
     padded_headdim,
 )
+from fastattention.linear.backends.cuda.params import GATE_FORMATS
 from fastattention.linear.problem import LinearProblem
 
 # Tokens of a chunk: 64 halve the steps that follow one another. Copies through registers have one stage, and 32 tokens
@@ -70,7 +71,7 @@ def choose_chunk_kernels(problem: LinearProblem, arch: int, limits: Limits) -> C
         if config.shared_bytes <= limits.shared_per_cta
     )
     prepare = (
-        PrepareKeysConfig(dtype, headdim, chunk)
+        PrepareKeysConfig(arch, dtype, headdim, chunk, GATE_FORMATS[problem.gate_dtype])
         if problem.gate_per_key
         else PrepareConfig(arch, dtype, headdim, chunk, problem.delta_rule)
     )

@@ -61,6 +61,8 @@ class ChunkedCall:
         problem = self._problem
         check_float16_range(self._dtype, "torch", q=inputs.q, k=inputs.k, v=inputs.v)
         q, k, v = (aligned_as(tensor, self._dtype) for tensor in inputs[:3])
+        if problem.gate_per_key:  # prepare_keys.cuh reads four of them at once
+            inputs = inputs._replace(g=aligned_as(inputs.g, inputs.g.dtype))
         out = q.new_empty((*problem.out_shape[:3], self._columns_v))
         final_state = q.new_empty(problem.state_shape, dtype=torch.float32) if problem.returns_state else None
         scratch = q.new_empty(self._scratch_bytes, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "chunk_params.h"
-#include "element.cuh"
+#include "intrinsics.cuh"
 
 namespace fastattention {
 
@@ -43,14 +43,6 @@ FA_DEVICE Sequence sequence_of_slot(const ChunkParams& p, int slot) {
 // The first slot of a sequence among those of a head.
 FA_DEVICE int64_t slot_of(const ChunkParams& p, const Sequence& sequence, int head) {
     return static_cast<int64_t>(head) * p.num_slots + sequence.first_slot;
-}
-
-// A number of a gate or of beta, in a format of chunk_params.h.
-template <int kFormat>
-FA_DEVICE float number_at(const void* numbers, int64_t at) {
-    if constexpr (kFormat == 0) return static_cast<const float*>(numbers)[at];
-    const uint16_t bits = static_cast<const uint16_t*>(numbers)[at];
-    return kFormat == 1 ? Float16::widen(bits) : Bfloat16::widen(bits);
 }
 
 }  // namespace fastattention

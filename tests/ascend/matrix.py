@@ -75,6 +75,7 @@ class Layout:
     page_block_size: int | None = None
     leftpad: bool = False
     batch_idx: bool = False
+    int8: bool = False
 
 
 DENSE, VARLEN, CACHE = Layout("dense"), Layout("varlen"), Layout("cache")
@@ -93,6 +94,9 @@ WITH_USUAL = (
     (Layout("cache", leftpad=True), CAUSAL),
     (Layout("cache", 128, leftpad=True), CAUSAL),
     (Layout("cache", batch_idx=True), CAUSAL),
+    (Layout("cache", int8=True), PLAIN),
+    (Layout("cache", 128, int8=True), CAUSAL),
+    (Layout("cache", 100, int8=True), FEATURES[-1]),
 )
 
 
@@ -138,7 +142,9 @@ def _call(
     else:
         tokens_k = (BATCH * -(-size.seqlen_k // page), page)
     q = _numbers(*tokens_q, size.nheads, headdims[0], dtype=dtype)
-    k, v = (_numbers(*tokens_k, size.nheads_k, headdim, dtype=dtype) for headdim in headdims)
+    stored = torch.int8 if layout.int8 else dtype
+    k, v = (_numbers(*tokens_k, size.nheads_k, headdim, dtype=stored) for headdim in headdims)
+    scale = _numbers(*tokens_k, size.nheads_k) if layout.int8 else None
     table = None if page is None else _integers(BATCH, -(-size.seqlen_k // page))
     options, tensors = Options(**feature.options, return_lse=True), feature.tensors(size.nheads)
     if layout.kind == "dense":
@@ -154,6 +160,8 @@ def _call(
         cache_batch_idx=_integers(BATCH) if layout.batch_idx else None,
         cache_leftpad=_integers(BATCH) if layout.leftpad else None,
         block_table=table,
+        k_scale=scale,
+        v_scale=scale,
         **tensors,
     )  # fmt: skip
     return prepare_kvcache(arguments, options)

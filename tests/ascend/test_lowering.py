@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from tiers import deep
 from triton.backends.ascend.compiler import NPUOptions
 
@@ -63,7 +64,7 @@ def test_nothing_known_to_go_wrong_is_in_it(
 def test_every_tiling_fits_the_chip_it_is_chosen_for() -> None:
     reasons = {
         (entry.chip.name, entry.tiling, str(p.dtype)): why_not_fit(
-            entry.tiling, p.headdim, p.headdim_v, p.dtype, entry.chip
+            entry.tiling, p.headdim, p.headdim_v, p.dtype, entry.chip, int8_cache=p.cache_dtype is torch.int8
         )
         for entry in shipped()
         for p in [entry.problem]

@@ -84,11 +84,15 @@ def test_the_kernels_refuse_what_they_cannot_do_and_name_it(fields: dict[str, An
     assert OnNpu("triton").why_not(replace(dense(), **fields)) == f"triton: {reason}"
 
 
-def test_a_quantised_cache_is_refused() -> None:
-    problem, _ = decode()
-    assert OnNpu().why_not(problem) is None
-    reason = OnNpu().why_not(replace(problem, cache_dtype=torch.int8))
-    assert reason == "a quantised cache (torch.int8) is not served; use backend='sdpa'"
+def test_int8_caches_are_served_and_float8_is_refused_by_both_with_a_reason() -> None:
+    problem = replace(decode()[0], cache_dtype=torch.int8)
+    assert OnNpu("vendor").why_not(problem) is None
+    assert OnNpu("triton").why_not(problem) is None
+    reason = OnNpu().why_not(replace(problem, cache_dtype=torch.float8_e4m3fn))
+    assert reason == (
+        "vendor: a cache in torch.float8_e4m3fn; npu_fused_infer_attention_score takes int8; "
+        "triton: a cache in torch.float8_e4m3fn is not served, only in int8 and the dtype of q; use backend='sdpa'"
+    )
 
 
 def test_a_call_goes_to_the_vendor_where_it_is_exact_and_to_the_kernels_otherwise() -> None:
@@ -119,9 +123,17 @@ def test_a_call_that_nobody_serves_is_refused_with_all_reasons() -> None:
         OnAnotherNpu().implementation(dense(softcap=5.0))
 
 
-def test_explain_says_who() -> None:
+def test_explain_says_who_and_why_not_the_operators() -> None:
     assert OnNpu().how(dense()) == "operators of torch_npu"
-    assert OnNpu().how(dense(softcap=5.0)) == "our Triton kernels"
+    capped = dense(softcap=5.0)
+    assert OnNpu().how(capped) == f"our Triton kernels (vendor: {vendor.why_not(capped)})"
+    assert OnNpu("triton").how(capped) == "our Triton kernels"
+    problem, _ = decode()
+    both = "operators of torch_npu, or our Triton kernels where those would copy the cache"
+    assert OnNpu().how(problem) == OnNpu().how(replace(problem, cache_dtype=torch.int8)) == both
+    assert OnNpu("vendor").how(problem) == "operators of torch_npu"
+    several = replace(problem, cache_dtype=torch.int8, seqlen_q=4)
+    assert "our Triton kernels (vendor: nheads_k=2 and dtype torch.float16 with seqlen_q=4" in OnNpu().how(several)
 
 
 def pages(**layout: Any) -> tuple[Problem, Inputs]:

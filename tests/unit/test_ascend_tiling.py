@@ -66,6 +66,23 @@ def test_chosen_tiling_fits(chip: Chip, dtype: torch.dtype, headdim: int, seqlen
     assert why_not_fit(chosen, headdim, headdim, dtype, chip) is None
 
 
+@pytest.mark.parametrize("headdim", [16, 128, 256])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 4096), (7, 100), (512, 4096)], ids=["decode", "short", "long"])
+def test_an_int8_cache_gets_a_tiling_with_room_to_convert_it(headdim: int, seqlen_q: int, seqlen_k: int) -> None:
+    problem = replace(make_problem(seqlen_q, seqlen_k, headdim=headdim), cache_dtype=torch.int8)
+    chosen = choose_tiling(problem, CHIP)
+    assert why_not_fit(chosen, headdim, headdim, torch.float16, CHIP, int8_cache=True) is None
+
+
+def test_what_converting_an_int8_cache_takes_counts() -> None:
+    """512 keys of 128 elements, half for each Vector unit: int8, float16 and an intermediate in float32."""
+    tiling = Tiling(outer_tile_m=16, outer_tile_n=512, inner_tile_m=2, preload=1, multibuffer=False)
+    assert why_not_fit(tiling, 128, 128, torch.float16, CHIP) is None
+    reason = why_not_fit(tiling, 128, 128, torch.float16, CHIP, int8_cache=True) or ""
+    assert reason.startswith("UB would hold")
+    assert f"int8 keys or values {512 * 128 // 2 * (1 + 2 + 4)}" in reason
+
+
 @pytest.mark.parametrize(("headdim", "headdim_v"), [(1, 1), (40, 256), (256, 8), (192, 128), (129, 129)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_odd_and_unequal_head_dimensions_get_a_tiling_that_fits(headdim: int, headdim_v: int, causal: bool) -> None:

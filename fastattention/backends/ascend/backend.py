@@ -17,7 +17,7 @@ from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import AttentionOutput, Inputs, OutputGradients, Problem
+from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 
 # The first call on any machine imports this module, to hear that there is no NPU. The rest is for those that have one.
 if TYPE_CHECKING:
@@ -52,11 +52,9 @@ class AscendBackend(Backend):
         return f"{chips}; operators of torch_npu where they are exact, {ours} (FASTATTENTION_ASCEND chooses)"
 
     def why_not(self, problem: Problem) -> str | None:
-        """Refuses quantised caches, bias, dropout, wide heads, and gradients that the operators do not compute."""
+        """Refuses float8 caches, bias, dropout, wide heads, and gradients that the operators do not compute."""
         if (reason := self._why_not_device(problem)) is not None:
             return reason
-        if problem.cache_dtype is not None:
-            return f"a quantised cache ({problem.cache_dtype}) is not served; use backend='sdpa'"
         if problem.panel_size:
             return REFUSAL
         reasons = self._reasons(problem)
@@ -104,10 +102,15 @@ class AscendBackend(Backend):
         return serving[0]
 
     def how(self, problem: Problem) -> str:
-        """Who serves a problem that why_not accepted, and whether they compute the gradients too."""
+        """Who serves a problem that why_not accepted, why not the operators, and whether gradients are theirs too."""
         if problem.grads:
             return "operators of torch_npu, forward and backward"
-        return {"vendor": "operators of torch_npu", "triton": "our Triton kernels"}[self.implementation(problem)]
+        reasons = self._reasons(problem)
+        if self.implementation(problem) == "triton":
+            return f"our Triton kernels (vendor: {reasons['vendor']})" if "vendor" in reasons else "our Triton kernels"
+        if problem.layout is Layout.KVCACHE and reasons.get("triton", "") is None:
+            return "operators of torch_npu, or our Triton kernels where those would copy the cache"
+        return "operators of torch_npu"
 
     def _reasons(self, problem: Problem) -> dict[str, str | None]:
         """Why each implementation that is allowed cannot serve `problem`, in the order in which they are tried."""
@@ -186,6 +189,8 @@ def why_not_kernels(problem: Problem) -> str | None:
         return "block_mask is not served; use window_size where it says the same, or backend='sdpa'"
     if problem.qk_dtype is not None:
         return "qk_dtype is not served: no tiling has been made for the Cube's int8 products; leave it out"
+    if problem.cache_dtype not in (None, torch.int8):
+        return f"a cache in {problem.cache_dtype} is not served, only in int8 and the dtype of q; use backend='sdpa'"
     if max(problem.headdim, problem.headdim_v) > call.MAX_HEADDIM:
         widths = f"headdim={problem.headdim}, headdim_v={problem.headdim_v}"
         return f"{widths}; at most {call.MAX_HEADDIM} is served"

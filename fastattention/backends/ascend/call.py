@@ -58,6 +58,8 @@ def prepare(problem: Problem, inputs: Inputs, tiling: Tiling, chip: Chip) -> Pre
     num_splits = choose_num_splits(problem, tiling, chip)
     q = _with_rows(inputs.q, -2 if rows_are_heads(problem) else -3)
     inputs = inputs._replace(q=q, k=_with_rows(inputs.k, -3), v=_with_rows(inputs.v, -3))
+    if inputs.k_scale is not None and inputs.v_scale is not None:
+        inputs = inputs._replace(k_scale=_with_rows(inputs.k_scale, -2), v_scale=_with_rows(inputs.v_scale, -2))
     if inputs.block_table is not None and inputs.block_table.shape[1] == 0:
         inputs = inputs._replace(block_table=inputs.block_table.new_zeros(problem.batch_size, 1))  # one is always read
     if 0 in problem.out_shape:
@@ -108,7 +110,7 @@ def _row_and_head(problem: Problem, token: int, head: int) -> tuple[int, int]:
     return (head, head * problem.group_size) if rows_are_heads(problem) else (token, head)
 
 
-def _key_strides(problem: Problem, tensor: Tensor) -> tuple[int, int, int]:
+def _key_strides(tensor: Tensor) -> tuple[int, int, int]:
     """(batch, row, head) of k or v; of pages the batch is that of pages."""
     *batch, row, head, _ = tensor.stride()
     return (batch[0] if batch else row), row, head
@@ -174,7 +176,7 @@ def _forward(
         "HAS_SOFTCAP": problem.softcap != 0.0,
     }
     tensors = _tensors(problem, inputs, out, lse.tensor)
-    arguments = {**tensors, **_stride_arguments(problem, inputs, tensors, out, num_splits, lse), **sizes}
+    arguments = {**tensors, **_stride_arguments(problem, inputs, out, num_splits, lse), **sizes}
     num_programs = min(chip.num_cores, int(sizes["num_items"]))
     return Launch(kernels.attention_forward, num_programs, arguments, constants, compiler_options(tiling, chip))
 
@@ -211,6 +213,8 @@ def _tensors(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> dict
         "q": inputs.q,
         "k": inputs.k,
         "v": inputs.v,
+        "k_scale": inputs.k_scale,
+        "v_scale": inputs.v_scale,
         "out": out,
         "lse": lse,
         "mask": mask_tile(problem.device).view(torch.int8) if masked else None,
@@ -226,7 +230,7 @@ def _tensors(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> dict
 
 
 def _stride_arguments(
-    problem: Problem, inputs: Inputs, tensors: dict[str, Any], out: Tensor, num_splits: int, lse: _Strides
+    problem: Problem, inputs: Inputs, out: Tensor, num_splits: int, lse: _Strides
 ) -> dict[str, Tensor | int | float | None]:
     queries = _Strides.of_queries(problem, inputs.q)
     split, results = (0, out) if num_splits == 1 else (out.stride(0), out[0])
@@ -237,8 +241,14 @@ def _stride_arguments(
         "q_stride_row": queries.row,
         "q_stride_head": queries.head,
     }
-    for name in "kv":
-        places = zip(("batch", "row", "head"), _key_strides(problem, tensors[name]), strict=True)
+    keys = {
+        "k": _key_strides(inputs.k),
+        "v": _key_strides(inputs.v),
+        "k_scale": (0, 0, 0) if inputs.k_scale is None else inputs.k_scale.stride(),
+        "v_scale": (0, 0, 0) if inputs.v_scale is None else inputs.v_scale.stride(),
+    }
+    for name, steps in keys.items():
+        places = zip(("batch", "row", "head"), steps, strict=True)
         strides |= {f"{name}_stride_{place}": stride for place, stride in places}
     for name, walk in (("out", written), ("lse", lse)):
         strides |= {f"{name}_stride_{place}": getattr(walk, place) for place in ("split", "batch", "row", "head")}

@@ -33,6 +33,9 @@ window_column = triton.jit(mask_tile.window_column)
 # A row's maximum before its first key. Finite, so that the difference to a hidden score, -inf, is not NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
+# The least scale of values that a row's maximum follows: 2^-24, below which float16 holds nothing.
+LEAST_SCALE = tl.constexpr(2.0**-24)
+
 
 def _compiled_once(kernel):
     """Compiles `kernel` for any values of what is not a constexpr: not anew when a number is 1 or a multiple of 16.
@@ -49,6 +52,8 @@ def attention_forward(
     q,  # rows of headdim elements
     k,  # rows of headdim elements, or pages of them
     v,  # rows of headdim_v elements, or pages of them
+    k_scale,  # float32, a scale for every row of an int8 cache; None when k and v have the dtype of q
+    v_scale,  # likewise
     out,  # rows of headdim_v elements; float32 when the keys are split
     lse,  # float32
     mask,  # int8 (MASK_SIZE, MASK_SIZE), the mask tile; None when no edge of a mask is to be drawn
@@ -64,6 +69,8 @@ def attention_forward(
     q_stride_batch, q_stride_row, q_stride_head,
     k_stride_batch, k_stride_row, k_stride_head,
     v_stride_batch, v_stride_row, v_stride_head,
+    k_scale_stride_batch, k_scale_stride_row, k_scale_stride_head,
+    v_scale_stride_batch, v_scale_stride_row, v_scale_stride_head,
     out_stride_split, out_stride_batch, out_stride_row, out_stride_head,
     lse_stride_split, lse_stride_batch, lse_stride_row, lse_stride_head,
     alibi_stride_batch, table_stride_batch,
@@ -140,7 +147,15 @@ def attention_forward(
                 )  # fmt: skip
                 k_rows = k + place.to(tl.int64) * k_stride_batch + place_row.to(tl.int64) * k_stride_row
                 k_tile = _load_rows(k_rows + head_k * k_stride_head, num_keys, k_stride_row, headdim, TILE_N, TILE_D)
-                acc_s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * softmax_scale
+                if k_scale is None:
+                    acc_s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * softmax_scale
+                else:
+                    # int8 numbers are exact in every dtype of q; the scale of a key multiplies its column of scores.
+                    k_tile = k_tile.to(q_tile.dtype)
+                    k_scales = _load_scales(k_scale, place, k_scale_stride_batch, place_row, k_scale_stride_row,
+                                            head_k * k_scale_stride_head, num_keys, TILE_N)  # fmt: skip
+                    acc_s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                    acc_s *= (k_scales * softmax_scale)[None, :]
                 if HAS_SOFTCAP:
                     acc_s = softcap * _tanh(acc_s / softcap)
                 if alibi_slopes is not None:
@@ -150,12 +165,22 @@ def attention_forward(
                     acc_s = _hide(acc_s, num_keys, shift - window_left - 1, shift + window_right, mask, TILE_M, TILE_N,
                                   MASK_SIZE, HAS_LEFT, HAS_RIGHT)  # fmt: skip
 
-                new_max = tl.maximum(row_max, tl.max(acc_s, 1))
+                if v_scale is None:
+                    new_max = tl.maximum(row_max, tl.max(acc_s, 1))
+                else:
+                    v_scales = _load_scales(v_scale, place, v_scale_stride_batch, place_row, v_scale_stride_row,
+                                            head_k * v_scale_stride_head, num_keys, TILE_N)  # fmt: skip
+                    # What float16 must hold is a weight times its scale: the maximum is that of their product.
+                    log_scales = tl.log(tl.maximum(v_scales, LEAST_SCALE))
+                    new_max = tl.maximum(row_max, tl.max(acc_s + log_scales[None, :], 1))
                 weights = tl.exp(acc_s - new_max[:, None])
                 correction = tl.exp(row_max - new_max)
                 row_sum = row_sum * correction + tl.sum(weights, 1)
                 v_rows = v + place.to(tl.int64) * v_stride_batch + place_row.to(tl.int64) * v_stride_row
                 v_tile = _load_rows(v_rows + head_k * v_stride_head, num_keys, v_stride_row, headdim_v, TILE_N, TILE_DV)
+                if v_scale is not None:
+                    v_tile = v_tile.to(q_tile.dtype)
+                    weights *= v_scales[None, :]
                 products = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
                 acc_o = acc_o * correction[:, None] + products
                 row_max = new_max
@@ -260,6 +285,14 @@ def _load_rows(base, num_rows, stride_row, num_columns, ROWS: tl.constexpr, COLU
     """A (ROWS, COLUMNS) tile from `base` on; zeros beyond num_rows and num_columns."""
     block = tl.make_block_ptr(base, (num_rows, num_columns), (stride_row, 1), (0, 0), (ROWS, COLUMNS), (1, 0))
     return tl.load(block, boundary_check=(0, 1), padding_option="zero")
+
+
+@triton.jit
+def _load_scales(scale, place, stride_batch, row, stride_row, head, num_keys, TILE_N: tl.constexpr):
+    """The scale of every key of a tile; 0 beyond num_keys, where memory may hold anything."""
+    base = scale + place.to(tl.int64) * stride_batch + row.to(tl.int64) * stride_row + head
+    keys = tl.arange(0, TILE_N)
+    return tl.load(base + keys * stride_row, mask=keys < num_keys, other=0.0)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ VECTOR_LOOPS = (1, 2, 4, 8)  # slices of a Vector's rows that the compiler knows
 PRELOADS = (1, 2, 4)  # without workspaces ahead, and with the two numbers of them that the compiler knows
 MINIMUM = 16  # rows, keys or columns of any tile: the Cube's own
 MASK_BYTES = 1  # of an element of the mask tile
+INT8_BYTES = 1
 ROW_STATISTICS = 3  # floats a row: maximum, sum, correction
 SIMULATED = 3  # of all candidates, those that are best by the estimate
 WORTH_MORE = 1.01  # a tiling with more under way, or with more hand-overs, must be so much faster
@@ -59,11 +60,17 @@ class BufferUse:
 
 
 def why_not_fit(
-    tiling: Tiling, headdim: int, headdim_v: int, dtype: torch.dtype, chip: Chip, by_hand: bool = False
+    tiling: Tiling,
+    headdim: int,
+    headdim_v: int,
+    dtype: torch.dtype,
+    chip: Chip,
+    by_hand: bool = False,
+    int8_cache: bool = False,
 ) -> str | None:
     """Why a chip's buffers do not hold a tiling: the buffer, the bytes, what is allowed. None when they do.
 
-    by_hand: as buffer_uses takes it.
+    by_hand: as buffer_uses takes it. int8_cache: k and v are in int8, and the rest in `dtype`.
     """
     for name in ("outer_tile_m", "outer_tile_n"):
         size = getattr(tiling, name)
@@ -78,7 +85,8 @@ def why_not_fit(
             f"outer_tile_m={tiling.outer_tile_m} and outer_tile_n={tiling.outer_tile_n} exceed the mask tile: "
             f"their sum may be {MASK_TILE}"
         )
-    for use in buffer_uses(tiling, Shape(padded(headdim), padded(headdim_v), dtype.itemsize), chip, by_hand):
+    shape = Shape(padded(headdim), padded(headdim_v), dtype.itemsize, int8_cache=int8_cache)
+    for use in buffer_uses(tiling, shape, chip, by_hand):
         if use.used > use.allowed:
             parts = ", ".join(f"{part} {size}" for part, size in use.parts.items())
             return f"{use.buffer} would hold {use.used} bytes ({parts}); {chip.name} allows {use.allowed}"
@@ -94,6 +102,9 @@ def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False)
     of one product alone whether it needs cutting, so that two beside each other may run over L1 in silence: whole tiles
     of keys and values must fit, with everything else. Nothing asks it to cut the columns of values either: a whole
     product with them must fit L0C.
+
+    With an int8 cache the Vector units convert a whole tile of keys or values, half of it each: nothing says that the
+    compiler cuts it. The count has room for one intermediate in float32.
     """
     rows, copies, size = tiling.outer_tile_m, tiling.num_buffers, shape.element_bytes
     cut = cube_tiles(tiling, shape, chip)
@@ -125,6 +136,9 @@ def buffer_uses(tiling: Tiling, shape: Shape, chip: Chip, by_hand: bool = False)
         "product with values": update_rows(tiling, shape, chip) * shape.headdim_v * FLOAT32_BYTES,
         "row statistics": ROW_STATISTICS * vector * FLOAT32_BYTES,
     }
+    if shape.int8_cache:
+        elements = tiling.outer_tile_n * max(shape.headdim, shape.headdim_v) // chip.vectors_per_core
+        in_ub["int8 keys or values"] = elements * (copies * INT8_BYTES + size + FLOAT32_BYTES)
     return [*level_0, BufferUse("L1", in_l1, chip.l1_bytes), BufferUse("UB", in_ub, chip.ub_bytes)]
 
 
@@ -192,11 +206,11 @@ def _candidates(workload: SimulatedCall, chip: Chip, longest_tile: int, by_hand:
 
 def _best_slices(tiling: Tiling, workload: SimulatedCall, chip: Chip, by_hand: bool) -> int | None:
     """Rows of a slice of a tiling: the fewest slices that fit; None when no number of them does."""
-    headdims, dtype = (workload.headdim, workload.headdim_v), workload.dtype
+    call = (workload.headdim, workload.headdim_v, workload.dtype, chip, by_hand, workload.int8_cache)
     for loops in VECTOR_LOOPS:
         inner = tiling.outer_tile_m // chip.vectors_per_core // loops
         sliced = replace(tiling, inner_tile_m=inner)
-        if inner and why_not_fit(sliced, *headdims, dtype, chip, by_hand) is None:
+        if inner and why_not_fit(sliced, *call) is None:
             return inner
     return None
 

@@ -12,7 +12,7 @@ gradient_cases.py        the cases whose gradients are served, and what is right
 test_gradients.py        those gradients; the calls that are made for them
 test_gradient_refusals.py which gradients are refused; needs no torch_npu
 test_calls.py            the arguments against real schemas and real shape inference; what must never be called
-test_int8.py             int8 caches; q, k and v in int8
+test_int8.py             int8 caches: their scales as they are handed over, and when they are copied
 test_linear_all_reduce.py the product with its all-reduce
 test_projection.py       the same as the projection of a module that torch has parallelised
 test_kernels.py          the kernels for tensors on a CPU refuse what they should

@@ -40,6 +40,23 @@ MORE: list[Case] = [
         for memory_q, memory_k in (("heads_major", "heads_major"), ("contiguous", "heads_major"))
         for d in (20, 48)
     ),
+    *(
+        KvCacheCase(name=f"vendor-int8-{size or 'rows'}-{left}-{memory}", cache_seqlens=(0, 77, 130), nheads=8,
+                    nheads_k=2, headdim=64, page_block_size=size, memory_k=memory, window=(left, 0), stored="int8")
+        for size in (None, 32, 512)
+        for left in (-1, 20)
+        for memory in ("contiguous", "heads_major", "sliced_heads")
+    ),
+    KvCacheCase(name="vendor-int8-append", cache_seqlens=(0, 77, 30), seqlen_new=3, rotary_dim=16, page_block_size=32,
+                stored="int8", causal=True),
+    KvCacheCase(name="vendor-int8-leftpad", cache_seqlens=(30, 200, 77), leftpad=(30, 7, 70), stored="int8"),
+    KvCacheCase(name="vendor-int8-leftpad-pages", cache_seqlens=(30, 200, 77), leftpad=(30, 7, 70), page_block_size=64,
+                stored="int8"),
+    *(  # bfloat16 alone
+        KvCacheCase(name=f"vendor-int8-queries-{q}-{left}-{right}", seqlen_q=q, seqlen_new=q, cache_seqlens=(0, 9, 77),
+                    nheads=4, nheads_k=1, window=(left, right), stored="int8")
+        for q, left, right in ((13, -1, 0), (16, 5, 3), (2, -1, -1))
+    ),
     DenseCase(name="vendor-one-query-has-keys", seqlen_q=5, seqlen_k=1, causal=True, headdim=64),
     DenseCase(name="vendor-past-the-mask-tile", seqlen_q=2100, seqlen_k=2300, nheads=1, nheads_k=1, batch_size=1,
               headdim=16, window=(2200, 0)),

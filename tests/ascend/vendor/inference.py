@@ -11,9 +11,10 @@ from torch import Tensor
 from ascend.vendor.reference import attend, check_common, check_compressed, hidden_keys, require, require_none
 
 _registered: list[torch.library.Library] = []
-_UNUSED = ("pse_shift", "quant_scale2", "quant_offset2", "antiquant_scale", "antiquant_offset", "key_antiquant_offset",
-           "value_antiquant_offset", "query_padding_size", "kv_padding_size", "key_shared_prefix",
-           "value_shared_prefix", "actual_shared_prefix_len", "query_rope", "key_rope", "key_rope_antiquant_scale",
+_UNUSED = ("pse_shift", "dequant_scale1", "quant_scale1", "dequant_scale2", "quant_scale2", "quant_offset2",
+           "antiquant_scale", "antiquant_offset", "key_antiquant_offset", "value_antiquant_offset",
+           "query_padding_size", "kv_padding_size", "key_shared_prefix", "value_shared_prefix",
+           "actual_shared_prefix_len", "query_rope", "key_rope", "key_rope_antiquant_scale",
            "actual_seq_lengths")  # fmt: skip
 
 
@@ -38,9 +39,6 @@ def npu_fused_infer_attention_score(
     *,
     atten_mask: Tensor | None = None,
     actual_seq_lengths_kv: Sequence[int] | None = None,
-    dequant_scale1: Tensor | None = None,
-    quant_scale1: Tensor | None = None,
-    dequant_scale2: Tensor | None = None,
     key_antiquant_scale: Tensor | None = None,
     value_antiquant_scale: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -66,10 +64,7 @@ def npu_fused_infer_attention_score(
     heads_k = num_key_value_heads or num_heads
     check_common(query, key, value, shape.heads, heads_k, num_heads)
     require(num_heads // heads_k <= 64, f"{num_heads} heads over {heads_k}")
-    is_int8 = query.dtype == torch.int8
     _check_shape(shape, input_layout, query.dtype, key, value)
-    full = (dequant_scale1, quant_scale1, dequant_scale2)
-    require(all((each is not None) == is_int8 for each in full), "scales of int8 queries")
     if block_table is None:
         k, v = (_tokens_first(each, input_layout) for each in (key, value))
         require(k.shape[0] == shape.batch and k.shape[2:] == (heads_k, shape.headdim), "shapes of key and query")
@@ -78,24 +73,22 @@ def npu_fused_infer_attention_score(
         k, v = (_pages_in_order(each, input_layout, block_table, heads_k) for each in (key, value))
     lengths = list(actual_seq_lengths_kv or [k.shape[1]] * shape.batch)
     require(len(lengths) == shape.batch and min(lengths) >= 0 and max(lengths) <= k.shape[1], f"lengths {lengths}")
-    if key.dtype == torch.int8 and not is_int8:
+    if key.dtype == torch.int8:
         _check_int8_cache(query, key, shape, block_table)
         modes = (key_antiquant_mode, value_antiquant_mode)
         require(modes[0] == modes[1], f"modes {modes}")
         k, v = (
-            each.double() * _expanded(given, modes[0], shape, k.shape, input_layout, block_table, query.dtype)
+            each.double() * _expanded(given, modes[0], shape, k.shape, block_table)
             for each, given in ((k, key_antiquant_scale), (v, value_antiquant_scale))
         )
     else:
         require(key_antiquant_scale is None and value_antiquant_scale is None, "scales without an int8 cache")
-    if is_int8:
-        scale, v = _quantised(scale, v, dequant_scale1, quant_scale1, dequant_scale2)
     queries = _tokens_first(query, input_layout)
     parts = []
     for index, length in enumerate(lengths):
         hidden = _hidden(shape, index, length, k.shape[1], sparse_mode, atten_mask, pre_tokens, next_tokens)
         parts.append(_rows(queries[index], k[index, :length], v[index, :length], scale, hidden, inner_precise))
-    out = torch.stack([part[0] for part in parts]).to(torch.float16 if is_int8 else query.dtype)
+    out = torch.stack([part[0] for part in parts]).to(query.dtype)
     lse = torch.stack([part[1] for part in parts]).float().unsqueeze(-1)
     out = out if input_layout == "BSND" else out.transpose(1, 2).contiguous()
     return out, lse if softmax_lse_flag else torch.zeros(1)
@@ -113,15 +106,13 @@ def _tokens_first(tensor: Tensor, layout: str) -> Tensor:
 
 
 def _check_shape(shape: _Shape, layout: str, dtype: torch.dtype, key: Tensor, value: Tensor) -> None:
-    require(dtype in (torch.float16, torch.bfloat16, torch.int8), f"{dtype}")
+    require(dtype in (torch.float16, torch.bfloat16), f"{dtype}")
     require(key.dtype == value.dtype and key.dtype in (dtype, torch.int8), "dtype of key and value")
     require(key.shape == value.shape, "key and value of different shapes")
     require(shape.headdim <= 512 and shape.batch <= 65536, f"{shape}")
     if shape.queries > 1:
         require(shape.headdim % (32 if key.dtype == torch.int8 else 16) == 0, f"headdim {shape.headdim}")
         require(layout != "BSND" or shape.heads * shape.headdim < 65535, "rows of BSND")
-    else:
-        require(dtype != torch.int8, "int8 queries, one a sequence")
 
 
 def _check_pages(
@@ -154,48 +145,24 @@ def _check_int8_cache(query: Tensor, key: Tensor, shape: _Shape, table: Tensor |
     require(key.shape[-1] % 32 == 0, "int8 rows")
 
 
-def _expanded(
-    scale: Tensor | None,
-    mode: int,
-    shape: _Shape,
-    cache: torch.Size,
-    layout: str,
-    table: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def _expanded(scale: Tensor | None, mode: int, shape: _Shape, cache: torch.Size, table: Tensor | None) -> Tensor:
     """A scale that broadcasts to (batch, tokens, heads, headdim)."""
     require(scale is not None, "an int8 cache without scales")
     assert scale is not None
-    require(scale.is_contiguous() and scale.dtype == (dtype if mode == 0 else torch.float32), f"scale of {scale.dtype}")
-    batch, tokens, heads_k, headdim = cache
+    require(scale.is_contiguous() and scale.dtype == torch.float32, f"scale of {scale.dtype}")
+    batch, tokens, heads_k, _ = cache
+    told = f"mode {mode}, scale {tuple(scale.shape)}"
     if shape.queries > 1:
-        require(mode == 1 and tuple(scale.shape) == (batch, tokens), f"mode {mode}, scale {tuple(scale.shape)}")
+        require(mode == 1 and tuple(scale.shape) == (batch, tokens), told)
         return scale[:, :, None, None].double()
-    per_channel = (1, heads_k, headdim) if layout == "BSND" else (1, heads_k, 1, headdim)
-    if mode in (4, 5):
-        assert table is not None
-        require(scale.dim() == mode - 2, f"mode {mode}, scale {tuple(scale.shape)}")
-        paged = scale[_pages(table, len(scale))]  # (batch, pages, page size) or (batch, pages, heads, page size)
-        paged = paged[..., None] if mode == 4 else paged.transpose(2, 3)
-        return paged.flatten(1, 2)[..., None].double()
-    wanted = {0: per_channel, 1: (1, batch, tokens), 3: (batch, heads_k, tokens)}
-    require(mode in wanted and tuple(scale.shape) == wanted[mode], f"mode {mode}, scale {tuple(scale.shape)}")
-    require(mode == 0 or table is None, f"mode {mode} with pages")
-    if mode == 0:
-        return scale.reshape(1, 1, heads_k, headdim).double()
-    return (scale[0][..., None, None] if mode == 1 else scale.transpose(1, 2)[..., None]).double()
-
-
-def _quantised(
-    scale: float, v: Tensor, dequant1: Tensor | None, quant1: Tensor | None, dequant2: Tensor | None
-) -> tuple[float, Tensor]:
-    """The scales of int8 queries in those of the softmax and of the values, without rounding the weights."""
-    assert dequant1 is not None
-    assert quant1 is not None
-    assert dequant2 is not None
-    for each in (dequant1, quant1, dequant2):
-        require(each.dtype == torch.float32 and each.numel() == 1, "scales of int8 are one number each")
-    return scale * float(dequant1), v.double() * float(quant1) * float(dequant2)
+    require(mode in (3, 5), f"mode {mode} is not part of these tests")
+    require((mode == 5) == (table is not None), f"mode {mode} with pages")
+    if table is None:
+        require(tuple(scale.shape) == (batch, heads_k, tokens), told)
+        return scale.transpose(1, 2)[..., None].double()
+    require(scale.dim() == 3 and scale.shape[1] == heads_k, told)
+    paged = scale[_pages(table, len(scale))]  # (batch, pages, heads, page size)
+    return paged.transpose(2, 3).flatten(1, 2)[..., None].double()
 
 
 def _hidden(

@@ -22,6 +22,7 @@ class Recorded(NamedTuple):
         """(operator, layout, sparse_mode, what else is worth telling apart), for sets of them."""
         given = self.arguments
         told = {
+            "int8": given["key"].dtype is torch.int8,
             "pages": given.get("block_table") is not None,
             "one query": given["query"].dim() == 4 and given["query"].shape[given["input_layout"].index("S")] == 1,
             "sinks": given.get("sink") is not None,

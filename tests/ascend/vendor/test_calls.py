@@ -45,6 +45,8 @@ def test_every_mapping_is_among_the_cases() -> None:
           for rest in ("", "corrected", "pages, corrected")),
         *((INFERENCE, layout, 0, rest) for layout in ("BSND", "BNSD")
           for rest in ("one query", "one query, own mask", "pages, one query", "pages, one query, own mask")),
+        *((INFERENCE, layout, 0, f"int8, {rest}") for layout in ("BSND", "BNSD")
+          for rest in ("one query", "one query, own mask", "pages, one query", "pages, one query, own mask")),
         (INFERENCE, "BSND", 0, ""),
     }
     # fmt: on

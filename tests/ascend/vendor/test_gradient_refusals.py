@@ -106,11 +106,9 @@ def test_varlen_batches_beyond_the_limits_are_refused() -> None:
 
 
 def test_the_operator_for_inference_takes_no_gradients() -> None:
-    """Dense calls and those in int8 ask for its reasons."""
+    """Dense calls ask for its reasons."""
     assert why_not_inference(replace(DENSE, grads=())) is None
-    reason = why_not_inference(DENSE) or ""
-    assert "npu_fused_infer_attention_score has none" in reason
-    assert vendor.why_not_int8(replace(DENSE, dtype=torch.float16)) == reason
+    assert "npu_fused_infer_attention_score has none" in (why_not_inference(DENSE) or "")
 
 
 def test_our_kernels_refuse_all_gradients() -> None:

@@ -36,6 +36,7 @@ class Shape:
     headdim_v: int
     element_bytes: int  # of q, k, v and the weights
     score_bytes: int = FLOAT32_BYTES  # of the scores between Cube and Vector
+    int8_cache: bool = False  # the Vector units convert k and v to element_bytes
 
     @property
     def is_float32(self) -> bool:

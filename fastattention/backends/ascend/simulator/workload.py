@@ -40,6 +40,7 @@ class SimulatedCall:
     window_right: int = -1  # 0 when causal
     mask_mode: MaskMode = MaskMode.TILING
     score_bytes: int = FLOAT32_BYTES  # of a score between Cube and Vector
+    int8_cache: bool = False  # takes buffers; time is that of a cache in `dtype`
 
     @classmethod
     def of(cls, problem: Problem) -> SimulatedCall:
@@ -55,6 +56,7 @@ class SimulatedCall:
             problem.dtype,
             problem.window_left,
             problem.window_right,
+            int8_cache=problem.cache_dtype is torch.int8,
         )
 
     @property
@@ -70,7 +72,8 @@ class SimulatedCall:
     @property
     def shape(self) -> Shape:
         """Head dimensions as the kernel pads them."""
-        return Shape(padded(self.headdim), padded(self.headdim_v), self.dtype.itemsize, self.score_bytes)
+        widths = padded(self.headdim), padded(self.headdim_v)
+        return Shape(*widths, self.dtype.itemsize, self.score_bytes, self.int8_cache)
 
     @property
     def group_size(self) -> int:

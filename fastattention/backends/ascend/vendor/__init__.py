@@ -5,8 +5,7 @@ masks.py      a window as sparse_mode, pre_tokens, next_tokens; which queries ha
 operators.py  one call of an operator: its arguments by name, checked, since the vendor checks little
 prefill.py    dense and variable-length sequences
 gradients.py  their gradients
-cache.py      keys and values in a cache, rows or pages; also dense sequences, whose cache is full
-quantised.py  int8 caches, and int8 queries, keys and values; no public function reaches these yet
+cache.py      keys and values in a cache, rows or pages, int8 or not; also dense sequences, whose cache is full
 linear_all_reduce.py  no attention: the product that follows it and the sum over ranks, as one operator
 
 torch_npu has two operators of attention. npu_fused_infer_attention_score is documented for inference and takes caches;
@@ -19,24 +18,12 @@ from fastattention.backends.ascend.vendor.dispatch import backward, forward, why
 from fastattention.backends.ascend.vendor.limits import why_not
 from fastattention.backends.ascend.vendor.linear_all_reduce import linear_all_reduce, why_not_linear_all_reduce
 from fastattention.backends.ascend.vendor.operators import why_unavailable
-from fastattention.backends.ascend.vendor.quantised import (
-    KeyValueScales,
-    forward_int8,
-    forward_int8_kv,
-    why_not_int8,
-    why_not_int8_kv,
-)
 
 __all__ = [
-    "KeyValueScales",
     "backward",
     "forward",
-    "forward_int8",
-    "forward_int8_kv",
     "linear_all_reduce",
     "why_not",
-    "why_not_int8",
-    "why_not_int8_kv",
     "why_not_linear_all_reduce",
     "why_rather_not",
     "why_unavailable",

@@ -27,6 +27,9 @@ _TOKENS = ("pre_tokens", "next_tokens")
 MAX_PAGED_ELEMENTS = 2**31 - 1  # of all pages: a decode counts them in int32 (torch_npu's documentation)
 HIGH_PRECISION = 0  # inner_precise; the other values trade float16 accuracy for speed
 CORRECT_ROWS = 2  # high precision, and rows whose keys are all masked are corrected
+# key_antiquant_mode: whose the scales of an int8 cache are. The operator takes them heads first, (rows or pages,
+# nheads_k, tokens), and for more than one query (rows, tokens).
+_TOKEN, _TOKEN_HEAD, _TOKEN_HEAD_IN_PAGES = 1, 3, 5
 
 
 def cache_lengths(problem: Problem, inputs: Inputs) -> list[int]:
@@ -60,6 +63,7 @@ class Placed(NamedTuple):
     block_table: Tensor | None
     block_size: int  # 0 without pages
     capacity: int  # keys of a sequence that k has room for
+    scales: tuple[Tensor, Tensor] | None  # of an int8 k and v, float32 (rows or pages, tokens, heads)
 
 
 def gather_keys(inputs: Inputs, lengths: list[int]) -> Inputs:
@@ -83,7 +87,9 @@ def gather_keys(inputs: Inputs, lengths: list[int]) -> Inputs:
     else:
         row = torch.arange(len(lengths), device=device).unsqueeze(1)
     position = position.clamp(max=inputs.k.shape[1] - 1)  # a sequence without keys may end where its row does
-    return inputs._replace(k=inputs.k[row, position], v=inputs.v[row, position], block_table=None)
+    caches = {name: getattr(inputs, name) for name in ("k", "v", "k_scale", "v_scale")}
+    gathered: dict[str, Any] = {name: cache[row, position] for name, cache in caches.items() if cache is not None}
+    return inputs._replace(**gathered, block_table=None)
 
 
 def lies_heads_first(inputs: Inputs) -> bool:
@@ -94,6 +100,7 @@ def lies_heads_first(inputs: Inputs) -> bool:
 def place(inputs: Inputs, longest: int) -> Placed:
     """`inputs` as the operator reads them. longest: keys of the longest sequence."""
     q, k, v, table = inputs.q, inputs.k, inputs.v, inputs.block_table
+    scales = None if inputs.k_scale is None or inputs.v_scale is None else (inputs.k_scale, inputs.v_scale)
     heads_first = lies_heads_first(inputs)
     layout = "BNSD" if heads_first else "BSND"
     if heads_first:
@@ -102,12 +109,14 @@ def place(inputs: Inputs, longest: int) -> Placed:
         if not (k.is_contiguous() and v.is_contiguous()):
             k, v = k[:, :longest], v[:, :longest]  # what is copied below
         capacity = k.shape[layout.index("S")]
-        return Placed(layout, q.contiguous(), k.contiguous(), v.contiguous(), None, 0, capacity)
+        if scales is not None:
+            scales = scales[0][:, :capacity], scales[1][:, :capacity]
+        return Placed(layout, q.contiguous(), k.contiguous(), v.contiguous(), None, 0, capacity, scales)
     size = k.shape[layout.index("S")]
     check_size("elements of k_cache", k.numel(), MAX_PAGED_ELEMENTS)
     if not heads_first:
         k, v = k.contiguous().flatten(2), v.contiguous().flatten(2)
-    return Placed(layout, q.contiguous(), k, v, table.contiguous(), size, table.shape[1] * size)
+    return Placed(layout, q.contiguous(), k, v, table.contiguous(), size, table.shape[1] * size, scales)
 
 
 def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> Call:
@@ -128,12 +137,30 @@ def cache_call(problem: Problem, placed: Placed, lengths: list[int]) -> Call:
     }
     if placed.block_table is not None:
         arguments |= {"block_table": placed.block_table, "block_size": placed.block_size}
+    if placed.scales is not None:
+        arguments |= _scale_arguments(problem, placed, *placed.scales)
     if problem.seqlen_q > 1:
         mask = sparse_mask(problem.window_left, problem.window_right, problem.seqlen_q, max(lengths))
         return Call(INFERENCE, arguments | mask_arguments(mask, problem.device, _TOKENS))
     if 0 <= problem.window_left < max(lengths) - 1:
         arguments["atten_mask"] = left_of_window(problem, placed.capacity, lengths)
     return Call(INFERENCE, arguments)
+
+
+def _scale_arguments(problem: Problem, placed: Placed, k_scale: Tensor, v_scale: Tensor) -> dict[str, Any]:
+    """What makes the operator multiply int8 keys and values by their scales."""
+    if problem.seqlen_q == 1:
+        mode = _TOKEN_HEAD if placed.block_table is None else _TOKEN_HEAD_IN_PAGES
+        k_scale, v_scale = k_scale.transpose(1, 2), v_scale.transpose(1, 2)
+    else:  # of one key head
+        mode = _TOKEN
+        k_scale, v_scale = k_scale.squeeze(2), v_scale.squeeze(2)
+    return {
+        "key_antiquant_mode": mode,
+        "value_antiquant_mode": mode,
+        "key_antiquant_scale": k_scale.contiguous(),
+        "value_antiquant_scale": v_scale.contiguous(),
+    }
 
 
 def left_of_window(problem: Problem, capacity: int, lengths: list[int]) -> Tensor:

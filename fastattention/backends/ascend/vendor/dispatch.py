@@ -58,6 +58,9 @@ def why_rather_not(problem: Problem, inputs: Inputs) -> str | None:
         return f"k_cache has {inputs.k.numel()} elements; the operators take {cache.MAX_PAGED_ELEMENTS} at most"
     if not (cache.lies_heads_first(inputs) or (inputs.k.is_contiguous() and inputs.v.is_contiguous())):
         return "pages are contiguous neither tokens first nor heads first: all of them would be copied"
+    scales = [scale for scale in (inputs.k_scale, inputs.v_scale) if scale is not None]
+    if not all(scale.transpose(1, 2).is_contiguous() for scale in scales):
+        return "scales of pages are not contiguous heads first: all of them would be copied"
     return None
 
 

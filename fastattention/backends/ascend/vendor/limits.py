@@ -26,14 +26,15 @@ _MAX_VARLEN_BATCH = 1024  # [T]: a list of lengths has at most "1K"; [V] allows 
 _INSTEAD = "use backend='sdpa' or torch.no_grad()"
 
 _MAX_CACHE_HEADDIM = 512  # [I]
-_HEADDIM_STEP = 16  # [I]: with float16 and bfloat16, for more than one query. Asked of every call, to be safe
+# [I]: tokens of a page for one query; elements of headdim for more than one, but asked of every call, to be safe.
+_STEP, _INT8_STEP = 16, 32  # float16 and bfloat16; int8
+_MAX_INT8_QUERIES = 16  # [I]
 _MAX_CACHE_GROUP = 64  # [I]: query heads a key head
 _MAX_CACHE_BATCH = 65536  # [I]
 _MAX_ROW = 65534  # [I]: nheads * headdim of BSND must be less than 65535; of a page at most that
 _MAX_DECODE_KEYS = 262144  # [I]: for one query
 _MAX_PREFILL_TOKENS = 20 * 2**20  # [I]: "20M", for more than one query
 _MAX_PAGE = 512  # [I]
-_DECODE_PAGE_STEP = 16  # [I]: float16 and bfloat16, one query
 _PREFILL_PAGE_STEP = 128  # [I]: more than one query
 
 
@@ -46,10 +47,8 @@ def why_not(problem: Problem) -> str | None:
         return _why_not_gradients(problem)
     if (reason := why_not_features(problem)) is not None:
         return reason
-    if problem.cache_dtype is not None:
-        return f"a quantised cache ({problem.cache_dtype}) is served by forward_int8_kv alone"
     if problem.layout is Layout.KVCACHE:
-        return why_not_inference(problem)
+        return why_not_inference(problem) or _why_not_quantised(problem)
     if problem.layout is Layout.VARLEN:
         return _why_not_varlen(problem)
     if why_not_inference(problem) is None:
@@ -127,8 +126,11 @@ def why_not_inference(problem: Problem) -> str | None:
         return "sinks; npu_fused_infer_attention_score takes none with these layouts"
     if problem.headdim_v != problem.headdim:  # [I]: k and v have one shape
         return f"headdim_v={problem.headdim_v} must equal headdim={problem.headdim} for npu_fused_infer_attention_score"
-    if problem.headdim % _HEADDIM_STEP:
-        return f"headdim={problem.headdim} must be a multiple of {_HEADDIM_STEP} for npu_fused_infer_attention_score"
+    in_int8 = problem.cache_dtype is torch.int8
+    step = _INT8_STEP if in_int8 else _STEP
+    if problem.headdim % step:
+        cache = " with an int8 cache" if in_int8 else ""
+        return f"headdim={problem.headdim} must be a multiple of {step} for npu_fused_infer_attention_score{cache}"
     most_keys = _MAX_DECODE_KEYS if problem.seqlen_q == 1 else _MAX_PREFILL_TOKENS
     bounds = {
         "headdim": (problem.headdim, _MAX_CACHE_HEADDIM),
@@ -139,10 +141,10 @@ def why_not_inference(problem: Problem) -> str | None:
         "seqlen_k": (problem.seqlen_k, most_keys),
         "batch_size": (problem.batch_size, _MAX_CACHE_BATCH),
     }
-    return _beyond(bounds, "npu_fused_infer_attention_score") or why_not_page(problem, _DECODE_PAGE_STEP)
+    return _beyond(bounds, "npu_fused_infer_attention_score") or _why_not_page(problem, step)
 
 
-def why_not_page(problem: Problem, decode_step: int) -> str | None:
+def _why_not_page(problem: Problem, decode_step: int) -> str | None:
     """What it does not take of page sizes. decode_step: the multiple that pages must be of for one query."""
     size = problem.page_block_size
     if size is None:
@@ -154,6 +156,30 @@ def why_not_page(problem: Problem, decode_step: int) -> str | None:
             f"for seqlen_q={problem.seqlen_q}"
         )
     return None
+
+
+def _why_not_quantised(problem: Problem) -> str | None:
+    """What it does not take of quantised caches with a scale for every token and head."""
+    if problem.cache_dtype is None:
+        return None
+    if problem.cache_dtype is not torch.int8:
+        return f"a cache in {problem.cache_dtype}; npu_fused_infer_attention_score takes int8"
+    if problem.seqlen_q == 1:
+        return None
+    # [I]: beyond one query, its scales are of a token. With one key head that is the same.
+    refused = {
+        f"nheads_k={problem.nheads_k}": problem.nheads_k > 1,
+        f"dtype {problem.dtype}": problem.dtype is not torch.bfloat16,
+        "block_table": problem.is_paged,
+        f"more than {_MAX_INT8_QUERIES} queries": problem.seqlen_q > _MAX_INT8_QUERIES,
+    }
+    given = [name for name, is_given in refused.items() if is_given]
+    if not given:
+        return None
+    return (
+        f"{' and '.join(given)} with seqlen_q={problem.seqlen_q} and an int8 cache; beyond one query "
+        f"npu_fused_infer_attention_score takes one key head, bfloat16, no pages, at most {_MAX_INT8_QUERIES} queries"
+    )
 
 
 def _beyond(bounds: dict[str, tuple[int, int]], operator: str) -> str | None:

@@ -32,7 +32,9 @@ from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem,
 HERE = Path(__file__).parent
 SOURCES = HERE / "emulator"
 CACHE = HERE.parents[1] / "build" / "emulator"
-COMPILE = ("c++", "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas")
+# A kernel runs for less time than it compiles, so it is optimised less than the machine that runs it.
+COMPILE = ("c++", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas")
+MACHINE_OPTIONS, KERNEL_OPTIONS = ("-O2", "-r", "-nostdlib"), ("-O1",)
 MACHINE = ("fiber.cpp", "banks.cpp", "shared_memory.cpp", "collectives.cpp", "flags.cpp", "machine.cpp")
 
 
@@ -71,6 +73,12 @@ class Report(ctypes.Structure):
 
 
 @functools.cache
+def _compiler() -> str:
+    """Its version: no other reads the headers that it has compiled."""
+    return subprocess.run([COMPILE[0], "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
 def _hash(folders: tuple[Path, ...]) -> str:
     """Of all sources in some folders."""
     return hash_sources(folders, (*HEADERS, ".cpp"))
@@ -78,7 +86,7 @@ def _hash(folders: tuple[Path, ...]) -> str:
 
 def _compiled(name: str, arguments: Sequence[str], folders: tuple[Path, ...]) -> Path:
     """The file that the compiler makes with these arguments, from the cache when they and the folders are as before."""
-    content = "\n".join([_hash(folders), *COMPILE, *arguments])
+    content = "\n".join([_compiler(), _hash(folders), *COMPILE, *arguments])
     path = CACHE / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}-{name}"
     if path.exists():
         return path
@@ -101,12 +109,14 @@ def build(
     name: str, source: Path, macros: Mapping[str, str], include_folders: tuple[Path, ...] = KERNEL_FOLDERS
 ) -> Path:
     """The library of one source file and the emulator."""
-    machine = _compiled("machine.o", ["-r", "-nostdlib", *(str(SOURCES / file) for file in MACHINE)], (SOURCES,))
+    machine = _compiled("machine.o", [*MACHINE_OPTIONS, *(str(SOURCES / file) for file in MACHINE)], (SOURCES,))
+    # Reading the headers takes a third of the time, so it is done once. -include finds them by a name without .gch.
+    header = ["-x", "c++-header", *KERNEL_OPTIONS, str(SOURCES / "intrinsics.hpp")]
+    precompiled = _compiled("intrinsics.hpp.gch", header, (SOURCES,))
     definitions = [f"-D{key}={value}" for key, value in {**macros, "FA_INTRINSICS_HEADER": '"intrinsics.hpp"'}.items()]
     includes = [f"-I{folder}" for folder in (SOURCES, *include_folders)]
-    return _compiled(
-        f"{name}.so", ["-shared", *definitions, *includes, str(source), str(machine)], (HERE, *include_folders)
-    )
+    arguments = ["-shared", *KERNEL_OPTIONS, "-include", str(precompiled.with_suffix("")), *definitions, *includes]
+    return _compiled(f"{name}.so", [*arguments, str(source), str(machine)], (HERE, *include_folders))
 
 
 def build_variant(variant: Variant) -> Path:

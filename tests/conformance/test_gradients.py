@@ -53,6 +53,7 @@ def gradients(case: Case, dtype: torch.dtype, attention: Attention, wanted: Name
     return list(torch.autograd.grad(loss, given))
 
 
+@functools.cache
 def names(case: Case, among: Names) -> Names:
     """The arguments of a case's call, of those."""
     call = build_call(case, torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,9 +45,9 @@ def prepared(case: Case, dtype: torch.dtype) -> tuple[Problem, Inputs]:
     return replace(problem, grads=wanted_of(case), return_lse=False), inputs
 
 
-def gradient_runs(*dtypes: torch.dtype) -> list[tuple[Case, torch.dtype]]:
+def gradient_runs(*dtypes: torch.dtype) -> Iterator[tuple[Case, torch.dtype]]:
     """Every case whose gradients are served, in each dtype in which they are."""
-    return [(case, dtype) for case in LIST for dtype in dtypes if vendor.why_not(prepared(case, dtype)[0]) is None]
+    return ((case, dtype) for case in LIST for dtype in dtypes if vendor.why_not(prepared(case, dtype)[0]) is None)
 
 
 def weights_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -35,7 +35,7 @@ from fastattention.problem import OutputGradients
 
 skip_without_torch_npu()
 
-RUNS = gradient_runs(torch.float16, torch.bfloat16, torch.float32)
+RUNS = list(gradient_runs(torch.float16, torch.bfloat16, torch.float32))
 SINKS = next(case for case in ODD if case.name == "gradients-sinks")
 
 

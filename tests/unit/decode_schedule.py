@@ -80,7 +80,8 @@ class TileStream:
         ]
 
     def _shared(self, cta_group: int, batch: int) -> list[int]:
-        return [tile for tile in self.spans[cta_group] if self.begins[batch] <= tile < self.ends[batch]]
+        span = self.spans[cta_group]  # tiles one after the other
+        return list(range(max(span[0], self.begins[batch]), min(span[-1] + 1, self.ends[batch]))) if span else []
 
     def _sequence_span(self, cta_group: int, batch: int, tiles: list[int]) -> SequenceSpan:
         begins = tiles[0] == self.begins[batch]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tiers import thin
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
@@ -25,7 +27,7 @@ OPTIONS: dict[str, Any] = {"page_size": 16, "max_batch_tokens": 512}
 Prompts = list[list[int]]
 
 
-def requests(count: int = 64, longest: int = 600) -> Prompts:
+def requests(count: int, longest: int = 600) -> Prompts:
     """Prompts of 5 to `longest` tokens, three of which begin with the same half."""
     generator = torch.Generator().manual_seed(3)
 
@@ -48,6 +50,13 @@ def eager_tokens(model: Any, prompts: Prompts) -> Prompts:
     """What `generate` continues each prompt with, alone."""
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
     return [model.generate(torch.tensor([one]), **options)[0, len(one) :].tolist() for one in prompts]
+
+
+@functools.cache
+def eager_tokens_of(name: str, count: int) -> tuple[Prompts, Prompts]:
+    """Prompts, and what eager attention continues them with, which many tests ask for."""
+    prompts = requests(count)
+    return prompts, eager_tokens(pair(name).eager, prompts)
 
 
 def batched(model: Any, prompts: Prompts, return_logprobs: bool = False, **options: Any) -> list[Any]:
@@ -111,12 +120,13 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
 @pytest.mark.parametrize("name", DECODERS)
 def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     gathers = counted(monkeypatch, FullAttentionCacheAllocator, "update")
-    prompts = requests()
-    assert batched_tokens(pair(name).fast, prompts) == eager_tokens(pair(name).eager, prompts)
+    prompts, expected = eager_tokens_of(name, 20)
+    assert batched_tokens(pair(name).fast, prompts) == expected
     assert min(calls.values()) > 0
     assert not gathers
 
 
+@thin(all=3)
 @pytest.mark.parametrize(
     "options",
     [{"page_size": 4, "max_batch_tokens": 64}, {"page_size": 7, "num_blocks": 300}, {"page_size": 256, "num_blocks": 6},
@@ -126,14 +136,14 @@ def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], m
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 def test_however_the_cache_is_cut(name: str, options: dict[str, Any]) -> None:
-    prompts = requests(20)
-    assert batched_tokens(pair(name).fast, prompts, **options) == eager_tokens(pair(name).eager, prompts)
+    prompts, expected = eager_tokens_of(name, 20)
+    assert batched_tokens(pair(name).fast, prompts, **options) == expected
 
 
 def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     hits = counted(monkeypatch, paged_cache.PagedAttentionCache, "search_prefix_match")
-    prompts = requests(20)
-    assert batched_tokens(pair("llama").fast, prompts) == eager_tokens(pair("llama").eager, prompts)
+    prompts, expected = eager_tokens_of("llama", 20)
+    assert batched_tokens(pair("llama").fast, prompts) == expected
     assert max(hits) >= 288
 
 
@@ -155,8 +165,8 @@ def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.Monkey
         self.cache_tensor.fill_(0xFF)  # NaN
 
     monkeypatch.setattr(paged_cache.PagedAttentionCache, "__init__", poisoned)
-    prompts = requests(20)
-    assert batched_tokens(pair(name).fast, prompts) == eager_tokens(pair(name).eager, prompts)
+    prompts, expected = eager_tokens_of(name, 20)
+    assert batched_tokens(pair(name).fast, prompts) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -87,7 +87,7 @@ MOST_FOR_PAGES = 48  # bytes
 MOST_OF_PRODUCTS = 48  # bytes, in int8: each row has a factor of its own
 MOST_OF_TRAINING = 128  # bytes, of backwards and dropout up to headdim 128: gradients of rows leave few registers
 EVERY_CHIP = [
-    pytest.param(chip, marks=() if chip in ("V100", "T4", "A100") else deep) for chip in kernel_resources.CHIP_NAMES
+    pytest.param(chip, marks=() if chip in ("V100", "A100") else deep) for chip in kernel_resources.CHIP_NAMES
 ]
 
 

@@ -14,7 +14,7 @@ from conformance.case import Case
 from conformance.test_gradients import FACTOR, GRADIENT_CASES, check, gradients, names
 from emulator import EmulatedCudaBackend
 from test_emulated import EmulatedEngine, Run, problem_of
-from tiers import Tier, tier_of
+from tiers import Tier, thin, tier_of
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.backends.common.gradients import COMPUTED
@@ -33,7 +33,7 @@ RUNS = [
 
 
 def runs_in(tier: Tier) -> list[Run]:
-    return RUNS if tier is Tier.DEEP else RUNS[:: {Tier.QUICK: 97}.get(tier, 17)]
+    return RUNS if tier is Tier.DEEP else RUNS[:: {Tier.QUICK: 97}.get(tier, 25)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -68,6 +68,7 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
 every_backend = pytest.mark.parametrize("backend", emulator.EMULATED, ids=[b.name for b in emulator.EMULATED])
 
 
+@thin(quick=11, all=5)
 @every_backend
 @dropout.every_case
 def test_dropout(backend: type[EmulatedCudaBackend], case: Case) -> None:

@@ -97,3 +97,14 @@ def test_traced_calls_are_checked_when_they_run() -> None:
     compiled = torch.compile(lambda: chunk_gla(q, q, v, g)[0], backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="g must be"):
         compiled()
+
+
+@RULES
+def test_autocast_does_not_round_products(rule: str) -> None:
+    inputs = LinearCase(rule=rule, seqlen=70, headdim_k=16, headdim_v=8, initial_state=True).tensors(torch.float32)
+    for tensor in leaves(inputs):
+        tensor.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        given = results(inputs)
+    for result, wanted in zip(given, results(inputs), strict=True):
+        assert torch.equal(result, wanted)

@@ -43,7 +43,13 @@ class TorchBackend(LinearBackend):
     def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """Nothing is prepared."""
         chunk = _CHUNK[problem.gate_per_key] if problem.chunked else 1
-        return lambda inputs: linear_attention(problem, inputs, chunk)
+
+        def serve(inputs: LinearInputs) -> LinearOutput:
+            # Autocast would round operands of products to 16 bits, which no other backend does.
+            with torch.autocast(problem.device.type, enabled=False):
+                return linear_attention(problem, inputs, chunk)
+
+        return serve
 
 
 class _Tokens(NamedTuple):

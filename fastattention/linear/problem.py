@@ -44,6 +44,7 @@ class LinearProblem:
     l2norm: bool  # of every query and key
     returns_state: bool
     grads: tuple[str, ...]  # fields of LinearInputs that require a gradient
+    in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
 
     @property
     def group_size(self) -> int:

@@ -19,6 +19,7 @@ from fastattention.validation.common import (
     check_like_q,
     check_rank,
     check_shape,
+    differentiation,
     last_axis_contiguous,
     read_flag,
     read_number,
@@ -73,7 +74,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
     scale = headdim_k**-0.5 if options.scale is None else options.scale
     if not abs(scale) <= torch.finfo(torch.float32).max:
         raise ArgumentError(f"scale={scale} must be finite in float32; None means headdim_k ** -0.5")
-    records = torch.is_grad_enabled()
+    wanted = differentiation(**given._asdict())
     problem = LinearProblem(
         delta_rule=options.delta_rule,
         gate_per_key=gate_per_key,
@@ -93,7 +94,8 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
         scale=scale,
         l2norm=options.l2norm,
         returns_state=options.returns_state,
-        grads=tuple(n for n, x in given._asdict().items() if records and x is not None and x.requires_grad),
+        grads=wanted.grads,
+        in_transform=wanted.in_transform,
     )
     return problem, as_backends_read(given)
 

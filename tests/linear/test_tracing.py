@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiers import slow
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.testing import assert_close
 
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gla
@@ -108,3 +109,18 @@ def test_autocast_does_not_round_products(rule: str) -> None:
         given = results(inputs)
     for result, wanted in zip(given, results(inputs), strict=True):
         assert torch.equal(result, wanted)
+
+
+@RULES
+def test_forward_mode_follows_a_call(rule: str) -> None:
+    inputs = LinearCase(rule=rule, seqlen=20, headdim_k=8, headdim_v=8).tensors(torch.float32)
+    tangent = torch.linspace(-1, 1, inputs.v.numel()).reshape(inputs.v.shape)
+    # Results are linear in v.
+    wanted = results(inputs._replace(v=tangent))
+    found = torch.func.jvp(lambda v: results(inputs._replace(v=v)), (inputs.v,), (tangent,))[1]
+    with forward_ad.dual_level():
+        dual = results(inputs._replace(v=forward_ad.make_dual(inputs.v, tangent)))
+        duals = [forward_ad.unpack_dual(x).tangent for x in dual]
+    for followed in (found, duals):
+        for given, exact in zip(followed, wanted, strict=True):
+            assert_close(given, exact, atol=1e-5, rtol=1e-5)

@@ -55,6 +55,8 @@ class CpuLinearBackend(LinearBackend):
         if problem.grads:
             named = ", ".join(problem.grads)
             return f"gradients of {named} are needed, which backend 'torch' computes; use it or torch.no_grad()"
+        if problem.in_transform:
+            return "torch.func or forward-mode differentiation follows operations of torch alone; use backend='torch'"
         return None
 
     def how(self, problem: LinearProblem) -> str:

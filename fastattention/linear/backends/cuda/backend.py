@@ -35,6 +35,8 @@ class CudaLinearBackend(LinearBackend):
             return reason
         if problem.grads:
             return "gradients are computed by backend 'torch'; use it or torch.no_grad()"
+        if problem.in_transform:
+            return "torch.func or forward-mode differentiation follows operations of torch alone; use backend='torch'"
         if problem.chunked and problem.dtype is torch.float32:
             return "chunks of float32 are not served; use float16, bfloat16, the recurrent function or backend='torch'"
         num_states = problem.num_sequences * problem.nheads

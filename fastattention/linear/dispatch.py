@@ -24,11 +24,15 @@ ORDER: dict[str, str] = {
 }
 
 
+def check_name(name: object) -> None:
+    """Raises ArgumentError unless `name` is "auto" or that of a backend."""
+    if not isinstance(name, str) or (name != "auto" and name not in ORDER):
+        raise ArgumentError(f"backend={name!r} is not known; choose 'auto' or one of {', '.join(map(repr, ORDER))}")
+
+
 @functools.cache
 def get_backend(name: str) -> LinearBackend:
-    """The backend called `name`. Raises ArgumentError for one that is not known."""
-    if name not in ORDER:
-        raise ArgumentError(f"backend={name!r} is not known; choose 'auto' or one of {', '.join(map(repr, ORDER))}")
+    """The backend called `name`, which is one of ORDER."""
     module, _, attribute = ORDER[name].partition(":")
     backend = getattr(importlib.import_module(module), attribute)()
     assert isinstance(backend, LinearBackend)
@@ -44,6 +48,7 @@ def verdict(problem: LinearProblem, name: str) -> Verdict:
 
 def select_backend(problem: LinearProblem, name: str) -> LinearBackend:
     """The backend that serves `problem`. Raises UnsupportedError with every reason when there is none."""
+    check_name(name)
     considered = [verdict(problem, each) for each in (ORDER if name == "auto" else (name,))]
     if (one := chosen(considered)) is not None:
         return get_backend(one.backend)

@@ -8,11 +8,11 @@ from torch import Tensor
 from fastattention.eager import runs_eagerly
 from fastattention.errors import ArgumentError
 from fastattention.linear import ops
-from fastattention.linear.dispatch import linear_signature, plan_linear
+from fastattention.linear.dispatch import check_name, linear_signature, plan_linear
 from fastattention.linear.problem import LinearInputs, LinearOutput
-from fastattention.linear.validation import LinearOptions, read_linear_options
+from fastattention.linear.validation import LinearOptions, check_gate_dtype, check_values_first, read_linear_options
 from fastattention.validation.common import read_flag, require_tensor, require_tensors
-from fastattention.validation.kinds import check_readable
+from fastattention.validation.kinds import check_kinds, check_readable
 
 
 def chunk_gla(
@@ -152,7 +152,12 @@ def _beta(beta: Tensor, before_sigmoid: object, doubled: object) -> Tensor:
             raise ArgumentError("allow_neg_eigval takes use_beta_sigmoid_in_kernel=True; else give beta doubled")
         return beta
     require_tensor("beta", beta)
-    beta = torch.sigmoid(beta.float())
+    check_gate_dtype("beta", beta)
+    try:
+        beta = torch.sigmoid(beta.float())
+    except RuntimeError:
+        check_readable({"beta": beta})
+        raise
     return 2.0 * beta if doubled else beta
 
 
@@ -163,10 +168,17 @@ def _attend(
     if state_v_first is False or not read_flag("state_v_first", state_v_first):
         out, state = _run(given, options, backend)
         return out, state
+    turned = given
     if given.initial_state is not None:
         require_tensor("initial_state", given.initial_state)
-        given = given._replace(initial_state=given.initial_state.mT)
-    out, state = _run(given, options, backend)
+        if given.initial_state.dim() >= 2:
+            turned = given._replace(initial_state=given.initial_state.mT)
+    try:
+        out, state = _run(turned, options, backend)
+    except ArgumentError as error:
+        if str(error).startswith("initial_state"):  # all before it is right, and its shape is not the one given
+            check_values_first(given)
+        raise
     return out, None if state is None else state.mT.contiguous()
 
 
@@ -179,4 +191,7 @@ def _run(given: LinearInputs, options: LinearOptions, backend: str) -> LinearOut
             check_readable(given._asdict())
             raise
     require_tensors(**{name: tensor for name, tensor in given._asdict().items() if tensor is not None})
+    check_name(backend)
+    if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
+        check_kinds(given._asdict())
     return ops.call_linear_attention(given, options, backend)

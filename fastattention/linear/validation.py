@@ -100,6 +100,20 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
     return problem, as_backends_read(given)
 
 
+def check_gate_dtype(name: str, gate: Tensor | Signature) -> None:
+    """Raises unless `gate`, which is g or beta, has one of the dtypes of a call."""
+    if gate.dtype not in DTYPES:
+        raise ArgumentError(f"{name} must be float32, float16 or bfloat16, got {gate.dtype}")
+
+
+def check_values_first(given: LinearInputs) -> None:
+    """Raises for an initial_state that has not headdim_v before headdim_k, in a call that is right but for it."""
+    sequences = given.v.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+    shape = (sequences, given.v.shape[2], given.v.shape[3], given.q.shape[3])
+    state = signature("initial_state", given.initial_state)
+    check_shape("initial_state", state, shape, "sequences, nheads, headdim_v, headdim_k")
+
+
 def as_backends_read(given: LinearInputs) -> LinearInputs:
     """The tensors of a call with a contiguous last axis, offsets in int32: nothing is copied that is so already."""
     offsets = given.cu_seqlens
@@ -156,8 +170,7 @@ def _check_gates(given: LinearInputs, q: Signature, v: Signature, options: Linea
         gates["beta"] = signature("beta", given.beta)
         check_shape("beta", gates["beta"], per_head, "batch_size, seqlen, nheads")
     for name, gate in gates.items():
-        if gate.dtype not in DTYPES:
-            raise ArgumentError(f"{name} must be float32, float16 or bfloat16, got {gate.dtype}")
+        check_gate_dtype(name, gate)
         check_device(name, gate, q)
     return gate_per_key
 

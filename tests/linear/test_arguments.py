@@ -54,6 +54,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"cu_seqlens=\[0, 2\] must rise from 0 to the number of tokens, 5",
     ),
     "offsets-fall": ({**ROW, "cu_seqlens": torch.tensor([0, 6, 5])}, r"must rise from 0 to the number of tokens, 5"),
+    "state-v-first": (
+        {"initial_state": STATE, "state_v_first": True},
+        r"initial_state must be .*, headdim_v, headdim_k\) = \(2, 4, 16, 8\), got shape \(2, 4, 8, 16\)",
+    ),
+    "state-v-first-rank": (
+        {"initial_state": STATE[0, 0, 0], "state_v_first": True},
+        r"initial_state must be .* = \(2, 4, 16, 8\), got shape \(16,\)",
+    ),
+    "state-v-first-dtype": (
+        {"initial_state": STATE.mT.half(), "state_v_first": True},
+        r"initial_state must be float32, got torch.float16",
+    ),
+    "logits-dtype": (
+        {"beta": G.long(), "use_beta_sigmoid_in_kernel": True},
+        r"beta must be float32, float16 or bfloat16, got torch.int64",
+    ),
+    "logits-layout": (
+        {"beta": G.to_sparse(), "use_beta_sigmoid_in_kernel": True},
+        r"beta has layout torch.sparse_coo; it must be torch.strided",
+    ),
+    "nested": (
+        {"v": torch.nested.nested_tensor([V[0], V[1]], layout=torch.jagged)},
+        r"v is a nested tensor",
+    ),
+    "backend-list": ({"backend": ["cpu"]}, r"backend=\['cpu'\] is not known; choose 'auto' or one of"),
     "backend": ({"backend": "cdpu"}, r"backend='cdpu' is not known; choose 'auto' or one of .*'cpu', 'torch'"),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattention.autograd import recording
 from fastattention.linear.dispatch import linear_signature, plan_linear
 from fastattention.linear.problem import LinearInputs, LinearOutput
-from fastattention.linear.validation import LinearOptions
+from fastattention.linear.validation import LinearOptions, prepare
 
 _NUM_TENSORS = len(LinearInputs._fields)
 
@@ -64,6 +64,9 @@ def _(
     returns_state: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    if type(q) is Tensor:  # on the meta device: nothing will run, and nothing else would check
+        given = LinearInputs(q, k, v, g, beta, initial_state, cu_seqlens)
+        prepare(given, LinearOptions(delta_rule, chunked, scale, l2norm, returns_state))
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, v.shape[2], q.shape[3], v.shape[3]) if returns_state else (0,)
     return v.new_empty(v.shape), q.new_empty(state, dtype=torch.float32)

@@ -134,3 +134,26 @@ def test_explain_lists_backends_with_reasons() -> None:
 def test_a_backend_that_cannot_serve_says_why() -> None:
     with pytest.raises(UnsupportedError, match="gradients of q, k are needed"):
         chunk_gla(Q.clone().requires_grad_(), Q.clone().requires_grad_(), V, G, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (changes, _) in REFUSED.items() if not name.startswith(("offsets-end", "offsets-fall"))]
+)
+def test_calls_on_the_meta_device_are_checked(name: str) -> None:
+    changes, message = REFUSED[name]
+    tensors = {"q": Q, "k": Q, "v": V, "g": G, "beta": G} | changes
+    on_meta = {
+        name: x.to("meta") if isinstance(x, torch.Tensor) and not x.is_nested else x for name, x in tensors.items()
+    }
+    if name == "v-device":
+        on_meta, message = on_meta | {"v": V}, "v is on cpu and q on meta"
+    with pytest.raises(ArgumentError, match=message):
+        chunk_gated_delta_rule(**on_meta)
+
+
+def test_a_call_on_the_meta_device_has_the_shapes_of_results() -> None:
+    row = {name: x.to("meta") for name, x in {**ROW, "cu_seqlens": OFFSETS}.items()}
+    out, state = chunk_gated_delta_rule(**row, output_final_state=True)
+    assert out.is_meta
+    assert state is not None
+    assert (out.shape, state.shape) == ((1, 5, 4, 16), (2, 4, 8, 16))

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
 from fastattention.linear.backends.torch_form import linear_attention
 from fastattention.linear.dispatch import ORDER, get_backend
+from fastattention.linear.ops import call_linear_attention
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
 from linear.cases import CASES, LinearCase
@@ -141,6 +142,32 @@ def test_inputs_are_not_written(backend: str, chunked: bool) -> None:
     before = [None if x is None else x.clone() for x in inputs]
     call(inputs, chunked, backend)
     assert all(x is None or torch.equal(x, y) for x, y in zip(inputs, before, strict=True) if y is not None)
+
+
+@every_backend
+@every_form
+@pytest.mark.parametrize("seqlens", [None, (), (0, 0)], ids=["dense", "no-sequence", "varlen"])
+def test_without_tokens_the_state_is_a_new_tensor(backend: str, chunked: bool, seqlens: tuple[int, ...] | None) -> None:
+    inputs = LinearCase(seqlen=0, seqlens=seqlens, initial_state=True).tensors(torch.float32)
+    assert inputs.initial_state is not None
+    as_operator = call_linear_attention(inputs, LinearCase().options(chunked), backend)  # torch checks it, too
+    for out, state in (call(inputs, chunked, backend), as_operator):
+        assert out.shape == inputs.v.shape
+        assert state is not None
+        assert torch.equal(state, inputs.initial_state)
+        assert state is not inputs.initial_state
+        assert state.numel() == 0 or state.data_ptr() != inputs.initial_state.data_ptr()
+
+
+def test_results_without_tokens_have_gradients() -> None:
+    inputs = LinearCase(seqlen=0, initial_state=True).tensors(torch.float32)
+    assert inputs.initial_state is not None
+    inputs.v.requires_grad_()
+    inputs.initial_state.requires_grad_()
+    out, state = call(inputs, True, "auto")
+    (out.sum() + state.sum()).backward()
+    assert inputs.v.grad is not None
+    assert torch.equal(inputs.initial_state.grad, torch.ones_like(state))
 
 
 @slow

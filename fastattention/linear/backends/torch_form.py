@@ -92,7 +92,7 @@ def linear_attention(
         ]
         out, states = torch.cat([out for out, _ in parts], dim=2), torch.cat([state for _, state in parts])
     else:
-        out = tokens.v
+        out, states = tokens.v.clone(), states.clone()
     out = out.transpose(1, 2).to(problem.dtype).contiguous()
     return LinearOutput(out, states.float().contiguous() if problem.returns_state else None)
 
@@ -103,7 +103,9 @@ def _sequences(tokens: _Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tens
     for first in range(0, tokens.v.shape[2], chunk):
         out, state = _chunk(tokens.part(first, first + chunk), state)
         outs.append(out)
-    return torch.cat(outs, dim=2) if outs else torch.empty_like(tokens.v), state
+    if not outs:  # results are tensors of their own
+        return tokens.v.clone(), state.clone()
+    return torch.cat(outs, dim=2), state
 
 
 def _chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:

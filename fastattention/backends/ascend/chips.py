@@ -4,6 +4,7 @@ Sources, by the letter that stands behind a figure:
 
     P  the platform descriptions (Ascend910B*.ini) that come with CANN: cores, clocks, capacities, rates of paths
     C  the capacity that Triton-Ascend leaves to a kernel, told by its own messages on overflow
+    G  the vendor's guide to operators in Ascend C, on tiling for the L2 cache
     V  the vendor's published figures of the products: peak rates, memory bandwidth
     R  rates behind published cycle counts of attention on a 910B2 (simulator/calibration.py)
     ?  a guess; what depends on it is said beside it
@@ -49,8 +50,9 @@ class Chip:
     l2_bytes: int = 192 * KIB * KIB  # P: of the whole chip
 
     # Paths of a core.
-    l2_read_rate: float = 110.0  # P: from the L2 cache; the two Vector units share as much (R: O update)
+    l2_read_rate: float = 110.0  # P: from the L2 cache, by the Cube and the Vector units together
     l2_write_rate: float = 86.0  # P: into it; likewise
+    l2_bytes_per_second: float = 7e12  # G: all cores together, reads and writes; the same is assumed for every chip
     hbm_rate: float = 32.0  # P: one core from memory, when the cores together do not exceed the chip's
     l1_to_l0a_rate: float = 256.0  # R: as published with the cycle counts; P has 512
     l1_to_l0b_rate: float = 128.0  # R: likewise; P has 256

@@ -38,6 +38,7 @@ class Costs:
     slice: float = SLICE_CYCLES
     write_share: float = WRITE_SHARE
     product_share: float = 1.0  # of the cost of writing, reading and adding the products with values
+    first_writes: int = 0  # tiles of every row block whose workspace the cache does not hold yet
 
 
 DEFAULT_COSTS = Costs()

@@ -1,11 +1,9 @@
-"""One AI Core: its pipes and buffers, and the four stages of a score tile as operations on them.
+"""The operations of one AI Core: the four stages of a score tile, cut as the hardware's buffers demand.
 
-A stage is cut as the hardware's buffers demand. Within a stage all pipes overlap, two halves of a buffer in turn. Two
-stages of the Cube do not overlap: each uses all of level 0, and a 128 x 256 tile of float32 scores is the whole of L0C.
-This is an assumption. Latencies of a busy chip agree with it; those of a lone core (published.FEW_CORES) are shorter,
-as if stages did overlap and a busy chip lost as much again where its cores meet in the L2 cache, whose total
-rate is not published. Loads into L1 run ahead across stages as far as there are buffers. The two Vector units take half
-of the rows each, and their stages overlap wherever pipes and buffers allow it.
+A stage waits for its inputs and for the buffers that it fills, never for the stage before it. So the stages of the Cube
+overlap as far as the two halves of L0A, L0B and L0C allow, and those of the Vector units as far as their buffers do.
+The two Vector units take half of the rows each and do the same at the same time: one stands for both. Cube and Vector
+units share the core's two ports to the L2 cache.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.simulator.calibration import MASK_PASSES, SOFTMAX_PASSES, Costs
-from fastattention.backends.ascend.simulator.events import Buffer, Event, Pipe
+from fastattention.backends.ascend.simulator.events import Buffer, Operation, Path
 from fastattention.backends.ascend.simulator.memory import Memory
 from fastattention.backends.ascend.simulator.tiles import (
     FLOAT32_BYTES,
@@ -26,8 +24,11 @@ from fastattention.backends.ascend.simulator.tiles import (
     vector_rows,
 )
 
-CUBE, VECTORS = "Cube", ("Vector 0", "Vector 1")
+CUBE, VECTOR = "Cube", "Vector"
 CUBE_PIPES, VECTOR_PIPES = ("MTE2", "MTE1", "M", "FIX"), ("MTE2", "V", "MTE3")
+READ, WRITE = (Path.IN, Path.L2), (Path.OUT, Path.L2)
+
+After = tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
@@ -41,192 +42,165 @@ class Setting:
     costs: Costs
 
 
-class VectorUnit:
-    """One of the two Vector units of a core. It gets half of the core's rates to memory."""
+class Unit:
+    """What both kinds of unit share: a list of operations that grows."""
 
-    def __init__(self, name: str, setting: Setting, events: list[Event]) -> None:
-        self._setting = setting
-        self.load, self.compute, self.store = (Pipe(name, pipe, events) for pipe in VECTOR_PIPES)
+    def __init__(self, name: str, setting: Setting, operations: list[Operation]) -> None:
+        self.name, self.setting, self.operations = name, setting, operations
+
+    def work(self, pipe: str, stage: str, tile: int, cycles: float, after: After) -> Operation:
+        """Something that takes cycles."""
+        return self._add(Operation(self.name, pipe, stage, tile, cycles, after=after))
+
+    def read(self, stage: str, tile: int, size: float, after: After, rate: float | None = None) -> Operation:
+        """A transfer into the unit. rate: of its source, if that is slower than the port."""
+        limit = self.setting.memory.read if rate is None else rate
+        return self._add(Operation(self.name, "MTE2", stage, tile, size, limit, READ, after))
+
+    def write(self, pipe: str, stage: str, tile: int, size: float, after: After) -> Operation:
+        """A transfer out of the unit. The first tiles of a row block may find no workspace in the cache."""
+        new = tile < self.setting.costs.first_writes and stage != "result"
+        paths = (*WRITE, Path.MEMORY) if new else WRITE
+        return self._add(Operation(self.name, pipe, stage, tile, size, self.setting.memory.write, paths, after))
+
+    def signal(self, pipe: str, tile: int, after: After) -> Operation:
+        """Tell the other unit that a result is there: half on this side, half on the side that waits."""
+        half = self.setting.costs.handover / 2
+        return self._add(Operation(self.name, pipe, "flag", tile, half, after=after, latency=half))
+
+    def _add(self, operation: Operation) -> Operation:
+        self.operations.append(operation)
+        return operation
+
+
+class VectorUnits(Unit):
+    """Both Vector units of a core. Transfers are of both, arithmetic is of one."""
+
+    def __init__(self, setting: Setting, operations: list[Operation]) -> None:
+        super().__init__(VECTOR, setting, operations)
         slots = setting.tiling.num_buffers
-        self.scores = Buffer(f"{name} scores", slots)
-        self.weights = Buffer(f"{name} weights", slots)
-        self.products = Buffer(f"{name} products", 1)
-        self.pipes = (self.load, self.compute, self.store)
-        self.buffers = (self.scores, self.weights, self.products)
+        self._scores, self._weights, self._products = Buffer(slots), Buffer(slots), Buffer(1)
 
-    def softmax(self, tile: int, masked: bool, scores_ready: float, weights_free: float) -> tuple[float, float]:
-        """Weights of a tile's rows, slice by slice; when the last scores were read, and the last weights written."""
-        chip, tiling, shape, memory, costs = _parts(self._setting)
-        read = written = scores_ready
-        rows = vector_rows(tiling, chip)
+    def softmax(self, tile: int, masked: bool, scores_ready: After, weights_free: After) -> tuple[After, After]:
+        """Weights of a tile's rows, slice by slice: the reads of scores and the writes of weights."""
+        chip, tiling, shape, costs = self.setting.chip, self.setting.tiling, self.setting.shape, self.setting.costs
+        reads, writes = list[Operation](), list[Operation]()
+        rows, units = vector_rows(tiling, chip), chip.vectors_per_core
         for first in range(0, rows, tiling.inner_tile_m):
             elements = min(tiling.inner_tile_m, rows - first) * tiling.outer_tile_n
-            cycles = elements * shape.score_bytes / (memory.workspace / chip.vectors_per_core)
+            free = self._scores.free()
+            loaded = [self.read("softmax", tile, units * elements * shape.score_bytes, (*scores_ready, *free))]
             if masked:
-                cycles += elements / (memory.mask / chip.vectors_per_core)
-            read = self.load.run("softmax", tile, cycles, scores_ready, self.scores.available())
-            self.scores.take(read - cycles)
+                loaded.append(self.read("softmax", tile, units * elements, free, self.setting.memory.mask))
             passes = SOFTMAX_PASSES + (MASK_PASSES if masked else 0)
             cycles = elements * (passes / chip.vector_rate + 1 / chip.special_rate) + costs.slice
-            done = self.compute.run("softmax", tile, cycles, read, self.weights.available())
-            self.weights.take(done - cycles)
-            self.scores.release(done)
-            cycles = elements * shape.element_bytes / (memory.write / chip.vectors_per_core)
-            written = self.store.run("softmax", tile, cycles, done, weights_free)
-            self.weights.release(written)
-        return read, written
+            done = self.work("V", "softmax", tile, cycles, (*loaded, *self._weights.free()))
+            self._scores.release(done)
+            size = units * elements * shape.element_bytes
+            writes.append(self.write("MTE3", "softmax", tile, size, (done, *weights_free)))
+            self._weights.release(writes[-1])
+            reads += loaded
+        return tuple(reads), tuple(writes)
 
-    def update(self, tile: int, products_ready: float) -> tuple[float, float]:
-        """O = O * correction + product, in the Vector's buffer; when the last product was read, and all was done."""
-        chip, tiling, shape, memory, costs = _parts(self._setting)
-        read = done = products_ready
+    def update(self, tile: int, products_ready: After) -> After:
+        """O = O * correction + product, in the Vector's buffer: the reads of the product."""
+        chip, tiling, shape = self.setting.chip, self.setting.tiling, self.setting.shape
+        reads = list[Operation]()
         rows, step = vector_rows(tiling, chip), update_rows(tiling, shape, chip)
         for first in range(0, rows, step):
-            elements = min(step, rows - first) * shape.headdim_v * costs.product_share
-            cycles = elements * FLOAT32_BYTES / (memory.workspace / chip.vectors_per_core)
-            read = self.load.run("O update", tile, cycles, products_ready, self.products.available())
-            self.products.take(read - cycles)
-            done = self.compute.run("O update", tile, 2 * elements / chip.vector_rate, read)
-            self.products.release(done)
-        return read, done
+            elements = min(step, rows - first) * shape.headdim_v * self.setting.costs.product_share
+            size = chip.vectors_per_core * elements * FLOAT32_BYTES
+            reads.append(self.read("O update", tile, size, (*products_ready, *self._products.free())))
+            self._products.release(self.work("V", "O update", tile, 2 * elements / chip.vector_rate, (reads[-1],)))
+        return tuple(reads)
 
-    def finish(self, tile: int) -> float:
+    def finish(self, tile: int) -> None:
         """Divide O by the sums of rows and write it."""
-        chip, tiling, shape, memory, _ = _parts(self._setting)
-        elements = vector_rows(tiling, chip) * shape.headdim_v
-        done = self.compute.run("result", tile, elements * (1 / chip.special_rate + 1 / chip.vector_rate))
-        cycles = elements * shape.element_bytes / (memory.write / chip.vectors_per_core)
-        return self.store.run("result", tile, cycles, done)
-
-    def signal(self, tile: int, after: float) -> float:
-        """Tell the Cube that weights are there; when it may read them."""
-        half = self._setting.costs.handover / 2
-        return self.store.run("flag", tile, half, after) + half
+        chip, shape = self.setting.chip, self.setting.shape
+        elements = vector_rows(self.setting.tiling, chip) * shape.headdim_v
+        done = self.work("V", "result", tile, elements * (1 / chip.special_rate + 1 / chip.vector_rate), ())
+        self.write("MTE3", "result", tile, chip.vectors_per_core * elements * shape.element_bytes, (done,))
 
 
-class CubeUnit:
-    """The Cube of a core. `free` is when its last stage has left level 0."""
+class CubeUnit(Unit):
+    """The Cube of a core."""
 
-    def __init__(self, setting: Setting, events: list[Event]) -> None:
-        self._setting = setting
+    def __init__(self, setting: Setting, operations: list[Operation]) -> None:
+        super().__init__(CUBE, setting, operations)
         self._cut = cube_tiles(setting.tiling, setting.shape, setting.chip)
-        self.load, self.feed, self.multiply, self.drain = (Pipe(CUBE, pipe, events) for pipe in CUBE_PIPES)
         slots = setting.tiling.num_buffers
-        self.keys = Buffer("L1 keys", slots)
-        self.values = Buffer("L1 values", slots)
-        self.weights = Buffer("L1 weights", 1)
-        self.left, self.right, self.results = (Buffer(name, 2) for name in ("L0A", "L0B", "L0C"))
-        self.pipes = (self.load, self.feed, self.multiply, self.drain)
-        self.buffers = (self.keys, self.values, self.weights, self.left, self.right, self.results)
-        self.free = 0.0
+        self._keys, self._values, self._weights = Buffer(slots), Buffer(slots), Buffer(1)  # in L1
+        self._left, self._right, self._results = Buffer(2), Buffer(2), Buffer(2)  # halves of L0A, L0B and L0C
 
-    def load_queries(self) -> float:
-        """Queries of the row block into L1; when they are there."""
-        tiling, shape = self._setting.tiling, self._setting.shape
+    def load_queries(self) -> Operation:
+        """Queries of the row block into L1."""
+        tiling, shape = self.setting.tiling, self.setting.shape
         size = tiling.outer_tile_m * shape.headdim * shape.element_bytes
-        return self.load.run("queries", 0, size / self._setting.memory.queries)
+        return self.read("queries", 0, size, (), self.setting.memory.queries)
 
-    def scores(self, tile: int, begin: float) -> tuple[float, float]:
-        """Q K^T of a tile into the workspace, not before `begin`; when its first operands were there, and its end."""
-        chip, tiling, shape, memory, _ = _parts(self._setting)
-        cut, rows, size = self._cut, tiling.outer_tile_m, shape.element_bytes
-        started, written = 0.0, begin
+    def scores(self, tile: int, queries: After, workspace_free: After) -> After:
+        """Q K^T of a tile into the workspace: the writes."""
+        cut, shape, rows = self._cut, self.setting.shape, self.setting.tiling.outer_tile_m
+        chip, writes = self.setting.chip, list[Operation]()
         queries_stay = cut.qk_depth == shape.headdim
-        for first in range(0, tiling.outer_tile_n, cut.qk_keys):
-            cycles = cut.qk_keys * shape.headdim * size / memory.keys
-            loaded = self.load.run("QK", tile, cycles, self.keys.available())
-            self.keys.take(loaded - cycles)
-            started = started or loaded
-            done, result_free = loaded, self.results.available()
+        for first in range(0, self.setting.tiling.outer_tile_n, cut.qk_keys):
+            size = cut.qk_keys * shape.headdim * shape.element_bytes
+            loaded = self.read("QK", tile, size, self._keys.free(), self.setting.memory.keys)
+            done: Operation | None = None
             for depth in range(0, shape.headdim, cut.qk_depth):
-                cycles = cut.qk_keys * cut.qk_depth * size / chip.l1_to_l0b_rate
+                cycles = cut.qk_keys * cut.qk_depth * shape.element_bytes / chip.l1_to_l0b_rate
                 if first == 0 or not queries_stay:
-                    cycles += rows * cut.qk_depth * size / chip.l1_to_l0a_rate
-                done = self._multiply("QK", tile, cycles, (rows, cut.qk_keys, cut.qk_depth), begin, loaded, result_free)
-                if depth == 0:
-                    self.results.take(done - self._product_cycles(rows, cut.qk_keys, cut.qk_depth))
-            self.keys.release(self.feed.free)
-            written = self._store("QK", tile, rows * cut.qk_keys * shape.score_bytes, done)
-        self.free = written
-        return started, written
+                    cycles += rows * cut.qk_depth * shape.element_bytes / chip.l1_to_l0a_rate
+                into = self._results.free() if depth == 0 else ()
+                fed, done = self._multiply("QK", tile, cycles, (rows, cut.qk_keys, cut.qk_depth), (*queries, loaded), into)
+            self._keys.release(fed)
+            assert done is not None
+            size = rows * cut.qk_keys * shape.score_bytes
+            writes.append(self.write("FIX", "QK", tile, size, (done, *workspace_free)))
+            self._results.release(writes[-1])
+        return tuple(writes)
 
-    def products(self, tile: int, begin: float, weights_ready: float) -> tuple[float, float, float]:
-        """P V of a tile into the workspace, not before `begin`.
-
-        Returns when the first weights were there, when all weights had been read, and the stage's end.
-        """
-        tiling, shape, size = self._setting.tiling, self._setting.shape, self._setting.shape.element_bytes
-        cut, rows, chip = self._cut, tiling.outer_tile_m, self._setting.chip
-        pieces = [
-            (column, key)
-            for column in range(0, shape.headdim_v, cut.pv_columns)
-            for key in range(0, tiling.outer_tile_n, cut.pv_keys)
-        ]
-        ahead = [self._load_values(tile) for _ in pieces[: self.values.num_slots]]
-        weights = self._load_weights(tile, weights_ready)
-        written = result_free = begin
-        for number, (_, key) in enumerate(pieces):
+    def products(self, tile: int, weights_ready: After, workspace_free: After) -> tuple[After, After]:
+        """P V of a tile into the workspace: the reads of weights, and the writes."""
+        cut, shape, tiling, rows = self._cut, self.setting.shape, self.setting.tiling, self.setting.tiling.outer_tile_m
+        chip, size = self.setting.chip, self.setting.shape.element_bytes
+        keys = range(0, tiling.outer_tile_n, cut.pv_keys)
+        pieces = [(column, key) for column in range(0, shape.headdim_v, cut.pv_columns) for key in keys]
+        ahead = [self._load_values(tile) for _ in pieces[: tiling.num_buffers]]
+        after = (*weights_ready, *self._weights.free())
+        weights = {key: self.read("PV", tile, rows * cut.pv_keys * size, after) for key in keys}
+        writes, into = list[Operation](), self._results.free()
+        for number, (column, key) in enumerate(pieces):
             if number >= len(ahead):
                 ahead.append(self._load_values(tile))
-            ready = max(ahead[number], weights[key])
-            if key == 0:
-                result_free = self.results.available()
+            if key == 0 and column:
+                into = self._results.free()
             cycles = rows * cut.pv_keys * size / chip.l1_to_l0a_rate
             cycles += cut.pv_keys * cut.pv_columns * size / chip.l1_to_l0b_rate
-            done = self._multiply("PV", tile, cycles, (rows, cut.pv_columns, cut.pv_keys), begin, ready, result_free)
-            self.values.release(self.feed.free)
-            if key == 0:
-                self.results.take(done - self._product_cycles(rows, cut.pv_columns, cut.pv_keys))
+            operands = (ahead[number], weights[key])
+            fed, done = self._multiply("PV", tile, cycles, (rows, cut.pv_columns, cut.pv_keys), operands, into)
+            self._values.release(fed)
             if key + cut.pv_keys >= tiling.outer_tile_n:
-                size_out = rows * cut.pv_columns * FLOAT32_BYTES * self._setting.costs.product_share
-                written = self._store("PV", tile, size_out, done)
-        self.weights.release(self.feed.free)
-        self.free = written
-        return weights[0], max(weights.values()), written
+                out = rows * cut.pv_columns * FLOAT32_BYTES * self.setting.costs.product_share
+                writes.append(self.write("FIX", "PV", tile, out, (done, *workspace_free)))
+                self._results.release(writes[-1])
+        self._weights.release(fed)
+        return tuple(weights.values()), tuple(writes)
 
-    def signal(self, tile: int) -> float:
-        """Tell the Vector units that a result is there; when they may read it."""
-        half = self._setting.costs.handover / 2
-        self.free = self.drain.run("flag", tile, half, self.free)
-        return self.free + half
+    def _load_values(self, tile: int) -> Operation:
+        size = self._cut.pv_keys * self._cut.pv_columns * self.setting.shape.element_bytes
+        return self.read("PV", tile, size, self._values.free(), self.setting.memory.keys)
 
-    def _load_values(self, tile: int) -> float:
-        size = self._cut.pv_keys * self._cut.pv_columns * self._setting.shape.element_bytes
-        cycles = size / self._setting.memory.keys
-        loaded = self.load.run("PV", tile, cycles, self.values.available())
-        self.values.take(loaded - cycles)
-        return loaded
-
-    def _load_weights(self, tile: int, ready: float) -> dict[int, float]:
-        """When the weights of the keys from a given one on are in L1."""
-        tiling, cut = self._setting.tiling, self._cut
-        cycles = tiling.outer_tile_m * cut.pv_keys * self._setting.shape.element_bytes / self._setting.memory.workspace
-        free = self.weights.available()
-        keys = range(0, tiling.outer_tile_n, cut.pv_keys)
-        loaded = {key: self.load.run("PV", tile, cycles, ready, free) for key in keys}
-        self.weights.take(loaded[0] - cycles)
-        return loaded
-
-    def _multiply(self, stage: str, tile: int, feed_cycles: float, sizes: tuple[int, int, int], *after: float) -> float:
-        """Operands into L0A and L0B, and their product into L0C."""
-        fed = self.feed.run(stage, tile, feed_cycles, *after[:-1], self.left.available(), self.right.available())
-        self.left.take(fed - feed_cycles)
-        self.right.take(fed - feed_cycles)
-        done = self.multiply.run(stage, tile, self._product_cycles(*sizes), fed, after[-1])
-        self.left.release(done)
-        self.right.release(done)
-        return done
-
-    def _product_cycles(self, rows: int, columns: int, depth: int) -> float:
-        chip = self._setting.chip
+    def _multiply(
+        self, stage: str, tile: int, feed_cycles: float, sizes: tuple[int, int, int], operands: After, into: After
+    ) -> tuple[Operation, Operation]:
+        """Operands into halves of L0A and L0B, and their product into a half of L0C."""
+        fed = self.work("MTE1", stage, tile, feed_cycles, (*operands, *self._left.free(), *self._right.free()))
+        chip = self.setting.chip
+        rows, columns, depth = sizes
         blocks = math.ceil(rows / chip.cube_m) * math.ceil(columns / chip.cube_n) * math.ceil(depth / chip.cube_k)
-        return float(blocks * (chip.float32_slowdown if self._setting.shape.is_float32 else 1))
-
-    def _store(self, stage: str, tile: int, size: float, done: float) -> float:
-        written = self.drain.run(stage, tile, size / self._setting.memory.write, done)
-        self.results.release(written)
-        return written
-
-
-def _parts(setting: Setting) -> tuple[Chip, Tiling, Shape, Memory, Costs]:
-    return setting.chip, setting.tiling, setting.shape, setting.memory, setting.costs
+        cycles = float(blocks * (chip.float32_slowdown if self.setting.shape.is_float32 else 1))
+        done = self.work("M", stage, tile, cycles, (fed, *into))
+        self._left.release(done)
+        self._right.release(done)
+        return fed, done

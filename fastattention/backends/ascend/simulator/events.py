@@ -1,82 +1,124 @@
-"""Discrete events on one AI Core: pipes that run one operation at a time, and buffers that are reused."""
+"""The event model: pipes that run their operations in order, and transfers that share the paths to the L2 cache.
+
+An operation starts when its pipe is free and everything that it waits for has ended. It has an amount, cycles of a unit
+or bytes of a transfer, and a rate at which it goes when nobody else asks. Where transfers ask together for more than a
+path has, each gets the same share of what it asked for. That is all; core.py says which operations a core has.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+ROUNDING = 1e-9  # of an amount: what rounding leaves of an operation that has ended
 
 
-class Event(NamedTuple):
-    """One thing that a pipe did. Times are cycles since the row block began."""
+class Path(Enum):
+    """What transfers share."""
 
-    unit: str  # "Cube", "Vector 0", "Vector 1"
+    IN = "port into the core"
+    OUT = "port out of the core"
+    MEMORY = "the core's share of memory"
+    L2 = "the core's share of the L2 cache"
+
+
+@dataclass(eq=False)
+class Operation:
+    """One thing that a pipe does. `start` and `end` are cycles since the row block began, once it has been run."""
+
+    unit: str  # "Cube"; "Vector", of which two do the same
     pipe: str  # "MTE2", "MTE1", "M", "FIX"; "MTE2", "V", "MTE3"
     stage: str  # "QK", "softmax", "PV", "O update", "flag", ...
     tile: int  # which score tile of the row block
-    ready: float  # when its inputs were there and its buffer free
-    start: float
-    end: float
+    amount: float  # cycles, or bytes of a transfer
+    rate: float = 1.0  # of it in a cycle, when nobody else asks
+    paths: tuple[Path, ...] = ()
+    after: tuple[Operation, ...] = ()
+    latency: float = 0.0  # cycles from its end until others notice
+    start: float = 0.0
+    end: float = 0.0
+    waits_for: int = field(default=0, repr=False)
+    dependents: list[Operation] = field(default_factory=list, repr=False)
 
 
-class Held(NamedTuple):
-    """One use of a buffer."""
+def run(operations: Iterable[Operation], capacity: Mapping[Path, float]) -> float:
+    """Run operations, each pipe in the order given, and set when they start and end; returns when the last ends.
 
-    slot: int
-    start: float
-    end: float
+    capacity: bytes a cycle of each path.
+    """
+    waiting: dict[tuple[str, str], deque[Operation]] = {}
+    for operation in operations:
+        waiting.setdefault((operation.unit, operation.pipe), deque()).append(operation)
+        operation.waits_for = len(operation.after)
+        for earlier in operation.after:
+            earlier.dependents.append(operation)
+    now, left = 0.0, dict[Operation, float]()  # what is left of those that run
+    while True:
+        wake = _start(waiting, left, now)
+        if not left and wake == float("inf"):
+            break
+        rates = shared_rates(list(left), capacity)
+        now_then = min([wake, *(now + amount / rates[operation] for operation, amount in left.items())])
+        for operation in list(left):
+            left[operation] -= (now_then - now) * rates[operation]
+            if left[operation] <= ROUNDING * max(operation.amount, 1.0):
+                del left[operation]
+                _end(operation, now_then)
+        now = now_then
+    if any(waiting.values()):
+        raise AssertionError("operations wait for each other")
+    return now
 
 
-class Pipe:
-    """Takes operations in the order in which they are issued, one at a time."""
-
-    def __init__(self, unit: str, name: str, events: list[Event]) -> None:
-        self.unit = unit
-        self.name = name
-        self.free = 0.0
-        self.busy = 0.0
-        self._events = events
-
-    def run(self, stage: str, tile: int, cycles: float, *after: float) -> float:
-        """Do something as soon as everything in `after` has happened; returns when it ends."""
-        ready = max(after, default=0.0)
-        start = max(self.free, ready)
-        self.free = start + cycles
-        self.busy += cycles
-        self._events.append(Event(self.unit, self.name, stage, tile, ready, start, self.free))
-        return self.free
+def _start(
+    waiting: dict[tuple[str, str], deque[Operation]], left: dict[Operation, float], now: float
+) -> float:
+    """Start what can start on pipes that are free; returns when the next can that has to wait for a latency alone."""
+    wake = float("inf")
+    busy = {(operation.unit, operation.pipe) for operation in left}
+    for pipe, queue in waiting.items():
+        if pipe in busy or not queue or queue[0].waits_for:
+            continue
+        if queue[0].start <= now:
+            operation = queue.popleft()
+            operation.start = now
+            left[operation] = operation.amount
+        else:
+            wake = min(wake, queue[0].start)
+    return wake
 
 
-@dataclass
-class _Slot:
-    index: int
-    free: float = 0.0
-    taken: float = 0.0
+def _end(operation: Operation, now: float) -> None:
+    operation.end = now
+    for later in operation.dependents:
+        later.waits_for -= 1
+        later.start = max(later.start, now + operation.latency)
+
+
+def shared_rates(running: list[Operation], capacity: Mapping[Path, float]) -> dict[Operation, float]:
+    """At what rate each operation goes: its own, scaled down on each path that is asked for more than it has."""
+    rates = {operation: operation.rate for operation in running}
+    for path in Path:
+        users = [operation for operation in running if path in operation.paths]
+        asked = sum(rates[operation] for operation in users)
+        if asked > capacity.get(path, float("inf")):
+            for operation in users:
+                rates[operation] *= capacity[path] / asked
+    return rates
 
 
 class Buffer:
-    """So many slots, used in turn. Whoever fills one waits until its last user has released it."""
+    """So many slots, used in turn. Whoever fills one waits for whatever released it."""
 
-    def __init__(self, name: str, num_slots: int) -> None:
-        self.name = name
-        self.num_slots = num_slots
-        self.held: list[Held] = []
-        self._free = deque(_Slot(index) for index in range(num_slots))
-        self._taken: deque[_Slot] = deque()
+    def __init__(self, num_slots: int) -> None:
+        self._releases: deque[tuple[Operation, ...]] = deque([()] * num_slots)
 
-    def available(self) -> float:
-        """When the next slot is free. Every slot but the last num_slots taken must have been released."""
-        return self._free[0].free
+    def free(self) -> tuple[Operation, ...]:
+        """What the next filling waits for. Every slot but the last num_slots filled must have been released."""
+        return self._releases.popleft()
 
-    def take(self, start: float) -> None:
-        """The next slot is filled from `start` on."""
-        slot = self._free.popleft()
-        slot.taken = start
-        self._taken.append(slot)
-
-    def release(self, end: float) -> None:
-        """The slot that was taken first is no longer needed at `end`."""
-        slot = self._taken.popleft()
-        self.held.append(Held(slot.index, slot.taken, end))
-        slot.free = end
-        self._free.append(slot)
+    def release(self, *by: Operation) -> None:
+        """The slot that was filled first may be filled again after these."""
+        self._releases.append(by)

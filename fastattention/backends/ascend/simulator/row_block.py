@@ -13,24 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastattention.backends.ascend.simulator.core import VECTORS, CubeUnit, Setting, VectorUnit
-from fastattention.backends.ascend.simulator.events import Buffer, Event
+from fastattention.backends.ascend.simulator.core import CUBE, CUBE_PIPES, VECTOR, VECTOR_PIPES, CubeUnit, Setting, VectorUnits
+from fastattention.backends.ascend.simulator.events import Buffer, Operation, run
 from fastattention.backends.ascend.simulator.workload import IntArray
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-SIMULATED_TILES = (8, 12)  # beyond, every tile takes what those between these two took on average
-# What the time of a core is spent on, seen from its Cube.
-REASONS = (
-    "QK",
-    "PV",
-    "flags",
-    "waiting for loads",
-    "waiting for softmax",
-    "waiting for O update",
-    "last O update and result",
-    "dispatch",
-)
+SIMULATED_TILES = (8, 12)  # with the first writes before; beyond, every tile takes what those between took on average
+PIPES = (*((CUBE, pipe) for pipe in CUBE_PIPES), *((VECTOR, pipe) for pipe in VECTOR_PIPES))
 
 
 @dataclass(frozen=True)
@@ -39,29 +29,47 @@ class RowBlock:
 
     cycles: float
     busy: dict[tuple[str, str], float]  # (unit, pipe) -> cycles
-    spent: dict[str, float]  # reason -> cycles; they add up to `cycles`
 
     def plus(self, other: RowBlock, factor: float) -> RowBlock:
         """All figures with `factor` times the other's added."""
-        return RowBlock(
-            self.cycles + factor * other.cycles,
-            {pipe: cycles + factor * other.busy[pipe] for pipe, cycles in self.busy.items()},
-            {reason: cycles + factor * other.spent[reason] for reason, cycles in self.spent.items()},
-        )
+        busy = {pipe: cycles + factor * other.busy[pipe] for pipe, cycles in self.busy.items()}
+        return RowBlock(self.cycles + factor * other.cycles, busy)
 
 
-@dataclass(frozen=True)
-class Run:
-    """A row block that was simulated to its end, with all that happened."""
+def row_block_operations(setting: Setting, num_tiles: int, num_masked: int = 0) -> list[Operation]:
+    """What a core does for a row block, in the order in which its units are told to; the last tiles are masked."""
+    operations: list[Operation] = []
+    cube, vectors = CubeUnit(setting, operations), VectorUnits(setting, operations)
+    ahead = setting.tiling.preload
+    # Workspaces in global memory: scores and weights of every tile under way, and two products with values.
+    scores, weights, products = Buffer(ahead), Buffer(ahead), Buffer(2)
+    weights_ready: dict[int, Operation] = {}
+    queries = (cube.load_queries(),)
+    for step in range(num_tiles + ahead - 1):
+        if step < num_tiles:
+            written = cube.scores(step, queries, scores.free())
+            ready = cube.signal("FIX", step, written)
+            masked = step >= num_tiles - num_masked
+            read, stored = vectors.softmax(step, masked, (ready,), weights.free())
+            scores.release(*read)
+            weights_ready[step] = vectors.signal("MTE3", step, stored)
+        if step >= ahead - 1:
+            tile = step - ahead + 1
+            read, written = cube.products(tile, (weights_ready.pop(tile),), products.free())
+            weights.release(*read)
+            products.release(*vectors.update(tile, (cube.signal("FIX", tile, written),)))
+    vectors.finish(num_tiles - 1)
+    return operations
 
-    row_block: RowBlock
-    events: list[Event]
-    buffers: list[Buffer]
 
-
-def simulate(setting: Setting, num_tiles: int, num_masked: int = 0) -> Run:
-    """All tiles of a row block one by one, the last `num_masked` of them with a mask applied."""
-    return _Schedule(setting, num_tiles, num_masked).run()
+def simulate(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock:
+    """All tiles of a row block one by one."""
+    operations = row_block_operations(setting, num_tiles, num_masked)
+    cycles = run(operations, setting.memory.capacity) + setting.costs.dispatch
+    busy = dict.fromkeys(PIPES, 0.0)
+    for operation in operations:
+        busy[operation.unit, operation.pipe] += operation.end - operation.start
+    return RowBlock(cycles, busy)
 
 
 def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list[tuple[RowBlock, FloatArray]]]]:
@@ -70,7 +78,7 @@ def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list
     Some rows of `kinds` at a time, and simulated row blocks with a weight for each of these rows: what a kind takes is
     their sum. Long row blocks are continued at the pace that a simulated one has reached.
     """
-    first, last = SIMULATED_TILES
+    first, last = (tiles + setting.costs.first_writes for tiles in SIMULATED_TILES)
     tiles, masked = kinds.T
     for row in np.flatnonzero(tiles <= last):
         yield np.array([row]), [(_simulated(setting, int(tiles[row]), int(masked[row])), np.ones(1))]
@@ -92,7 +100,7 @@ def _continued(
     setting: Setting, tiles: IntArray, short_masked: int, long_masked: int
 ) -> list[tuple[RowBlock, FloatArray]]:
     """Likewise, of row blocks that are all alike but in their number of tiles: the line through both simulated ones."""
-    first, last = SIMULATED_TILES
+    first, last = (tiles + setting.costs.first_writes for tiles in SIMULATED_TILES)
     beyond = (tiles - last) / (last - first)
     return [
         (_simulated(setting, last, long_masked), 1 + beyond),
@@ -102,7 +110,7 @@ def _continued(
 
 @functools.lru_cache(maxsize=4096)
 def _simulated(setting: Setting, num_tiles: int, num_masked: int) -> RowBlock:
-    return simulate(setting, num_tiles, num_masked).row_block
+    return simulate(setting, num_tiles, num_masked)
 
 
 def row_block(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock:
@@ -113,83 +121,3 @@ def row_block(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock
     for block, weights in others:
         total = total.plus(block, float(weights[0]))
     return total
-
-
-class _Schedule:
-    """The order in which a core's units are given their stages."""
-
-    def __init__(self, setting: Setting, num_tiles: int, num_masked: int) -> None:
-        self.setting, self.num_tiles, self.num_masked = setting, num_tiles, num_masked
-        self.events: list[Event] = []
-        self.cube = CubeUnit(setting, self.events)
-        self.vectors = [VectorUnit(name, setting, self.events) for name in VECTORS]
-        ahead = setting.tiling.preload
-        # Workspaces in global memory: scores and weights of every tile under way, and two products with values.
-        self.scores, self.weights = Buffer("scores", ahead), Buffer("weights", ahead)
-        self.products = Buffer("products", 2)
-        self.spent = dict.fromkeys(REASONS, 0.0)
-        self.weights_ready: dict[int, float] = {}
-
-    def run(self) -> Run:
-        """Everything, in an order in which nothing is issued before what it waits for."""
-        ahead = self.setting.tiling.preload
-        queries_ready = self.cube.load_queries()
-        for step in range(self.num_tiles + ahead - 1):
-            if step < self.num_tiles:
-                self._softmax(step, self._scores(step, queries_ready))
-            if step >= ahead - 1:
-                self._update(step - ahead + 1, self._products(step - ahead + 1))
-        end = max(vector.finish(self.num_tiles - 1) for vector in self.vectors)
-        dispatch = self.setting.costs.dispatch
-        self.spent["last O update and result"] = end - self.cube.free
-        self.spent["dispatch"] = dispatch
-        pipes = [*self.cube.pipes, *(pipe for vector in self.vectors for pipe in vector.pipes)]
-        busy = {(pipe.unit, pipe.name): pipe.busy for pipe in pipes}
-        buffers = [*self.cube.buffers, *(buffer for vector in self.vectors for buffer in vector.buffers)]
-        return Run(
-            RowBlock(end + dispatch, busy, self.spent),
-            self.events,
-            [*buffers, self.scores, self.weights, self.products],
-        )
-
-    def _scores(self, tile: int, queries_ready: float) -> float:
-        """When the Vector units may read the scores of a tile."""
-        begin = max(self.cube.free, self.scores.available())
-        self.spent["waiting for softmax"] += begin - self.cube.free
-        self.scores.take(begin)
-        loaded, written = self.cube.scores(tile, max(begin, queries_ready))
-        operands = max(begin, loaded, queries_ready)
-        self.spent["waiting for loads"] += operands - begin
-        self.spent["QK"] += written - operands
-        return self._signalled(tile)
-
-    def _softmax(self, tile: int, scores_ready: float) -> None:
-        free = self.weights.available()
-        masked = tile >= self.num_tiles - self.num_masked
-        ends = [vector.softmax(tile, masked, scores_ready, free) for vector in self.vectors]
-        self.scores.release(max(read for read, _ in ends))
-        self.weights.take(max(scores_ready, free))
-        signals = [vector.signal(tile, written) for vector, (_, written) in zip(self.vectors, ends, strict=True)]
-        self.weights_ready[tile] = max(signals)
-
-    def _products(self, tile: int) -> float:
-        """When the Vector units may read the product of a tile with its values."""
-        begin = max(self.cube.free, self.products.available())
-        self.spent["waiting for O update"] += begin - self.cube.free
-        self.products.take(begin)
-        ready = self.weights_ready.pop(tile)
-        loaded, read, written = self.cube.products(tile, begin, ready)
-        self.weights.release(read)
-        self.spent["waiting for softmax"] += max(ready - begin, 0.0)
-        self.spent["waiting for loads"] += max(loaded - max(begin, ready), 0.0)
-        self.spent["PV"] += written - max(begin, loaded)
-        return self._signalled(tile)
-
-    def _update(self, tile: int, products_ready: float) -> None:
-        self.products.release(max(vector.update(tile, products_ready)[0] for vector in self.vectors))
-
-    def _signalled(self, tile: int) -> float:
-        before = self.cube.free
-        ready = self.cube.signal(tile)
-        self.spent["flags"] += self.cube.free - before
-        return ready

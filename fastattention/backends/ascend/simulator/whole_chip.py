@@ -1,4 +1,8 @@
-"""The time of a call on the whole chip: row blocks are dealt out to the cores of a persistent grid."""
+"""The time of a call on the whole chip: row blocks are dealt out to the cores of a persistent grid.
+
+Busy cores do the same at the same time and share the L2 cache and memory equally. When a core has no row block left,
+the others get its share.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,15 @@ import numpy as np
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, Costs
 from fastattention.backends.ascend.simulator.core import Setting
+from fastattention.backends.ascend.simulator.events import Operation, run
 from fastattention.backends.ascend.simulator.memory import cached, rate
-from fastattention.backends.ascend.simulator.row_block import FloatArray, RowBlock, Run, mixtures, simulate
+from fastattention.backends.ascend.simulator.row_block import (
+    FloatArray,
+    RowBlock,
+    mixtures,
+    row_block,
+    row_block_operations,
+)
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Tiling
 from fastattention.backends.ascend.simulator.workload import IntArray, MaskMode, SimulatedCall, decode_splits
 
@@ -27,7 +38,7 @@ class ChipPrediction:
     chip: Chip
     seconds: float
     busy: dict[tuple[str, str], float]  # (unit, pipe) -> share of the call's time, average of all cores
-    spent: dict[str, float]  # what a core's Cube does with its time -> share; they add up to 1
+    idle: float  # share of the cores' time in which they have no row block
     num_row_blocks: int
     num_splits: int
 
@@ -63,16 +74,15 @@ class _Items:
         """Items of each kind, in one head."""
         return np.bincount(self.kind_of, minlength=len(self.kinds))
 
-    def longest_core(self, cycles: FloatArray, num_cores: int) -> float:
-        """Cycles of the core that is done last, from those of each kind."""
+    def of_cores(self, cycles: FloatArray, num_cores: int) -> FloatArray:
+        """Cycles of each core, from those of each kind."""
         each = cycles[self.kind_of]
         of_head = np.array([each[core::num_cores].sum() for core in range(num_cores)])  # that begins at the first core
         # The next head begins at the core after the last one, and the heads come to the first core again.
         step = len(each) % num_cores
         period = num_cores // math.gcd(step, num_cores)
         rounds, rest = divmod(self.num_heads, period)
-        total = sum((rounds + (head < rest)) * np.roll(of_head, head * step) for head in range(period))
-        return float(np.max(total))
+        return np.sum([(rounds + (head < rest)) * np.roll(of_head, head * step) for head in range(period)], axis=0)
 
 
 class _Parts(NamedTuple):
@@ -85,15 +95,32 @@ class _Parts(NamedTuple):
 def predict(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs = DEFAULT_COSTS) -> ChipPrediction:
     """Simulate a call."""
     items = _items(workload, tiling, chip)
-    parts = _parts(_setting(workload, tiling, chip, costs, items), items)
-    launch = _launch_cycles(items, costs)
-    total = launch + items.longest_core(parts.cycles, chip.num_cores)
+    busy_cores = min(items.count, chip.num_cores)
+    parts = _parts(_setting(workload, tiling, chip, costs, items, busy_cores), items)
+    longest = tuple(items.kinds[int(np.argmax(parts.cycles))].tolist())
+
+    def slowdown(cores: int) -> float:
+        """Of a row block by the other busy cores, relative to all of them."""
+        settings = (_setting(workload, tiling, chip, costs, items, number) for number in (cores, busy_cores))
+        some, everybody = (row_block(setting, *longest).cycles for setting in settings)
+        return some / everybody
+
+    of_cores = items.of_cores(parts.cycles, chip.num_cores)
+    total = _launch_cycles(items, costs) + _until_done(of_cores, slowdown)
     share = items.num_heads / chip.num_cores / total
     busy = {pipe: share * cycles for pipe, cycles in parts.total.busy.items()}
-    spent = {reason: share * cycles for reason, cycles in parts.total.spent.items()}
-    spent["launch"] = launch / total
-    spent["cores without work"] = 1.0 - sum(spent.values())
-    return ChipPrediction(workload, tiling, chip, total / chip.clock_hz, busy, spent, items.count, items.num_splits)
+    idle = 1.0 - share * parts.total.cycles
+    return ChipPrediction(workload, tiling, chip, total / chip.clock_hz, busy, idle, items.count, items.num_splits)
+
+
+def _until_done(of_cores: FloatArray, slowdown: Callable[[int], float]) -> float:
+    """Cycles until the last core is done, each of which gets faster as others are done.
+
+    of_cores: cycles of each core while all are busy. slowdown: of the rest when so many are busy.
+    """
+    ends = np.sort(of_cores[of_cores > 0])
+    steps = np.diff(ends, prepend=0.0)
+    return float(sum(step * slowdown(len(ends) - done) for done, step in enumerate(steps.tolist()) if step > 0))
 
 
 def _parts(setting: Setting, items: _Items) -> _Parts:
@@ -112,16 +139,20 @@ def _parts(setting: Setting, items: _Items) -> _Parts:
 def estimate_cycles(
     workload: SimulatedCall, tiling: Tiling, chip: Chip, row_block_cycles: Callable[[Setting, int, int], float]
 ) -> float:
-    """As `predict`, with another answer to what a row block takes."""
+    """As `predict`, with another answer to what a row block takes while all cores are busy."""
     items = _items(workload, tiling, chip)
-    setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items)
+    setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items, min(items.count, chip.num_cores))
     cycles = np.array([row_block_cycles(setting, *kind) for kind in items.kinds.tolist()])
-    return _launch_cycles(items, DEFAULT_COSTS) + items.longest_core(cycles, chip.num_cores)
+    return _launch_cycles(items, DEFAULT_COSTS) + float(np.max(items.of_cores(cycles, chip.num_cores)))
 
 
-def simulate_row_block(workload: SimulatedCall, tiling: Tiling, chip: Chip, num_tiles: int) -> Run:
+def simulated_operations(workload: SimulatedCall, tiling: Tiling, chip: Chip, num_tiles: int) -> list[Operation]:
     """The first so many tiles of a row block without a mask, with all that happens, as `predict` sees them."""
-    return simulate(_setting(workload, tiling, chip, DEFAULT_COSTS, _items(workload, tiling, chip)), num_tiles)
+    items = _items(workload, tiling, chip)
+    setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items, min(items.count, chip.num_cores))
+    operations = row_block_operations(setting, num_tiles)
+    run(operations, setting.memory.capacity)
+    return operations
 
 
 def _items(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> _Items:
@@ -143,21 +174,22 @@ def _launch_cycles(items: _Items, costs: Costs) -> float:
     return costs.launch * (2 if items.num_splits > 1 else 1)  # the second kernel merges the splits
 
 
-def _setting(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs, items: _Items) -> Setting:
+def _setting(
+    workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs, items: _Items, busy_cores: int
+) -> Setting:
     """A core's view of a call: what it reads comes from memory unless the call as a whole fits the cache.
 
     A decode reads keys and values from memory whatever their size: the rest of a model has passed since they were
     written.
     """
-    memory = cached(chip, costs.write_share)
-    active = min(items.count, chip.num_cores)
-    workspace = active * tiling.preload * _workspace_bytes(workload, tiling)
+    memory = cached(chip, costs.write_share, busy_cores)
+    workspace = min(items.count, chip.num_cores) * tiling.preload * _workspace_bytes(workload, tiling)
     fits = workload.tensor_bytes + workload.mask_bytes + workspace <= chip.l2_bytes
     if not fits or workload.is_decode:
-        keys = rate(chip, active, 1 if workload.is_decode else min(items.sharers, active))
-        memory = replace(memory, keys=keys, queries=rate(chip, active, 1))
+        keys = rate(chip, busy_cores, 1 if workload.is_decode else min(items.sharers, busy_cores))
+        memory = replace(memory, keys=keys, queries=rate(chip, busy_cores, 1))
     if not fits and workload.mask_mode is not MaskMode.TILING:
-        memory = replace(memory, mask=rate(chip, active, 1))
+        memory = replace(memory, mask=rate(chip, busy_cores, 1))
     return Setting(chip, tiling, workload.shape, memory, costs)
 
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from fastattention.backends.ascend.chips import CHIPS
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.simulator import published, whole_chip
-from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, PUBLISHED_STAGES
-from fastattention.backends.ascend.simulator.core import Setting
-from fastattention.backends.ascend.simulator.events import Event
+from fastattention.backends.ascend.simulator.calibration import DEFAULT_COSTS, PUBLISHED_STAGES, Costs
+from fastattention.backends.ascend.simulator.core import WHAT_PIPES_DO, Setting
+from fastattention.backends.ascend.simulator.events import Operation, Path, run, shared_rates
 from fastattention.backends.ascend.simulator.gains import ablation, causes, unified_tiling
 from fastattention.backends.ascend.simulator.memory import cached, rate
-from fastattention.backends.ascend.simulator.row_block import Run, row_block, simulate
+from fastattention.backends.ascend.simulator.row_block import row_block, row_block_operations, simulate
 from fastattention.backends.ascend.simulator.standard import StandardKind, predict_standard
 from fastattention.backends.ascend.simulator.tiles import Shape, Tiling
 from fastattention.backends.ascend.simulator.whole_chip import predict
@@ -42,21 +42,29 @@ TILINGS = {
 SHAPES = {"128": Shape(128, 128, 2), "256, float32": Shape(256, 256, 4), "64 and 16": Shape(64, 16, 2)}
 
 
-def setting(tiling: Tiling, shape: Shape = SHAPES["128"]) -> Setting:
-    return Setting(CHIP, tiling, shape, cached(CHIP, DEFAULT_COSTS.write_share), DEFAULT_COSTS)
+def setting(tiling: Tiling, shape: Shape = SHAPES["128"], busy_cores: int = 1, costs: Costs = DEFAULT_COSTS) -> Setting:
+    return Setting(CHIP, tiling, shape, cached(CHIP, costs, busy_cores), costs)
 
 
-@pytest.fixture(params=[(t, s) for t in TILINGS for s in SHAPES], ids=lambda pair: f"{pair[0]}, {pair[1]}")
-def run(request: pytest.FixtureRequest) -> Run:
-    tiling, shape = request.param
-    return simulate(setting(TILINGS[tiling], SHAPES[shape]), num_tiles=6, num_masked=2)
+def simulated(of: Setting, num_tiles: int, num_masked: int = 0) -> list[Operation]:
+    operations = row_block_operations(of, num_tiles, num_masked)
+    run(operations, of.memory.capacity)
+    return operations
 
 
-def by_pipe(events: list[Event]) -> dict[tuple[str, str], list[Event]]:
-    pipes = defaultdict(list)
-    for event in events:
-        pipes[event.unit, event.pipe].append(event)
-    return pipes
+@pytest.fixture(
+    params=[(t, s, n) for t in TILINGS for s in SHAPES for n in (1, 24)],
+    ids=lambda of: f"{of[0]}, {of[1]}, cores-{of[2]}",
+)
+def case(request: pytest.FixtureRequest) -> tuple[Setting, list[Operation]]:
+    tiling, shape, busy_cores = request.param
+    of = setting(TILINGS[tiling], SHAPES[shape], busy_cores)
+    return of, simulated(of, num_tiles=6, num_masked=2)
+
+
+def select(operations: list[Operation], *key: str) -> list[Operation]:
+    """Those of a unit, a pipe and perhaps a stage, in their order."""
+    return [one for one in operations if (one.unit, one.pipe, one.stage)[: len(key)] == key]
 
 
 # Calibration and validation.
@@ -71,116 +79,194 @@ def test_stages_are_near_the_published_cycle_counts() -> None:
 
 
 @pytest.mark.parametrize("validated", published.validate(), ids=lambda one: str(one.seqlen))
-def test_whole_kernels_are_near_the_published_latencies(validated: published.Validated) -> None:
+def test_whole_chips_are_near_the_published_latencies(validated: published.Validated) -> None:
     assert abs(validated.error) <= validated.allowed
-    assert validated.allowed == (0.15 if validated.seqlen >= 4096 else 0.30)
+    assert validated.allowed == (0.17 if validated.seqlen == 1024 else 0.12)
+
+
+@pytest.mark.parametrize("validated", published.validate_few_cores(), ids=lambda one: f"{one.seqlen_q}x{one.seqlen_k}")
+def test_few_busy_cores_are_near_the_published_latencies(validated: published.ValidatedFewCores) -> None:
+    first, second = validated.errors
+    if validated.cores <= 2:
+        assert abs(first) < 0.12
+        assert abs(second) < 0.13
+    elif validated.cores <= 8:
+        assert max(abs(first), abs(second)) < 0.10
+    else:  # what makes 16 cores so slow is not known
+        assert -0.32 < min(first, second) <= max(first, second) < -0.20
 
 
 # Rules of the machine.
 
 
-def test_no_pipe_does_two_things_at_once(run: Run) -> None:
-    pipes = by_pipe(run.events)
-    assert len(pipes) == 10
-    for events in pipes.values():
-        assert all(later.start >= earlier.end for earlier, later in pairwise(events))
+def test_no_pipe_does_two_things_at_once(case: tuple[Setting, list[Operation]]) -> None:
+    pipes = {(one.unit, one.pipe) for one in case[1]}
+    assert pipes == set(WHAT_PIPES_DO)
+    for pipe in pipes:
+        assert all(later.start >= earlier.end for earlier, later in pairwise(select(case[1], *pipe)))
 
 
-def test_nothing_starts_before_what_it_needs(run: Run) -> None:
-    assert all(event.start >= event.ready for event in run.events)
-    span = defaultdict(list)
-    for event in run.events:
-        span[event.unit[0], event.pipe, event.stage, event.tile].append(event)
-
-    def first(*key: Any) -> float:
-        return min(event.start for event in span[key])
-
-    def last(*key: Any) -> float:
-        return max(event.end for event in span[key])
-
-    half = DEFAULT_COSTS.handover / 2
-    for tile in range(6):
-        assert first("C", "MTE1", "QK", tile) >= min(event.end for event in span["C", "MTE2", "QK", tile])
-        assert last("C", "FIX", "QK", tile) >= last("C", "M", "QK", tile)
-        # Scores, weights and products pass through memory, each with a flag that is set and waited for.
-        assert first("V", "MTE2", "softmax", tile) >= last("C", "FIX", "QK", tile) + 2 * half
-        assert first("C", "M", "PV", tile) >= last("V", "MTE3", "softmax", tile) + 2 * half
-        assert first("V", "MTE2", "O update", tile) >= last("C", "FIX", "PV", tile) + 2 * half
-        assert first("V", "V", "softmax", tile) >= min(event.end for event in span["V", "MTE2", "softmax", tile])
-    assert first("V", "MTE3", "result", 5) >= last("V", "V", "O update", 5)
+def test_nothing_starts_before_what_it_needs(case: tuple[Setting, list[Operation]]) -> None:
+    for one in case[1]:
+        assert one.end >= one.start
+        assert all(one.start >= earlier.end + earlier.latency for earlier in one.after)
 
 
-def test_stages_of_the_cube_do_not_overlap(run: Run) -> None:
-    stages = defaultdict(list)
-    for event in run.events:
-        if event.unit == "Cube" and event.pipe in ("MTE1", "M", "FIX"):
-            stages[event.stage, event.tile].append(event)
-    spans = sorted(
-        (min(one.start for one in events), max(one.end for one in events))
-        for (stage, _), events in stages.items()
-        if stage != "flag"
+def test_units_hand_over_through_memory(case: tuple[Setting, list[Operation]]) -> None:
+    of, operations = case
+    handover = of.costs.handover
+    steps = [
+        (("Cube", "FIX", "QK"), ("Vector", "MTE2", "softmax")),
+        (("Vector", "MTE3", "softmax"), ("Cube", "M", "PV")),
+        (("Cube", "FIX", "PV"), ("Vector", "MTE2", "O update")),
+    ]
+    for tile in range(4):  # later ones have a mask, which is read ahead
+        for writer, reader in steps:
+            written = max(one.end for one in select(operations, *writer) if one.tile == tile)
+            assert (
+                min(one.start for one in select(operations, *reader) if one.tile == tile) >= written + handover - 1e-6
+            )
+    assert (
+        select(operations, "Vector", "MTE3", "result")[0].start >= select(operations, "Vector", "V", "O update")[-1].end
     )
-    assert len(spans) == 12
-    assert all(later[0] >= earlier[1] for earlier, later in pairwise(spans))
 
 
-def test_no_buffer_holds_two_things_in_one_place(run: Run) -> None:
-    for buffer in run.buffers:
-        slots = defaultdict(list)
-        for held in buffer.held:
-            assert held.end > held.start, buffer.name
-            slots[held.slot].append(held)
-        assert 1 <= len(slots) <= buffer.num_slots
-        for uses in slots.values():
-            assert all(later.start >= earlier.end - 1e-6 for earlier, later in pairwise(uses)), buffer.name
+def test_buffers_hold_no_more_than_they_have_room_for(case: tuple[Setting, list[Operation]]) -> None:
+    of, operations = case
+
+    def check(fills: list[Operation], releases: list[Operation], slots: int) -> None:
+        assert len(fills) == len(releases)
+        for index in range(slots, len(fills)):
+            assert fills[index].start >= releases[index - slots].end - 1e-6
+
+    products = select(operations, "Cube", "M")
+    check(select(operations, "Cube", "MTE1"), products, 2)  # L0A and L0B
+    results = [one for one in select(operations, "Cube", "FIX") if one.stage != "flag"]
+    first_products = [next(one for one in _chain(result) if one.pipe == "M") for result in results]
+    check(first_products, results, 2)  # L0C, by the last product into a half at least
+    slots = of.tiling.num_buffers
+    scores = [one for one in select(operations, "Vector", "MTE2", "softmax") if one.tile < 4]
+    check(scores, [one for one in select(operations, "Vector", "V", "softmax") if one.tile < 4], slots)
+    for tile in range(of.tiling.preload, 4):  # workspaces of scores
+        read = max(one.end for one in scores if one.tile == tile - of.tiling.preload)
+        assert min(one.start for one in select(operations, "Cube", "FIX", "QK") if one.tile == tile) >= read - 1e-6
+
+
+def _chain(operation: Operation) -> list[Operation]:
+    return [operation, *operation.after]
+
+
+def overlap(some: list[Operation], others: list[Operation]) -> bool:
+    return any(one.start < other.end and other.start < one.end for one in some for other in others)
+
+
+def test_stages_of_the_cube_overlap() -> None:
+    operations = simulated(setting(published.MEASURED_TILING), 6)
+    assert overlap(select(operations, "Cube", "M", "PV"), select(operations, "Cube", "FIX", "QK"))
+    assert overlap(select(operations, "Cube", "M", "QK"), select(operations, "Cube", "FIX", "PV"))
+
+
+@pytest.mark.parametrize("name", ["unified", "measured"])
+def test_cube_and_vector_overlap_where_tiles_are_computed_ahead(name: str) -> None:
+    operations = simulated(setting(TILINGS[name]), 6)
+    ahead = overlap(select(operations, "Cube", "M"), select(operations, "Vector", "V", "softmax"))
+    assert ahead == (TILINGS[name].preload > 1)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 200), st.sampled_from([(), (Path.IN, Path.L2), (Path.OUT, Path.L2)])), max_size=7),
+    st.floats(20, 500),
+)
+def test_paths_are_shared_and_never_exceeded(asked: list[tuple[float, tuple[Path, ...]]], l2: float) -> None:
+    capacity = {Path.IN: 110.0, Path.OUT: 82.0, Path.L2: l2}
+    rates = shared_rates(asked, capacity)
+    assert all(0 < rate <= wanted for rate, (wanted, _) in zip(rates, asked, strict=True))
+    for path, limit in capacity.items():
+        assert sum(rate for rate, (_, paths) in zip(rates, asked, strict=True) if path in paths) <= limit * (1 + 1e-9)
+    if sum(wanted for wanted, _ in asked) <= min(capacity.values()):
+        assert rates == [wanted for wanted, _ in asked]
+
+
+def test_operations_that_share_a_path_take_longer_together() -> None:
+    transfers = [Operation("Cube", "MTE2", "QK", 0, 1100.0, 110.0, (Path.IN,))]
+    assert run(transfers, {Path.IN: 110.0}) == pytest.approx(10.0)
+    both = [Operation(unit, "MTE2", "QK", 0, 1100.0, 110.0, (Path.IN,)) for unit in ("Cube", "Vector")]
+    assert run(both, {Path.IN: 110.0}) == pytest.approx(20.0)
+
+
+def test_operations_that_wait_for_each_other_are_refused() -> None:
+    first = Operation("Cube", "M", "QK", 0, 1.0)
+    second = Operation("Cube", "MTE1", "QK", 0, 1.0, after=(first,))
+    first.after = (second,)
+    with pytest.raises(AssertionError, match="wait for each other"):
+        run([first, second], {})
+
+
+def test_no_row_block_is_faster_than_its_bytes(case: tuple[Setting, list[Operation]]) -> None:
+    of, operations = case
+    cycles = max(one.end for one in operations)
+    for path, capacity in of.memory.capacity.items():
+        assert sum(one.amount for one in operations if path in one.paths) <= capacity * cycles * (1 + 1e-9)
 
 
 def test_cube_does_all_the_arithmetic_and_no_more() -> None:
     for name, tiling in TILINGS.items():
         result = row_block(setting(tiling), 5)
         macs = 5 * tiling.outer_tile_m * tiling.outer_tile_n * (128 + 128)
-        assert result.busy["Cube", "M"] == macs / 16**3, name
+        assert result.busy["Cube", "M"] == pytest.approx(macs / 16**3), name
 
 
 def test_what_units_write_is_what_others_read() -> None:
-    tiling, result = published.MEASURED_TILING, row_block(setting(published.MEASURED_TILING), 5)
+    tiling, operations = published.MEASURED_TILING, row_block_operations(setting(published.MEASURED_TILING), 5)
+
+    def size(*key: str) -> float:
+        return sum(one.amount for one in select(operations, *key))
+
     rows, keys, headdim = tiling.outer_tile_m, tiling.outer_tile_n, 128
-    write, read = CHIP.l2_write_rate * DEFAULT_COSTS.write_share, CHIP.l2_read_rate
-    flags = DEFAULT_COSTS.handover / 2
-    scores_and_products = 5 * (rows * keys * 4 + rows * headdim * 4)
-    assert result.busy["Cube", "FIX"] == pytest.approx(scores_and_products / write + 10 * flags)
-    assert result.busy["Vector 0", "MTE2"] == pytest.approx(scores_and_products / read)
-    weights, out = 5 * rows * keys * 2, rows * headdim * 2
-    assert result.busy["Vector 1", "MTE3"] == pytest.approx((weights + out) / write + 5 * flags)
-    keys_and_values = 5 * keys * headdim * 2 * 2
-    assert result.busy["Cube", "MTE2"] == pytest.approx((rows * headdim * 2 + keys_and_values + weights) / read)
+    assert size("Cube", "FIX", "QK") == size("Vector", "MTE2", "softmax") == 5 * rows * keys * 4
+    assert size("Cube", "FIX", "PV") == size("Vector", "MTE2", "O update") == 5 * rows * headdim * 4
+    weights, values = 5 * rows * keys * 2, 5 * keys * headdim * 2
+    assert size("Vector", "MTE3", "softmax") == weights
+    assert size("Cube", "MTE2", "PV") == weights + values
+    assert size("Cube", "MTE2", "QK") == values
+    assert size("Vector", "MTE3", "result") == size("Cube", "MTE2", "queries") == rows * headdim * 2
 
 
 @pytest.mark.parametrize("tiling", TILINGS.values(), ids=list(TILINGS))
-def test_reasons_account_for_all_the_time(tiling: Tiling) -> None:
-    for num_tiles in (1, 2, 7, 30):
-        result = row_block(setting(tiling), num_tiles)
-        assert sum(result.spent.values()) == pytest.approx(result.cycles)
-        assert min(result.spent.values()) >= 0
-        assert max(result.busy.values()) <= result.cycles
+def test_more_busy_cores_are_not_faster(tiling: Tiling) -> None:
+    cycles = [row_block(setting(tiling, busy_cores=cores), 20).cycles for cores in (1, 8, 20, 22, 24)]
+    # By up to a per cent they are: an operation that is late may let another one pass that others wait for.
+    assert all(later >= 0.99 * earlier for earlier, later in pairwise(cycles))
+    assert max(row_block(setting(tiling), 20).busy.values()) <= cycles[0]
+
+
+def test_first_writes_cost_what_memory_takes() -> None:
+    tiling = published.MEASURED_TILING
+    plain, new = (
+        row_block(setting(tiling, busy_cores=24, costs=costs), 64)
+        for costs in (DEFAULT_COSTS, published.MEASURED_COSTS)
+    )
+    written = 8 * 128 * (256 * (4 + 2) + 128 * 4)  # scores, weights and products of eight tiles
+    at_least = written / (CHIP.hbm_bytes_per_second / CHIP.clock_hz / 24)
+    assert new.cycles - plain.cycles > at_least - 8 * plain.cycles / 64
+    alone = [row_block(setting(tiling, costs=costs), 64).cycles for costs in (DEFAULT_COSTS, published.MEASURED_COSTS)]
+    assert alone[0] == pytest.approx(alone[1], rel=0.01)  # one core does not write faster than memory takes it
 
 
 @pytest.mark.parametrize("tiling", TILINGS.values(), ids=list(TILINGS))
 @pytest.mark.parametrize("masked", ["none", "two", "all"])
 def test_long_row_blocks_are_continued_as_they_would_be_simulated(tiling: Tiling, masked: str) -> None:
     num_masked = {"none": 0, "two": 2, "all": 40}[masked]
-    whole = simulate(setting(tiling), 40, num_masked).row_block
-    continued = row_block(setting(tiling), 40, num_masked)
-    assert continued.cycles == pytest.approx(whole.cycles, rel=0.002)
-    assert continued.busy == pytest.approx(whole.busy, rel=0.002)
+    of = setting(tiling, busy_cores=24)
+    whole, continued = simulate(of, 40, num_masked), row_block(of, 40, num_masked)
+    assert continued.cycles == pytest.approx(whole.cycles, rel=0.005)
+    assert continued.busy == pytest.approx(whole.busy, rel=0.005)
 
 
 def test_mask_costs_time_where_it_is_applied() -> None:
-    events = simulate(setting(published.MEASURED_TILING), num_tiles=5, num_masked=2).events
     cycles: dict[int, float] = defaultdict(float)
-    for event in events:
-        if (event.unit, event.pipe, event.stage) == ("Vector 0", "V", "softmax"):
-            cycles[event.tile] += event.end - event.start
+    for one in select(simulated(setting(published.MEASURED_TILING), 5, 2), "Vector", "V", "softmax"):
+        cycles[one.tile] += one.end - one.start
     plain, masked = [cycles[tile] for tile in range(3)], [cycles[tile] for tile in range(3, 5)]
     assert max(plain) < min(masked)
 
@@ -193,30 +279,30 @@ def test_half_masked_row_block_lies_between() -> None:
 # The whole chip.
 
 
-def test_shares_of_a_call_add_up() -> None:
+def test_shares_of_a_call_are_shares() -> None:
     prediction = predict(published.single_head(4096), published.MEASURED_TILING, CHIP)
-    assert sum(prediction.spent.values()) == pytest.approx(1.0)
-    assert min(prediction.spent.values()) >= 0.0
+    assert 0 < max(prediction.busy.values()) < 1 - prediction.idle < 1
     assert prediction.num_row_blocks == 32
 
 
-def test_cores_without_a_row_block_are_idle() -> None:
-    """32 row blocks on 24 cores take as long as 48."""
-    short, long = (predict(published.single_head(seqlen), published.MEASURED_TILING, CHIP) for seqlen in (4096, 6144))
-    assert short.spent["cores without work"] > 0.25
-    one_wave = predict(replace(published.single_head(4096), seqlen_q=3072), published.MEASURED_TILING, CHIP)
+def test_cores_without_a_row_block_leave_the_cache_to_the_others() -> None:
+    """32 row blocks on 24 cores: of the second wave 8 are left, which are faster than the first."""
     launch = DEFAULT_COSTS.launch / CHIP.clock_hz
-    assert short.seconds - launch == pytest.approx(2 * (one_wave.seconds - launch))
-    assert long.num_row_blocks == 48
-
-
-def test_one_row_block_too_many_is_another_wave() -> None:
-    two, three = (
+    one_wave, short, long = (
         predict(replace(published.single_head(4096), seqlen_q=128 * blocks), published.MEASURED_TILING, CHIP)
-        for blocks in (48, 49)
+        for blocks in (24, 32, 48)
     )
-    launch = DEFAULT_COSTS.launch / CHIP.clock_hz
-    assert (three.seconds - launch) / (two.seconds - launch) == pytest.approx(1.5)
+    assert short.idle > 0.25
+    assert 1.7 < (short.seconds - launch) / (one_wave.seconds - launch) < 1.95
+    assert (long.seconds - launch) / (one_wave.seconds - launch) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("of_cores", "cycles"), [([4, 4, 4], 4), ([4, 0, 0], 4), ([4, 8, 8], 4 + 3), ([2, 4, 6], 2 + 1.5 + 1)]
+)
+def test_a_core_gets_faster_when_others_are_done(of_cores: list[float], cycles: float) -> None:
+    speed = {1: 0.5, 2: 0.75, 3: 1.0} if of_cores[1] else {1: 1.0}
+    assert whole_chip._until_done(np.array(of_cores, float), speed.__getitem__) == pytest.approx(cycles)
 
 
 @pytest.mark.parametrize("tiling", [TILINGS["unified"], TILINGS["large"]], ids=["unified", "two-level"])
@@ -326,15 +412,15 @@ def test_the_core_that_is_done_last_is_found_among_all_items(seqlen: int, heads:
     cycles = np.arange(1.0, len(items.kinds) + 1)
     each = np.tile(cycles[items.kind_of], heads)
     last = max(each[core :: CHIP.num_cores].sum() for core in range(CHIP.num_cores))
-    assert items.longest_core(cycles, CHIP.num_cores) == last
+    assert items.of_cores(cycles, CHIP.num_cores).max() == last
     assert items.count == len(each)
 
 
 def test_a_prediction_simulates_few_row_blocks_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = []
+    calls = []
 
     def count(*arguments: Any) -> Any:
-        simulated.append(arguments)
+        calls.append(arguments)
         return simulate(*arguments)
 
     monkeypatch.setattr("fastattention.backends.ascend.simulator.row_block.simulate", count)
@@ -346,9 +432,9 @@ def test_a_prediction_simulates_few_row_blocks_at_any_length(monkeypatch: pytest
         )
         for seqlen in (1 << 20, 1 << 26)
     )
-    assert len(simulated) < 50
+    assert len(calls) < 50
     assert longer.tflops == pytest.approx(shorter.tflops, rel=0.01)
-    assert sum(longer.spent.values()) == pytest.approx(1.0)
+    assert 0 <= longer.idle < 0.01
 
 
 # What it is for.
@@ -370,11 +456,9 @@ def test_causes_multiply_to_the_whole_gain(seqlen: int) -> None:
     found = causes(workload, tiling, CHIP)
     whole = predict(workload, unified_tiling(workload, CHIP), CHIP).seconds / predict(workload, tiling, CHIP).seconds
     assert math.prod(cause.factor for cause in found) == pytest.approx(whole)
-    assert all(cause.factor >= 0.999 for cause in found)
-    assert [cause.name for cause in found if cause.factor > 1.02][:2] == [
-        "number of synchronisations",
-        "number of write-backs and updates of O",
-    ]
+    assert all(cause.factor >= 0.99 for cause in found)
+    if seqlen > 1024:  # with 8 row blocks of 128 most cores have no work
+        assert max(found, key=lambda cause: cause.factor).name == "overlap of Cube and Vector"
 
 
 def test_ablation_shows_every_strategy_by_itself() -> None:

@@ -10,7 +10,6 @@ import torch
 from fastattention.backends.ascend import tiling as tilings
 from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
-from fastattention.backends.ascend.simulator.estimate import row_block_estimate
 from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling, compiler_options, tiling_for, why_not_fit
@@ -195,7 +194,7 @@ def test_chosen_tiling_is_among_the_fastest_by_the_whole_simulator(workload: Sim
 def test_estimate_stays_near_the_simulation(workload: SimulatedCall) -> None:
     for tiling in tilings._candidates(workload, CHIP, tilings.LONGEST):
         simulated = predict(workload, tiling, CHIP).seconds * CHIP.clock_hz
-        assert estimate_cycles(workload, tiling, CHIP, row_block_estimate) == pytest.approx(simulated, rel=0.25)
+        assert estimate_cycles(workload, tiling, CHIP) == pytest.approx(simulated, rel=0.25)
 
 
 def test_choice_is_made_once() -> None:

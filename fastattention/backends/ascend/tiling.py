@@ -11,7 +11,6 @@ import torch
 
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
-from fastattention.backends.ascend.simulator.estimate import row_block_estimate
 from fastattention.backends.ascend.simulator.tiles import (
     CHUNK_KEYS,
     FLOAT32_BYTES,
@@ -175,8 +174,7 @@ def tiling_for(
 @functools.lru_cache(maxsize=1024)
 def _fastest(workload: SimulatedCall, chip: Chip, longest_tile: int, by_hand: bool) -> Tiling:
     cost = {
-        tiling: estimate_cycles(workload, tiling, chip, row_block_estimate)
-        for tiling in _candidates(workload, chip, longest_tile, by_hand)
+        tiling: estimate_cycles(workload, tiling, chip) for tiling in _candidates(workload, chip, longest_tile, by_hand)
     }
     if not cost:
         raise UnsupportedError(

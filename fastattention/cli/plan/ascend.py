@@ -11,9 +11,10 @@ from rich.table import Table
 from fastattention.backends.ascend.call import MAX_HEADDIM
 from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
+from fastattention.backends.ascend.simulator.core import WHAT_PIPES_DO
 from fastattention.backends.ascend.simulator.gains import ablation, causes
 from fastattention.backends.ascend.simulator.tiles import Tiling
-from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, predict, simulate_row_block
+from fastattention.backends.ascend.simulator.whole_chip import ChipPrediction, predict, simulated_operations
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import buffer_uses, tiling_for
 from fastattention.cli.bench.report import in_words
@@ -139,16 +140,12 @@ def _causes(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> Table:
 
 def _where_time_goes(prediction: ChipPrediction) -> Table:
     table = Table(title="Where the time goes, predicted", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("a core's Cube")
-    table.add_column("share", justify="right")
-    table.add_column("pipe")
+    table.add_column("pipe of a core")
     table.add_column("busy", justify="right")
-    spent = [(reason, f"{share:.1%}") for reason, share in prediction.spent.items()]
-    busy = [(" ".join(pipe), f"{share:.1%}") for pipe, share in prediction.busy.items()]
-    for row in range(max(len(spent), len(busy))):
-        left = spent[row] if row < len(spent) else ("", "")
-        right = busy[row] if row < len(busy) else ("", "")
-        table.add_row(*left, *right)
+    table.add_column("does")
+    for pipe, share in prediction.busy.items():
+        table.add_row(" ".join(pipe), f"{share:.1%}", WHAT_PIPES_DO[pipe])
+    table.add_row("cores without work", f"{prediction.idle:.1%}", "launch, and row blocks that do not divide")
     return table
 
 
@@ -157,7 +154,7 @@ def _draw(prediction: ChipPrediction, path: Path) -> None:
 
     workload, tiling, chip = prediction.workload, prediction.tiling, prediction.chip
     most = int(workload.row_blocks(tiling)[:, 0].max())
-    run = simulate_row_block(workload, tiling, chip, min(most, DRAWN_TILES))
+    operations = simulated_operations(workload, tiling, chip, min(most, DRAWN_TILES))
     heading = f"First tiles of a row block of {workload.seqlen_q} queries and {workload.seqlen_k} keys"
-    write_timeline(run.events, tiling, chip, heading, path, run.row_block.cycles)
+    write_timeline(operations, tiling, chip, heading, path, max(operation.end for operation in operations))
     OUTPUT.print(f"timeline: {path}", soft_wrap=True, markup=False)

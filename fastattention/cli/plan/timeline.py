@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from fastattention.backends.ascend.chips import Chip
-from fastattention.backends.ascend.simulator.core import CUBE, CUBE_PIPES, VECTOR_PIPES, VECTORS
-from fastattention.backends.ascend.simulator.events import Event
+from fastattention.backends.ascend.simulator.core import WHAT_PIPES_DO
+from fastattention.backends.ascend.simulator.events import Operation
 from fastattention.backends.ascend.simulator.tiles import Tiling
 from fastattention.cli.plan.picture import draw_bar
 
@@ -23,28 +23,19 @@ COLORS = {
     "result": "#ccb974",
     "flag": "#444444",
 }
-PIPES = [*((CUBE, pipe) for pipe in CUBE_PIPES), *((unit, pipe) for unit in VECTORS for pipe in VECTOR_PIPES)]
-WHAT_PIPES_DO = {
-    (CUBE, "MTE2"): "memory to L1",
-    (CUBE, "MTE1"): "L1 to L0",
-    (CUBE, "M"): "products",
-    (CUBE, "FIX"): "L0C to memory",
-    (VECTORS[0], "MTE2"): "memory to UB",
-    (VECTORS[0], "V"): "vectors",
-    (VECTORS[0], "MTE3"): "UB to memory",
-}
+PIPES = list(WHAT_PIPES_DO)
 MERGED_GAP = 1.0  # cycles: slices that follow each other so closely are drawn as one bar
 
 
-def write_timeline(events: list[Event], tiling: Tiling, chip: Chip, heading: str, path: Path, cycles: float) -> None:
+def write_timeline(
+    operations: list[Operation], tiling: Tiling, chip: Chip, heading: str, path: Path, cycles: float
+) -> None:
     """Draw the first `cycles` of a row block; the suffix of `path`, .png or .svg, says how."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     panel = figure.subplots()
     for row, pipe in enumerate(PIPES):
-        _draw(panel, row, [event for event in events if (event.unit, event.pipe) == pipe], chip, cycles)
-    names = [
-        f"{unit} {pipe}: {WHAT_PIPES_DO.get((VECTORS[0] if unit != CUBE else unit, pipe))}" for unit, pipe in PIPES
-    ]
+        _draw(panel, row, [one for one in operations if (one.unit, one.pipe) == pipe], chip, cycles)
+    names = [f"{unit} {pipe}: {does}" for (unit, pipe), does in WHAT_PIPES_DO.items()]
     panel.set_yticks(range(len(PIPES)), names, fontsize=8)
     panel.invert_yaxis()
     panel.set_xlim(0, cycles / chip.clock_hz * 1e6)
@@ -64,21 +55,21 @@ def in_words(tiling: Tiling) -> str:
     )
 
 
-def _draw(panel: Axes, row: int, events: list[Event], chip: Chip, cycles: float) -> None:
+def _draw(panel: Axes, row: int, operations: list[Operation], chip: Chip, cycles: float) -> None:
     scale = 1e6 / chip.clock_hz
-    for stage, tile, start, end in _bars(events):
+    for stage, tile, start, end in _bars(operations):
         if start >= cycles:
             continue
         shown = min(end, cycles)
         draw_bar(panel, row, start * scale, shown * scale, str(tile), COLORS[stage], cycles * scale)
 
 
-def _bars(events: list[Event]) -> list[tuple[str, int, float, float]]:
+def _bars(operations: list[Operation]) -> list[tuple[str, int, float, float]]:
     """Stage, tile, start and end of what a pipe does without a gap."""
     bars: list[tuple[str, int, float, float]] = []
-    for event in events:
-        if bars and bars[-1][:2] == (event.stage, event.tile) and event.start - bars[-1][3] <= MERGED_GAP:
-            bars[-1] = (*bars[-1][:3], event.end)
+    for one in operations:
+        if bars and bars[-1][:2] == (one.stage, one.tile) and one.start - bars[-1][3] <= MERGED_GAP:
+            bars[-1] = (*bars[-1][:3], one.end)
         else:
-            bars.append((event.stage, event.tile, event.start, event.end))
+            bars.append((one.stage, one.tile, one.start, one.end))
     return bars

@@ -25,7 +25,15 @@ from fastattention.backends.ascend.simulator.tiles import (
 )
 
 CUBE, VECTOR = "Cube", "Vector"
-CUBE_PIPES, VECTOR_PIPES = ("MTE2", "MTE1", "M", "FIX"), ("MTE2", "V", "MTE3")
+WHAT_PIPES_DO = {
+    (CUBE, "MTE2"): "memory to L1",
+    (CUBE, "MTE1"): "L1 to L0",
+    (CUBE, "M"): "products",
+    (CUBE, "FIX"): "L0C to memory",
+    (VECTOR, "MTE2"): "memory to UB",
+    (VECTOR, "V"): "vectors",
+    (VECTOR, "MTE3"): "UB to memory",
+}
 READ, WRITE = (Path.IN, Path.L2), (Path.OUT, Path.L2)
 
 After = tuple[Operation, ...]
@@ -152,7 +160,9 @@ class CubeUnit(Unit):
                 if first == 0 or not queries_stay:
                     cycles += rows * cut.qk_depth * shape.element_bytes / chip.l1_to_l0a_rate
                 into = self._results.free() if depth == 0 else ()
-                fed, done = self._multiply("QK", tile, cycles, (rows, cut.qk_keys, cut.qk_depth), (*queries, loaded), into)
+                fed, done = self._multiply(
+                    "QK", tile, cycles, (rows, cut.qk_keys, cut.qk_depth), (*queries, loaded), into
+                )
             self._keys.release(fed)
             assert done is not None
             size = rows * cut.qk_keys * shape.score_bytes

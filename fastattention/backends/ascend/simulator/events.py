@@ -7,24 +7,25 @@ path has, each gets the same share of what it asked for. That is all; core.py sa
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 
 ROUNDING = 1e-9  # of an amount: what rounding leaves of an operation that has ended
 
 
-class Path(Enum):
-    """What transfers share."""
+class Path(IntEnum):
+    """What transfers share, in the order in which it limits them."""
 
-    IN = "port into the core"
-    OUT = "port out of the core"
-    MEMORY = "the core's share of memory"
-    L2 = "the core's share of the L2 cache"
+    IN = 0  # the port into the core
+    OUT = 1  # the port out of it
+    MEMORY = 2  # the core's share of memory
+    L2 = 3  # the core's share of the L2 cache
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Operation:
     """One thing that a pipe does. `start` and `end` are cycles since the row block began, once it has been run."""
 
@@ -48,65 +49,69 @@ def run(operations: Iterable[Operation], capacity: Mapping[Path, float]) -> floa
 
     capacity: bytes a cycle of each path.
     """
-    waiting: dict[tuple[str, str], deque[Operation]] = {}
+    pipes: dict[tuple[str, str], deque[Operation]] = {}
     for operation in operations:
-        waiting.setdefault((operation.unit, operation.pipe), deque()).append(operation)
+        pipes.setdefault((operation.unit, operation.pipe), deque()).append(operation)
         operation.waits_for = len(operation.after)
         for earlier in operation.after:
             earlier.dependents.append(operation)
-    now, left = 0.0, dict[Operation, float]()  # what is left of those that run
+    waiting = list(pipes.values())
+    now, running, left = 0.0, list[Operation](), list[float]()  # what is left of each that runs
+    known: dict[tuple[tuple[float, tuple[Path, ...]], ...], list[float]] = {}
     while True:
-        wake = _start(waiting, left, now)
-        if not left and wake == float("inf"):
+        wake = _start(waiting, running, left, now)
+        if not running and wake == math.inf:
             break
-        rates = shared_rates(list(left), capacity)
-        now_then = min([wake, *(now + amount / rates[operation] for operation, amount in left.items())])
-        for operation in list(left):
-            left[operation] -= (now_then - now) * rates[operation]
-            if left[operation] <= ROUNDING * max(operation.amount, 1.0):
-                del left[operation]
-                _end(operation, now_then)
-        now = now_then
-    if any(waiting.values()):
+        asked = tuple((operation.rate, operation.paths) for operation in running)
+        rates = known.get(asked)
+        if rates is None:
+            rates = known[asked] = shared_rates(asked, capacity)
+        step = min([wake - now, *(amount / rate for amount, rate in zip(left, rates, strict=True))])
+        now += step
+        for index in reversed(range(len(running))):
+            left[index] -= step * rates[index]
+            if left[index] <= ROUNDING * (running[index].amount + 1.0):
+                del left[index]
+                _end(running.pop(index), waiting, now)
+    if any(waiting):
         raise AssertionError("operations wait for each other")
     return now
 
 
-def _start(
-    waiting: dict[tuple[str, str], deque[Operation]], left: dict[Operation, float], now: float
-) -> float:
+def _start(waiting: list[deque[Operation]], running: list[Operation], left: list[float], now: float) -> float:
     """Start what can start on pipes that are free; returns when the next can that has to wait for a latency alone."""
-    wake = float("inf")
-    busy = {(operation.unit, operation.pipe) for operation in left}
-    for pipe, queue in waiting.items():
-        if pipe in busy or not queue or queue[0].waits_for:
+    wake = math.inf
+    for queue in waiting:
+        if not queue or queue[0].waits_for or queue[0] in running:
             continue
         if queue[0].start <= now:
-            operation = queue.popleft()
-            operation.start = now
-            left[operation] = operation.amount
+            queue[0].start = now
+            running.append(queue[0])
+            left.append(queue[0].amount)
         else:
             wake = min(wake, queue[0].start)
     return wake
 
 
-def _end(operation: Operation, now: float) -> None:
+def _end(operation: Operation, waiting: list[deque[Operation]], now: float) -> None:
     operation.end = now
+    next(queue for queue in waiting if queue and queue[0] is operation).popleft()
     for later in operation.dependents:
         later.waits_for -= 1
         later.start = max(later.start, now + operation.latency)
 
 
-def shared_rates(running: list[Operation], capacity: Mapping[Path, float]) -> dict[Operation, float]:
-    """At what rate each operation goes: its own, scaled down on each path that is asked for more than it has."""
-    rates = {operation: operation.rate for operation in running}
+def shared_rates(asked: Iterable[tuple[float, tuple[Path, ...]]], capacity: Mapping[Path, float]) -> list[float]:
+    """At what rate operations go that ask for a rate on some paths: scaled down on each path that has less."""
+    rates, paths = zip(*asked, strict=True) if asked else ((), ())
+    shared = list(rates)
     for path in Path:
-        users = [operation for operation in running if path in operation.paths]
-        asked = sum(rates[operation] for operation in users)
-        if asked > capacity.get(path, float("inf")):
-            for operation in users:
-                rates[operation] *= capacity[path] / asked
-    return rates
+        users = [index for index, used in enumerate(paths) if path in used]
+        wanted = sum(shared[index] for index in users)
+        if wanted > capacity.get(path, math.inf):
+            for index in users:
+                shared[index] *= capacity[path] / wanted
+    return shared
 
 
 class Buffer:

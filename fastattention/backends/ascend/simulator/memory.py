@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastattention.backends.ascend.chips import Chip
+from fastattention.backends.ascend.simulator.calibration import Costs
 from fastattention.backends.ascend.simulator.events import Path
 
 
@@ -38,13 +39,13 @@ def rate(chip: Chip, busy_cores: int, sharers: float) -> float:
     return 1.0 / cycles
 
 
-def cached(chip: Chip, write_share: float, busy_cores: int = 1) -> Memory:
+def cached(chip: Chip, costs: Costs, busy_cores: int = 1) -> Memory:
     """Everything is in the L2 cache. Cores do the same at the same time, so that each gets an equal share of it.
 
     A share that is more than a core can ask for is no limit: it is cut, so that numbers of cores that do not differ
     make the same Memory.
     """
-    read, write = chip.l2_read_rate, chip.l2_write_rate * write_share
-    first_write = chip.hbm_bytes_per_second / (chip.clock_hz * busy_cores)
-    l2 = chip.l2_bytes_per_second / (chip.clock_hz * busy_cores)
-    return Memory(read, read, read, read, write, min(first_write, write), min(l2, read + write))
+    read, write = chip.l2_read_rate, chip.l2_write_rate * costs.write_share
+    l2, memory = (rate / (chip.clock_hz * busy_cores) for rate in (chip.l2_bytes_per_second, chip.hbm_bytes_per_second))
+    first_write = min(memory, write) if costs.first_writes else write
+    return Memory(read, read, read, read, write, first_write, min(l2, read + write))

@@ -1,10 +1,9 @@
 """Published latencies of Ascend chips that validate the model. No constant was fitted to them.
 
-They were known when the model's structure was settled, which calibration.py says more about.
-
 headdim 128 in float16 without a mask. Microseconds of whole kernels, as published beside the vendor's open attention
 kernel, whose tiles are 128 queries by 256 keys. The vendor's fused operator behind torch_npu is shown for comparison:
-it has tiles and a schedule of its own.
+it has tiles and a schedule of its own. Predictions of whole chips were committed before they were compared, but the
+measurements were known when the model's structure was settled: docs/decisions/0068.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ MEASURED = {
     16384: Measured(909.0, 1118.0),
     32768: Measured(3263.0, 3646.0),
 }
-ALLOWED_ERROR = {1024: 0.30, 2048: 0.30, 4096: 0.15, 8192: 0.15, 16384: 0.15, 32768: 0.15}
+# What is asked of the model, and where it is off by more: launches of 17 microseconds differ by as much between hosts.
+ALLOWED_ERROR, ALLOWED_AT_1K = 0.12, 0.17
 # Few row blocks, one a core: (seqlen_q, seqlen_k) -> microseconds on two hosts with a 910B2, of a version of the open
 # kernel that is launched from PyTorch, the average of many runs. Shapes of one or two cores are judged.
 FEW_CORES = {
@@ -68,8 +68,8 @@ FEW_CORES = {
 # 12 heads that share one key head, on a die of an A3: another chip, for which a 910B2 is predicted.
 A3 = {32768: 37_600.0, 65536: 149_600.0, 131072: 600_000.0}
 MEASURED_CHIP = CHIPS["910B2"]
-# The measured kernel's tiles; it computes four ahead. Its Vector slices have 32 rows, with which the published cycles of
-# the softmax are too short by any rates that we know: 16 are simulated.
+# The measured kernel's tiles; it computes four ahead. Its Vector slices have 32 rows. With these the softmax would take
+# longer than published by the rates of the chip, so that 16 are simulated.
 MEASURED_TILING = Tiling(PUBLISHED_TILE[0], PUBLISHED_TILE[1], 16, preload=5, multibuffer=True)
 # It has a workspace for each row block, eight tiles long, and the program that times whole chips launches it once, with
 # memory just allocated. So the first eight tiles of every row block write what the cache does not hold.
@@ -94,7 +94,28 @@ class Validated:
     @property
     def allowed(self) -> float:
         """The largest error that the model may have."""
-        return ALLOWED_ERROR[self.seqlen]
+        return ALLOWED_AT_1K if self.seqlen == 1024 else ALLOWED_ERROR
+
+
+@dataclass(frozen=True)
+class ValidatedFewCores:
+    """The measurements of one shape beside the prediction."""
+
+    seqlen_q: int
+    seqlen_k: int
+    measured: tuple[float, float]  # microseconds, of both hosts
+    prediction: ChipPrediction
+
+    @property
+    def cores(self) -> int:
+        """That are busy, with one row block each."""
+        return self.prediction.num_row_blocks
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Of the prediction, relative to each host."""
+        first, second = (self.prediction.seconds * 1e6 / measured - 1.0 for measured in self.measured)
+        return first, second
 
 
 def single_head(seqlen: int) -> SimulatedCall:
@@ -115,10 +136,23 @@ def validate(tiling: Tiling = MEASURED_TILING, costs: Costs = MEASURED_COSTS) ->
     ]
 
 
+def validate_few_cores(tiling: Tiling = MEASURED_TILING) -> list[ValidatedFewCores]:
+    """Likewise for few busy cores, whose workspaces are in the cache: the kernel was launched many times."""
+    return [
+        ValidatedFewCores(
+            seqlen_q,
+            seqlen_k,
+            measured,
+            predict(replace(single_head(seqlen_k), seqlen_q=seqlen_q), tiling, MEASURED_CHIP),
+        )
+        for (seqlen_q, seqlen_k), measured in FEW_CORES.items()
+    ]
+
+
 def simulated_stages(chip: Chip = MEASURED_CHIP) -> dict[str, float]:
     """Cycles of each stage of the published tile by itself, its operands being at hand."""
     shape = Shape(PUBLISHED_TILE[2], PUBLISHED_TILE[2], 2)
-    setting = Setting(chip, MEASURED_TILING, shape, cached(chip, DEFAULT_COSTS.write_share), DEFAULT_COSTS)
+    setting = Setting(chip, MEASURED_TILING, shape, cached(chip, DEFAULT_COSTS), DEFAULT_COSTS)
     stages: dict[str, Callable[[CubeUnit, VectorUnits], object]] = {
         "QK": lambda cube, _: cube.scores(0, (), ()),
         "softmax": lambda _, vectors: vectors.softmax(0, False, (), ()),

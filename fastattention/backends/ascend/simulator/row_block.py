@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastattention.backends.ascend.simulator.core import CUBE, CUBE_PIPES, VECTOR, VECTOR_PIPES, CubeUnit, Setting, VectorUnits
+from fastattention.backends.ascend.simulator.core import WHAT_PIPES_DO, CubeUnit, Setting, VectorUnits
 from fastattention.backends.ascend.simulator.events import Buffer, Operation, run
 from fastattention.backends.ascend.simulator.workload import IntArray
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-SIMULATED_TILES = (8, 12)  # with the first writes before; beyond, every tile takes what those between took on average
-PIPES = (*((CUBE, pipe) for pipe in CUBE_PIPES), *((VECTOR, pipe) for pipe in VECTOR_PIPES))
+# Tiles of the row blocks that are simulated, the long ones beside those with first writes. Longer ones go on in a line.
+SHORT_LENGTHS, LONG_LENGTHS = (1, 2, 4, 8), (12, 20)
+FEW_MASKED = 8  # tiles at the end of a row block: with more, their share of all tiles counts
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def simulate(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock:
     """All tiles of a row block one by one."""
     operations = row_block_operations(setting, num_tiles, num_masked)
     cycles = run(operations, setting.memory.capacity) + setting.costs.dispatch
-    busy = dict.fromkeys(PIPES, 0.0)
+    busy = dict.fromkeys(WHAT_PIPES_DO, 0.0)
     for operation in operations:
         busy[operation.unit, operation.pipe] += operation.end - operation.start
     return RowBlock(cycles, busy)
@@ -76,36 +77,42 @@ def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list
     """What row blocks take, of each kind (tiles, masked tiles) in `kinds`, (number of kinds, 2).
 
     Some rows of `kinds` at a time, and simulated row blocks with a weight for each of these rows: what a kind takes is
-    their sum. Long row blocks are continued at the pace that a simulated one has reached.
+    their sum. Few short kinds are simulated as they are; of many, and of long ones, a few lengths are.
     """
-    first, last = (tiles + setting.costs.first_writes for tiles in SIMULATED_TILES)
     tiles, masked = kinds.T
-    for row in np.flatnonzero(tiles <= last):
+    lengths = _simulated_lengths(setting)
+    short = tiles <= lengths[-1]
+    if np.count_nonzero(short) > len(lengths):
+        short = np.zeros_like(short)
+    for row in np.flatnonzero(short):
         yield np.array([row]), [(_simulated(setting, int(tiles[row]), int(masked[row])), np.ones(1))]
-    whole, partly = (tiles > last) & (masked == tiles), (tiles > last) & (masked < tiles)
-    for number in np.unique(masked[partly & (masked <= first)]).tolist():
-        rows = np.flatnonzero(partly & (masked == number))
-        yield rows, _continued(setting, tiles[rows], number, number)
-    for rows, plain in ((np.flatnonzero(whole), False), (np.flatnonzero(partly & (masked > first)), True)):
-        if len(rows) == 0:
-            continue
+    few = masked <= FEW_MASKED
+    for number in np.unique(masked[few & ~short]).tolist():
+        rows = np.flatnonzero(few & ~short & (masked == number))
+        yield rows, _interpolated(setting, tiles[rows], number)
+    rows = np.flatnonzero(~few & ~short)
+    if len(rows):
         share = masked[rows] / tiles[rows]
-        mixture = [(block, weights * share) for block, weights in _continued(setting, tiles[rows], first, last)]
-        if plain:
-            mixture += [(block, weights * (1 - share)) for block, weights in _continued(setting, tiles[rows], 0, 0)]
-        yield rows, mixture
+        mixture = [(block, weights * share) for block, weights in _interpolated(setting, tiles[rows], lengths[-1])]
+        plain = _interpolated(setting, tiles[rows], 0) if np.any(share < 1) else []
+        yield rows, mixture + [(block, weights * (1 - share)) for block, weights in plain]
 
 
-def _continued(
-    setting: Setting, tiles: IntArray, short_masked: int, long_masked: int
-) -> list[tuple[RowBlock, FloatArray]]:
-    """Likewise, of row blocks that are all alike but in their number of tiles: the line through both simulated ones."""
-    first, last = (tiles + setting.costs.first_writes for tiles in SIMULATED_TILES)
-    beyond = (tiles - last) / (last - first)
-    return [
-        (_simulated(setting, last, long_masked), 1 + beyond),
-        (_simulated(setting, first, short_masked), -beyond),
-    ]
+def _simulated_lengths(setting: Setting) -> IntArray:
+    return np.array([*SHORT_LENGTHS, *(tiles + setting.costs.first_writes for tiles in LONG_LENGTHS)])
+
+
+def _interpolated(setting: Setting, tiles: IntArray, most_masked: int) -> list[tuple[RowBlock, FloatArray]]:
+    """Row blocks that differ in their number of tiles only: lines between the lengths that are simulated."""
+    lengths = _simulated_lengths(setting)
+    above = np.clip(np.searchsorted(lengths, tiles, "right"), 1, len(lengths) - 1)
+    share = (tiles - lengths[above - 1]) / (lengths[above] - lengths[above - 1])
+    mixture = []
+    for index, length in enumerate(lengths.tolist()):
+        weights = np.where(above == index, share, 0.0) + np.where(above - 1 == index, 1.0 - share, 0.0)
+        if np.any(weights):
+            mixture.append((_simulated(setting, length, min(length, most_masked)), weights))
+    return mixture
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,3 +128,14 @@ def row_block(setting: Setting, num_tiles: int, num_masked: int = 0) -> RowBlock
     for block, weights in others:
         total = total.plus(block, float(weights[0]))
     return total
+
+
+def row_block_estimate(setting: Setting, num_tiles: int) -> float:
+    """Cycles of so many tiles, masked or not: few are simulated, and the rest go on at their pace.
+
+    Coarse, and cheap enough to compare many tilings.
+    """
+    few = setting.tiling.preload + 3
+    cycles = _simulated(setting, few, 0).cycles
+    pace = (cycles - _simulated(setting, few - 2, 0).cycles) / 2
+    return cycles + (num_tiles - few) * pace

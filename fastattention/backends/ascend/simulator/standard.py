@@ -83,6 +83,7 @@ def _cycles(kernel: _Kernel, scores: float, workload: SimulatedCall, chip: Chip)
     read = kernel.read * scores + kernel.operand_bytes
     written = kernel.written * scores
     paths = [cube, vector, read / chip.l2_read_rate, written / (chip.l2_write_rate * DEFAULT_COSTS.write_share)]
+    paths.append((read + written) * chip.clock_hz * cores / chip.l2_bytes_per_second)  # shared by all cores
     in_memory = (kernel.read + kernel.written) * scores
     if in_memory > chip.l2_bytes:  # operands are few, and found in the cache
         paths.append(in_memory / chip.memory_rate(cores))

@@ -23,10 +23,13 @@ from fastattention.backends.ascend.simulator.row_block import (
     RowBlock,
     mixtures,
     row_block,
+    row_block_estimate,
     row_block_operations,
 )
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Tiling
 from fastattention.backends.ascend.simulator.workload import IntArray, MaskMode, SimulatedCall, decode_splits
+
+SHORT_STEP = 0.01  # of the whole time: what others leave to a core is not worth simulating for so long
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class _Items:
     kind_of: IntArray  # (items of a head,)
     num_heads: int
     num_splits: int
-    sharers: int  # row blocks that read the same keys
+    sharers: int  # cores that read the same keys at the same time
 
     @property
     def count(self) -> int:
@@ -82,7 +85,10 @@ class _Items:
         step = len(each) % num_cores
         period = num_cores // math.gcd(step, num_cores)
         rounds, rest = divmod(self.num_heads, period)
-        return np.sum([(rounds + (head < rest)) * np.roll(of_head, head * step) for head in range(period)], axis=0)
+        total = np.zeros(num_cores)
+        for head in range(period):
+            total += (rounds + (head < rest)) * np.roll(of_head, head * step)
+        return total
 
 
 class _Parts(NamedTuple):
@@ -119,8 +125,10 @@ def _until_done(of_cores: FloatArray, slowdown: Callable[[int], float]) -> float
     of_cores: cycles of each core while all are busy. slowdown: of the rest when so many are busy.
     """
     ends = np.sort(of_cores[of_cores > 0])
-    steps = np.diff(ends, prepend=0.0)
-    return float(sum(step * slowdown(len(ends) - done) for done, step in enumerate(steps.tolist()) if step > 0))
+    total = 0.0
+    for done, step in enumerate(np.diff(ends, prepend=0.0).tolist()):
+        total += step * (slowdown(len(ends) - done) if step > SHORT_STEP * ends[-1] else 1.0)
+    return total
 
 
 def _parts(setting: Setting, items: _Items) -> _Parts:
@@ -136,13 +144,11 @@ def _parts(setting: Setting, items: _Items) -> _Parts:
     return _Parts(cycles, total)
 
 
-def estimate_cycles(
-    workload: SimulatedCall, tiling: Tiling, chip: Chip, row_block_cycles: Callable[[Setting, int, int], float]
-) -> float:
-    """As `predict`, with another answer to what a row block takes while all cores are busy."""
+def estimate_cycles(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> float:
+    """As `predict`, by an estimate of what a row block takes while all cores are busy."""
     items = _items(workload, tiling, chip)
     setting = _setting(workload, tiling, chip, DEFAULT_COSTS, items, min(items.count, chip.num_cores))
-    cycles = np.array([row_block_cycles(setting, *kind) for kind in items.kinds.tolist()])
+    cycles = np.array([row_block_estimate(setting, num_tiles) for num_tiles in items.kinds[:, 0].tolist()])
     return _launch_cycles(items, DEFAULT_COSTS) + float(np.max(items.of_cores(cycles, chip.num_cores)))
 
 
@@ -166,7 +172,8 @@ def _items(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> _Items:
     # A pair as one number, which is quicker to sort.
     codes, kind_of = np.unique(tiles * most_tiles + masked, return_inverse=True)
     kinds = np.stack(np.divmod(codes, most_tiles), axis=1)
-    sharers = len(blocks) * (1 if workload.is_decode else workload.group_size)
+    sharers = 1 if workload.is_decode else len(blocks) * workload.group_size
+    sharers = min(sharers, len(kind_of) * workload.num_heads, chip.num_cores)
     return _Items(kinds, kind_of, workload.num_heads, num_splits, sharers)
 
 
@@ -182,12 +189,11 @@ def _setting(
     A decode reads keys and values from memory whatever their size: the rest of a model has passed since they were
     written.
     """
-    memory = cached(chip, costs.write_share, busy_cores)
+    memory = cached(chip, costs, busy_cores)
     workspace = min(items.count, chip.num_cores) * tiling.preload * _workspace_bytes(workload, tiling)
     fits = workload.tensor_bytes + workload.mask_bytes + workspace <= chip.l2_bytes
     if not fits or workload.is_decode:
-        keys = rate(chip, busy_cores, 1 if workload.is_decode else min(items.sharers, busy_cores))
-        memory = replace(memory, keys=keys, queries=rate(chip, busy_cores, 1))
+        memory = replace(memory, keys=rate(chip, busy_cores, items.sharers), queries=rate(chip, busy_cores, 1))
     if not fits and workload.mask_mode is not MaskMode.TILING:
         memory = replace(memory, mask=rate(chip, busy_cores, 1))
     return Setting(chip, tiling, workload.shape, memory, costs)

@@ -80,39 +80,38 @@ def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list
     their sum. Few short kinds are simulated as they are; of many, and of long ones, a few lengths are.
     """
     tiles, masked = kinds.T
-    lengths = _simulated_lengths(setting)
+    lengths = np.array([*SHORT_LENGTHS, *(tiles + setting.costs.first_writes for tiles in LONG_LENGTHS)])
     short = tiles <= lengths[-1]
     if np.count_nonzero(short) > len(lengths):
         short = np.zeros_like(short)
     for row in np.flatnonzero(short):
         yield np.array([row]), [(_simulated(setting, int(tiles[row]), int(masked[row])), np.ones(1))]
-    few = masked <= FEW_MASKED
-    for number in np.unique(masked[few & ~short]).tolist():
-        rows = np.flatnonzero(few & ~short & (masked == number))
-        yield rows, _interpolated(setting, tiles[rows], number)
-    rows = np.flatnonzero(~few & ~short)
-    if len(rows):
-        share = masked[rows] / tiles[rows]
-        mixture = [(block, weights * share) for block, weights in _interpolated(setting, tiles[rows], lengths[-1])]
-        plain = _interpolated(setting, tiles[rows], 0) if np.any(share < 1) else []
-        yield rows, mixture + [(block, weights * (1 - share)) for block, weights in plain]
+    # All others lie on a line between two neighbouring lengths, or beyond the last two.
+    above = np.where(short, 0, np.clip(np.searchsorted(lengths, tiles, "right"), 1, len(lengths) - 1))
+    for index in np.unique(above[~short]).tolist():
+        ends, between = lengths[index - 1 : index + 1].tolist(), above == index
+        for number in np.unique(masked[between & (masked <= FEW_MASKED)]).tolist():
+            rows = np.flatnonzero(between & (masked == number))
+            yield rows, _on_a_line(setting, tiles[rows], ends, number)
+        rows = np.flatnonzero(between & (masked > FEW_MASKED))
+        if len(rows):
+            share = masked[rows] / tiles[rows]
+            mixture = [(block, weights * share) for block, weights in _on_a_line(setting, tiles[rows], ends, ends[1])]
+            plain = _on_a_line(setting, tiles[rows], ends, 0) if np.any(share < 1) else []
+            yield rows, mixture + [(block, weights * (1 - share)) for block, weights in plain]
 
 
-def _simulated_lengths(setting: Setting) -> IntArray:
-    return np.array([*SHORT_LENGTHS, *(tiles + setting.costs.first_writes for tiles in LONG_LENGTHS)])
-
-
-def _interpolated(setting: Setting, tiles: IntArray, most_masked: int) -> list[tuple[RowBlock, FloatArray]]:
-    """Row blocks that differ in their number of tiles only: lines between the lengths that are simulated."""
-    lengths = _simulated_lengths(setting)
-    above = np.clip(np.searchsorted(lengths, tiles, "right"), 1, len(lengths) - 1)
-    share = (tiles - lengths[above - 1]) / (lengths[above] - lengths[above - 1])
-    mixture = []
-    for index, length in enumerate(lengths.tolist()):
-        weights = np.where(above == index, share, 0.0) + np.where(above - 1 == index, 1.0 - share, 0.0)
-        if np.any(weights):
-            mixture.append((_simulated(setting, length, min(length, most_masked)), weights))
-    return mixture
+def _on_a_line(
+    setting: Setting, tiles: IntArray, ends: list[int], most_masked: int
+) -> list[tuple[RowBlock, FloatArray]]:
+    """Row blocks that differ in their number of tiles only: the line through two that are simulated."""
+    short, long = ends
+    share = (tiles - short) / (long - short)
+    return [
+        (_simulated(setting, length, min(length, most_masked)), weights)
+        for length, weights in ((short, 1.0 - share), (long, share))
+        if np.any(weights)
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

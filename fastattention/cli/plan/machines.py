@@ -132,7 +132,7 @@ MACHINES = {
         ),
         Machine(
             "ascend-910b",
-            attention_rate=200e12,  # the simulator's prediction for a 910B2: docs/internals/ascend-simulator.md
+            attention_rate=185e12,  # the simulator's prediction for a 910B2: docs/internals/ascend-simulator.md
             linear_rate=260e12,  # of 354 published
             block_seconds=40e-6,
             # HCCL; so that prompts of LLaMA-2 spend 40 to 87% of their time on it, as in the FastAttention paper.

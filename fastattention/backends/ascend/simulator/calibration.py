@@ -3,9 +3,8 @@
 Published for a 910B2, float16, headdim 128, a tile of 128 queries and 256 keys: how long each of the four stages of a
 tile takes, what a hand-over between Cube and Vector costs, and the launch and dispatch of a kernel. Nothing else was
 fitted: latencies of whole kernels (published.py) are for validation. They were in sight, though, when the structure was
-settled: stages of the Cube that do not overlap, one tile ahead, and a constant for writes in place of their nominal
-rate, with which Q K^T is 3% short. With any of these otherwise the model misses its bound at 8K, which it now keeps
-narrowly (benchmarks/ascend_plan.py). The validation is weaker evidence than a blind one.
+settled: shared ports, a shared L2 cache, and first writes to memory (docs/decisions/0068). So the validation is weaker
+evidence than a blind one.
 
 A stage's cycles follow from the rates of chips.py by the pipeline of core.py, with two constants:
 

@@ -99,7 +99,7 @@ def test_work_is_in_order_with_the_current_stream() -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(500_000_000)
         out, _ = step(case, inputs._replace(v=2 * inputs.v), FUNCTIONS["delta"])
         result = out + 0
         assert not stream.query()  # no call has waited

@@ -7,6 +7,11 @@ from fastattention.problem import Layout, Problem
 COMPUTED = ("q", "k", "v", "sinks")
 
 
+def why_not_in_transform(alternative: str) -> str:
+    """Why a kernel of ours does not serve a call within torch.func.grad, jvp or forward-mode differentiation."""
+    return f"torch.func or forward-mode differentiation follows operations of torch alone; use backend={alternative!r}"
+
+
 def why_not_backward(problem: Problem, name: str) -> str | None:
     """Why the backend called `name`, which has a backward, cannot differentiate `problem`; None where it can."""
     if not problem.needs_grad:
@@ -16,7 +21,7 @@ def why_not_backward(problem: Problem, name: str) -> str | None:
     if problem.qk_dtype is not None:
         return "gradients are not served with qk_dtype; leave it out, or call under torch.no_grad()"
     if problem.in_transform:
-        return "torch.func or forward-mode differentiation follows operations of torch alone; use backend='sdpa'"
+        return why_not_in_transform("sdpa")
     if problem.is_paged:
         return "k and v are pages, whose gradients are not computed; use backend='sdpa' or torch.no_grad()"
     for tensor in problem.grads:

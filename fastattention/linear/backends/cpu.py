@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.common.layout import contiguous_strides, first_strides, pointers, token_strides
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.backends.cpu.library import load_library, why_unavailable
@@ -56,7 +57,7 @@ class CpuLinearBackend(LinearBackend):
             named = ", ".join(problem.grads)
             return f"gradients of {named} are needed, which backend 'torch' computes; use it or torch.no_grad()"
         if problem.in_transform:
-            return "torch.func or forward-mode differentiation follows operations of torch alone; use backend='torch'"
+            return why_not_in_transform("torch")
         return None
 
     def how(self, problem: LinearProblem) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fastattention import config
+from fastattention.backends.common.gradients import why_not_in_transform
 from fastattention.backends.common.params import Params
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import Limits
@@ -36,7 +37,7 @@ class CudaLinearBackend(LinearBackend):
         if problem.grads:
             return "gradients are computed by backend 'torch'; use it or torch.no_grad()"
         if problem.in_transform:
-            return "torch.func or forward-mode differentiation follows operations of torch alone; use backend='torch'"
+            return why_not_in_transform("torch")
         if problem.chunked and problem.dtype is torch.float32:
             return "chunks of float32 are not served; use float16, bfloat16, the recurrent function or backend='torch'"
         num_states = problem.num_sequences * problem.nheads

@@ -93,31 +93,22 @@ struct Arch {
 
     template <int kSteps, int kColumns, int kTiles>
     static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k) {
-        constexpr int kPitch = pitch_of<2>(kColumns);
-        const uint32_t at = k + operand_row() * kPitch;
-#pragma unroll
-        for (int depth = 0; depth < kColumns / 8; ++depth) {
-            Words4 a[kSteps];
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) a[step] = q.fragment(step, depth);
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                const Words4 b = load_shared_128(at + n * 8 * kPitch + depth * 16);
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    mma_m8n8k4_row_col(acc_s[step][n], a[step].word[0], a[step].word[1], b.word[0], b.word[1]);
-                    mma_m8n8k4_row_col(acc_s[step][n], a[step].word[2], a[step].word[3], b.word[2], b.word[3]);
-                }
-            }
-        }
+        multiply_rows_at(acc_s, q, k, operand_row(), [](int n) { return n * 8; });
     }
 
     // Likewise, in accumulators of Values: their columns are other rows of k.
     template <int kSteps, int kColumns, int kTiles>
     static FA_DEVICE void multiply_rows_as_values(float (&acc)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q,
                                                   uint32_t k) {
+        multiply_rows_at(acc, q, k, lane_index() % 4 + lane_index() / 16 * 8, [](int n) { return n / 2 * 16 + n % 2 * 4; });
+    }
+
+    // row: the lane's of k, and row_of_tile what is added for a tile of accumulators.
+    template <int kSteps, int kColumns, int kTiles, class RowOfTile>
+    static FA_DEVICE void multiply_rows_at(float (&acc)[kSteps][kTiles][8], const Rows<kSteps, kColumns>& q, uint32_t k,
+                                           int row, RowOfTile row_of_tile) {
         constexpr int kPitch = pitch_of<2>(kColumns);
-        const uint32_t at = k + (lane_index() % 4 + lane_index() / 16 * 8) * kPitch;
+        const uint32_t at = k + row * kPitch;
 #pragma unroll
         for (int depth = 0; depth < kColumns / 8; ++depth) {
             Words4 a[kSteps];
@@ -125,7 +116,7 @@ struct Arch {
             for (int step = 0; step < kSteps; ++step) a[step] = q.fragment(step, depth);
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
-                const Words4 b = load_shared_128(at + (n / 2 * 16 + n % 2 * 4) * kPitch + depth * 16);
+                const Words4 b = load_shared_128(at + row_of_tile(n) * kPitch + depth * 16);
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) {
                     mma_m8n8k4_row_col(acc[step][n], a[step].word[0], a[step].word[1], b.word[0], b.word[1]);

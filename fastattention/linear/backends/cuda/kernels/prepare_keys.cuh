@@ -152,7 +152,8 @@ private:
         return memory_ + kSizes * kTileBytes + warp * kSlice * 4 + own_column() * 4;
     }
 
-    // Of the next slice, which the one before made the L2 cache fetch. Rows of q, k and g have the same columns: chunk_plan.py aligns all of them.
+    // Of the next slice, which the one before made the L2 cache fetch. Rows of q, k and g have the same columns: chunk_plan.py
+    // aligns all of them.
     FA_DEVICE Bits read(int column) {
         const int rows = column + own_column() < p_.columns_k ? rows_ : 0;
         const int g_stride_row = static_cast<int>(p_.g_stride_row);  // of aligned rows it is small enough
@@ -356,7 +357,6 @@ private:
 extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
     fastattention_linear_prepare_keys(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
-    let_next_kernel_start();
     const int index = static_cast<int>(cta_index()), slot = quotient(index, params.nheads),
               head = index - slot * params.nheads;
     const Sequence sequence = sequence_of_slot(params, slot);

@@ -1,4 +1,4 @@
-"""What would an Ascend 910B do, and what does each of the paper's strategies gain there? Predicted; needs no NPU.
+"""What would an Ascend NPU do, and what does each of the paper's strategies gain there? Predicted; needs no NPU.
 
     python benchmarks/ascend_plan.py
 
@@ -8,6 +8,7 @@ beside published latencies, on which nothing was fitted. Everything else is what
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -119,12 +120,12 @@ def few_cores() -> list[Record]:
 
 
 def not_judged() -> list[Record]:
-    """What else was published, of another chip; and the validation by models that each leave out one thing."""
+    """What else was published, of an A3; and the validation by models that each leave out one thing."""
     records = []
-    for seqlen, measured in published.A3.items():
+    for name, (seqlen, measured) in itertools.product(published.A3_DIES, published.A3.items()):
         call, costs = published.of_a3(seqlen), published.MEASURED_COSTS
-        predicted = predict(call, published.MEASURED_TILING, CHIP, costs).seconds * 1e6
-        records.append({"case": f"A3 as if a 910B2, 12 heads, {seqlen}", **_compared(predicted, measured)})
+        predicted = predict(call, published.MEASURED_TILING, CHIPS[name], costs).seconds * 1e6
+        records.append({"case": f"die of an A3, if a {name}, 12 heads, {seqlen}", **_compared(predicted, measured)})
     without_limit = replace(CHIP, l2_bytes_per_second=math.inf)
     own_ports = replace(CHIP, l2_read_rate=2 * CHIP.l2_read_rate, l2_write_rate=2 * CHIP.l2_write_rate)
     models = {
@@ -229,7 +230,7 @@ def best() -> Iterator[Record]:
     """
     for chip in CHIPS.values():
         for headdim in (64, 128, 256):
-            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for dtype in (torch.float16, torch.float32):
                 workload = many_heads(32768, headdim=headdim, dtype=dtype)
                 yield _best(workload, tiling_for(workload, chip), chip, "ours")
     for headdim in (64, 128, 256):

@@ -51,6 +51,16 @@ def select(items: Sequence[pytest.Item], tier: Tier) -> list[pytest.Item]:
     return selected
 
 
+def in_turn(tier: Tier, alternatives: Sequence[Sequence[A]]) -> list[A]:
+    """What a tier runs of alternatives, e.g. of the dtypes of each case: all in deep, else one each, in turn.
+
+    Every alternative is taken twice before the next: lists in which two kinds of items alternate keep no step with it.
+    """
+    if tier is Tier.DEEP:
+        return list(itertools.chain.from_iterable(alternatives))
+    return [each[i // 2 % len(each)] for i, each in enumerate(alternatives)]
+
+
 def combinations(tier: Tier, firsts: Sequence[A], seconds: Sequence[B], thirds: Sequence[C]) -> list[tuple[A, B, C]]:
     """What a tier runs of a list (first, second, third), e.g. (case, engine, dtype).
 

@@ -8,14 +8,14 @@ from .markdown import error, number, page, ratio, table, tokens
 from .results import Result
 
 INTRODUCTION = """\
-**No Ascend NPU has run our kernels.** Times and rates on this page are predicted by our simulator of a 910B, except
-where a heading says measured. Others measured and published those times of NPUs. Two constants of the simulator were
-fitted to published cycle counts, and none to the times of whole kernels. Predictions of whole chips were committed
+**No Ascend NPU has run our kernels.** Times and rates on this page are predicted by our simulator of Ascend chips,
+except where a heading says measured. Others measured and published those times of NPUs. Two constants of the simulator
+were fitted to published cycle counts, and none to the times of whole kernels. Predictions of whole chips were committed
 before they were compared ([0068](../decisions/0068-share-the-l2-cache-in-the-ascend-simulator.md)). The measured times
 were known when the model was built, so the validation is weaker evidence than a blind test.
 [The simulator](../internals/ascend-simulator.md) explains the model. The last section measures our Triton kernel on an
 H200, which says nothing of the speed of an NPU."""
-PREDICTED = "none, predicted for a 910B"
+PREDICTED = "none, predicted for Ascend chips"
 
 
 def build() -> str:
@@ -32,7 +32,7 @@ def build() -> str:
         _validation(data["validation"]), source,
         "Few busy cores of a 910B2, one row block each, measured by others on two hosts. One and two cores are judged.",
         _few_cores(data["few_cores"]), source,
-        "Not used to judge the model: another chip, and models that each leave out one thing.",
+        "Not used to judge the model: dies of an A3, and models that each leave out one thing.",
         _not_judged(data["shown_not_judged"]), source,
         "## Two-level tiling against unified tiling",
         "One head of 128 on a 910B2, no mask. Ratios are to the column before.",
@@ -52,7 +52,8 @@ def build() -> str:
         'them. "Three kernels" fuses scale, mask and softmax; "eager" has a kernel for each operation.',
         _standard(data["standard"]), source,
         "## Rates",
-        'Best tiles for 32K tokens, 32 heads, no mask, in TFLOPS. "By hand" leaves a compiler no room in its buffers.',
+        'Best tiles for 32K tokens, 32 heads, no mask, in TFLOPS. "By hand" leaves a compiler no room in its buffers. '
+        "Chips called 910_93.. are dies of a 910C, each half of an A3's chip.",
         _rates(data["best"]), source,
         *_on_cuda(),
     )  # fmt: skip

@@ -45,7 +45,7 @@ def build() -> str:
     """index.md."""
     rows = [[link, what, "; ".join(_device(Result.load(name)) for name in names)] for link, what, names in PAGES]
     predictions = [
-        ["[Ascend: predictions](ascend-plan.md)", "a simulator of a 910B", "none"],
+        ["[Ascend: predictions](ascend-plan.md)", "a simulator of Ascend chips", "none"],
         ["[Volta: predictions](volta-model.md)", "machine code and a model of an SM", "none"],
     ]
     resources = f"{SOURCE_URL}/blob/main/benchmarks/results/kernels_resources.md"

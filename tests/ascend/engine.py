@@ -17,16 +17,16 @@ class On910B2(CpuExecutedAscendBackend):
     name, chip = "ascend-910B2", CHIPS["910B2"]
 
 
-class On910B3(CpuExecutedAscendBackend):
-    name, chip = "ascend-910B3", CHIPS["910B3"]
-
-
 class On910B4(CpuExecutedAscendBackend):
     name, chip = "ascend-910B4", CHIPS["910B4"]
 
 
+class OnDieOf910C(CpuExecutedAscendBackend):
+    name, chip = "ascend-910_9362", CHIPS["910_9362"]
+
+
 # Each data type runs as if on another chip, so that tilings of several are executed.
-BACKENDS = {torch.float16: On910B2, torch.bfloat16: On910B3, torch.float32: On910B4}
+BACKENDS = {torch.float16: On910B2, torch.bfloat16: On910B4, torch.float32: OnDieOf910C}
 
 
 class ExecutedEngine(RegisteredEngine):

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from ascend.build_cache import cached_file
 from fastattention.backends.ascend.call import Launch
 
-TARGET = GPUTarget("npu", "Ascend910B3", 0)  # the IR is the same for every 910B
+TARGET = GPUTarget("npu", "Ascend910B3", 0)  # the IR is the same for every chip
 
 _ONE_AT_A_TIME = threading.Lock()  # Triton's own part of lowering; Ascend's is a process
 

@@ -17,7 +17,7 @@ from conformance.check import check
 from conformance.rows_behind import check_rows_behind
 from hypothesis import given
 from hypothesis.strategies import SearchStrategy
-from tiers import Tier, tier_of
+from tiers import Tier, in_turn, tier_of
 
 from ascend.engine import BACKENDS, ExecutedEngine
 from fastattention.backends.ascend.call import MAX_HEADDIM
@@ -75,8 +75,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         runs_of_cases = [list(runs) for _, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
         of_int8 = [runs for runs in runs_of_cases if is_quantised(runs[0].case)]
         kept = [runs for runs in runs_of_cases if not is_quantised(runs[0].case)] + of_int8[::-7]
-        one_each = [runs[i // 2 % len(runs)] for i, runs in enumerate(kept)]
-        runs = RUNS if tier_of(metafunc.config) is Tier.DEEP else one_each
+        tier = tier_of(metafunc.config)
+        runs = in_turn(tier, runs_of_cases if tier is Tier.DEEP else kept)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 
@@ -124,19 +124,21 @@ def without_bias(cases: SearchStrategy[Any]) -> SearchStrategy[Any]:
 @FEW
 @given(case=without_bias(strategies.dense_cases()), dtype=strategies.DTYPES)
 def test_random_dense(case: Case, dtype: torch.dtype) -> None:
+    hypothesis.assume(refusal(case, dtype) is None)  # a case that is refused would skip all others
     check(ExecutedEngine.of(dtype), case, dtype)
 
 
 @FEW
 @given(case=without_bias(strategies.varlen_cases()), dtype=strategies.DTYPES)
 def test_random_varlen(case: Case, dtype: torch.dtype) -> None:
+    hypothesis.assume(refusal(case, dtype) is None)
     check(ExecutedEngine.of(dtype), case, dtype)
 
 
 @hypothesis.settings(FEW, max_examples=4)
 @given(case=without_bias(strategies.kvcache_cases()), dtype=strategies.DTYPES)
 def test_random_kvcache(case: Case, dtype: torch.dtype) -> None:
-    hypothesis.assume(refusal(case, dtype) is None)  # a case that is refused would skip all others
+    hypothesis.assume(refusal(case, dtype) is None)
     check(ExecutedEngine.of(dtype), case, dtype)
 
 

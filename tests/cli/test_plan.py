@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fastattention.backends.ascend.chips import CHIPS
+
 from .conftest import Finished
 from .test_scripts import load_script
 
@@ -47,8 +49,9 @@ def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
         ("--seqlen 100000000 --causal --heads 32", "predicted rate"),
         ("--seqlen 100 --dtype float32 --headdim 256 --chip Ascend910B4", "910B4: 20 AI Cores at 1.5 GHz"),
         ("--seqlen 512 --batch 2 --heads 4 --dtype bfloat16 --headdim 40", "predicted rate"),
+        ("--seqlen 2048 --chip a3", "910_9392 (910C, one die of 2): 24 AI Cores at 1.85 GHz"),
     ],
-    ids=["no mask", "decode", "heads", "long", "float32", "batch"],
+    ids=["no mask", "decode", "heads", "long", "float32", "batch", "A3"],
 )
 def test_plan_serves_every_kind_of_call(arguments: str, said: str, run_command: RunCommand) -> None:
     exit_code, output = run_command("plan", "ascend", *arguments.split())
@@ -67,7 +70,11 @@ def test_plan_draws_the_timeline(name: str, begins: bytes, run_command: RunComma
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--chip A100", "chip='A100' is not known; choose from 910B1, 910B2, 910B3, 910B4"),
+        (
+            "--chip A100",
+            "chip='A100' is not known; choose from 910B1, 910B2, 910B3, 910B4, 910B4-1, 910_9362, 910_9372, "
+            "910_9382, 910_9392, 910B2C, 910_9381, 910_9391, 910C, A3",
+        ),
         ("--dtype int8", "dtype='int8' is not known; choose from float16, bfloat16, float32"),
         ("--headdim 257", "headdim=257 is not served by the ascend backend; use 1 to 256"),
         ("--heads 8 --heads-k 3", "heads_k=3 does not divide heads=8"),
@@ -90,6 +97,6 @@ def test_script_writes_predictions_and_both_timelines(tmp_path: Path) -> None:
     assert all(abs(one["error"]) <= one["allowed_error"] for one in record["validation"])
     assert [one["seqlen"] for one in record["gains"]] == [1024, 2048]
     assert {one["tiling_mask_bytes"] for one in record["mask"]} == {4 * 2**20}
-    assert {one["chip"] for one in record["best"]} == {"910B1", "910B2", "910B3", "910B4"}
+    assert {one["chip"] for one in record["best"]} == set(CHIPS)
     for name in ("unified", "two_level"):
         assert (tmp_path / f"ascend_plan_{name}.png").read_bytes().startswith(b"\x89PNG")

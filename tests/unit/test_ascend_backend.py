@@ -107,14 +107,14 @@ def test_a_call_goes_to_the_vendor_where_it_is_exact_and_to_the_kernels_otherwis
 
 class OnAnotherNpu(OnNpu):
     def _chip(self, problem: Problem) -> Chip:
-        return find_chip("Ascend910_9392")
+        return find_chip("Ascend950PR_9599")
 
 
 def test_an_npu_whose_tiles_are_not_known_is_a_reason_and_no_surprise() -> None:
     reason = OnAnotherNpu("triton").why_not(dense())
     assert reason is not None
     assert "no tiles are known for this NPU" in reason
-    assert "Ascend910_9392" in reason
+    assert "Ascend950PR_9599" in reason
     assert OnAnotherNpu().implementation(dense()) == "vendor"
 
 

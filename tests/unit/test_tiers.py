@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiers import Tier, combinations, select
+from tiers import Tier, combinations, in_turn, select
 
 CASES, ENGINES, DTYPES = range(37), ("a", "b", "c", "d", "e", "f"), ("x", "y", "z")
 
@@ -30,6 +30,17 @@ def test_the_quick_tier_runs_each_case_once_and_lets_engines_and_dtypes_meet() -
     runs = combinations(Tier.QUICK, CASES, ENGINES, DTYPES)
     assert [case for case, _, _ in runs] == list(CASES)
     assert {run[1:] for run in runs} == set(itertools.product(ENGINES, DTYPES))
+
+
+def test_alternatives_take_turns_below_the_deep_tier() -> None:
+    lists = [[(case, dtype) for dtype in DTYPES[: 1 if case == 7 else 3]] for case in CASES]  # one has a single dtype
+    assert in_turn(Tier.DEEP, lists) == list(itertools.chain.from_iterable(lists))
+    for tier in (Tier.QUICK, Tier.ALL):
+        chosen = in_turn(tier, lists)
+        assert [case for case, _ in chosen] == list(CASES)
+        assert set(chosen) <= set(itertools.chain.from_iterable(lists))
+        for parity in (0, 1):  # of whatever alternates in the list of cases
+            assert {dtype for case, dtype in chosen if case % 2 == parity} == set(DTYPES)
 
 
 def item(name: str, **marks: dict[str, int]) -> Any:

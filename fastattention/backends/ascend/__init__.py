@@ -5,6 +5,6 @@ call.py       a problem and its tensors as launches of the kernels
 kernels.py    the Triton kernels; mask_tile.py has the mask that all tiles share
 tiling.py     chooses tile sizes with the simulator
 chips.py      hardware figures
-simulator/    predicts the time of a call on an Ascend 910B
+simulator/    predicts the time of a call on an Ascend chip
 vendor/       calls of torch_npu's operators
 """

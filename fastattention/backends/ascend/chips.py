@@ -1,8 +1,9 @@
-"""Hardware figures of the Ascend 910B (buffers, units, bandwidths), each with its source.
+"""Hardware figures of the Ascend 910B and 910C (buffers, units, bandwidths), each with its source.
 
 Sources, by the letter that stands behind a figure:
 
-    P  the platform descriptions (Ascend910B*.ini) that come with CANN: cores, clocks, capacities, rates of paths
+    P  the platform descriptions (Ascend910B1.ini, Ascend910_9392.ini, ...) in CANN's public runtime: cores, clocks,
+       capacities, rates of paths
     C  the capacity that Triton-Ascend leaves to a kernel, told by its own messages on overflow
     G  the vendor's guide to operators in Ascend C, on tiling for the L2 cache
     V  the vendor's published figures of the products: peak rates, memory bandwidth
@@ -11,35 +12,34 @@ Sources, by the letter that stands behind a figure:
 
 An AI Core is one Cube unit (matrix products) and two Vector units (all else). They meet nowhere but in global memory,
 or in the L2 cache that stands for it.
+
+A 910C, the chip of the A3 series, is two dies of the 910B's kind in one package. Each has its own memory and L2 cache,
+and is an NPU of its own to torch_npu. So a call runs on one die, and "chip" means a die here.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fastattention.errors import ArgumentError
 
 KIB = 1024
-
-
-class _Sku(NamedTuple):
-    """What differs between the chips of the family."""
-
-    num_cores: int
-    clock_ghz: float
-    hbm_terabytes_per_second: float
+MIB = 1024 * KIB
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One 910B. Capacities are in bytes, rates in bytes or elements a cycle of the core's clock."""
+    """A 910B, or a die of a 910C. Capacities are in bytes, rates in bytes or elements a cycle of the core's clock."""
 
     name: str
     num_cores: int  # P: AI Cores
     clock_ghz: float  # P
-    hbm_bytes_per_second: float  # V: 1.6 to 1.8 TB/s are published, the lower is taken; B4 has half
+    l2_bytes: int  # P: of all cores
+    # V: 1.6 to 1.8 TB/s of a 910B, the lower is taken, half of it for a B4; 3.2 TB/s of the two dies of a 910C. Nothing
+    # is published of dies with fewer cores (?), nor of the B4-1, which is taken for a B4 (?).
+    hbm_bytes_per_second: float
+    dies: int = 1  # V: of the package, each of them such a chip
 
     # Buffers of a core.
     ub_bytes: int = 192 * KIB - 8 * KIB - 256  # P, C: of each Vector unit, less what the compiler keeps for itself
@@ -47,7 +47,6 @@ class Chip:
     l0a_bytes: int = 64 * KIB  # P: left operands of the Cube
     l0b_bytes: int = 64 * KIB  # P: right operands
     l0c_bytes: int = 128 * KIB  # P: float32 results
-    l2_bytes: int = 192 * KIB * KIB  # P: of the whole chip
 
     # Paths of a core.
     l2_read_rate: float = 110.0  # P: from the L2 cache, by the Cube and the Vector units together
@@ -81,21 +80,37 @@ class Chip:
         return min(self.hbm_rate, self.hbm_bytes_per_second / (self.clock_hz * active_cores))
 
 
-_SKUS = {
-    "910B1": _Sku(24, 1.85, 1.6),
-    "910B2": _Sku(24, 1.80, 1.6),
-    "910B3": _Sku(20, 1.80, 1.6),
-    "910B4": _Sku(20, 1.50, 0.8),
-}
 CHIPS: dict[str, Chip] = {
-    name: Chip(name, sku.num_cores, sku.clock_ghz, sku.hbm_terabytes_per_second * 1e12) for name, sku in _SKUS.items()
+    chip.name: chip
+    for chip in (
+        Chip("910B1", 24, 1.85, 192 * MIB, 1.6e12),
+        Chip("910B2", 24, 1.80, 192 * MIB, 1.6e12),
+        Chip("910B3", 20, 1.80, 192 * MIB, 1.6e12),
+        Chip("910B4", 20, 1.50, 96 * MIB, 0.8e12),
+        Chip("910B4-1", 20, 1.50, 168 * MIB, 0.8e12),
+        Chip("910_9362", 20, 1.50, 168 * MIB, 1.6e12, dies=2),
+        Chip("910_9372", 20, 1.80, 192 * MIB, 1.6e12, dies=2),
+        Chip("910_9382", 24, 1.80, 192 * MIB, 1.6e12, dies=2),
+        Chip("910_9392", 24, 1.85, 192 * MIB, 1.6e12, dies=2),
+    )
+}
+# P: these agree in everything above. 910C and A3 name no SKU: the fastest is meant.
+_OTHER_NAMES = {
+    "910B2C": "910B2",
+    "910_9381": "910_9382",
+    "910_9391": "910_9392",
+    "910C": "910_9392",
+    "A3": "910_9392",
 }
 
 
 def find_chip(name: str) -> Chip:
-    """The chip that a device calls itself: "910B2", "Ascend910B2", "Ascend910B2C". Raises ArgumentError for others."""
-    found = re.fullmatch(r"(?:ascend[ _-]?)?(910B\d)(?:[A-Z]|-\d)?", name.strip(), re.IGNORECASE)
-    chip = CHIPS.get(found[1].upper()) if found else None
+    """The chip that a device calls itself ("910B2", "Ascend910B2C", "Ascend910_9392"), or a die of "910C" or "A3".
+
+    Raises ArgumentError for others.
+    """
+    plain = re.sub(r"^ascend[ _-]?", "", name.strip(), flags=re.IGNORECASE).upper()
+    chip = CHIPS.get(_OTHER_NAMES.get(plain, plain))
     if chip is None:
-        raise ArgumentError(f"chip={name!r} is not known; choose from {', '.join(CHIPS)}")
+        raise ArgumentError(f"chip={name!r} is not known; choose from {', '.join((*CHIPS, *_OTHER_NAMES))}")
     return chip

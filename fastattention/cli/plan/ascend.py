@@ -1,4 +1,4 @@
-"""`fastattention plan ascend`: predicts tiles and time on an Ascend 910B. Needs no device."""
+"""`fastattention plan ascend`: predicts tiles and time on an Ascend 910B or 910C. Needs no device."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def _summary(prediction: ChipPrediction) -> Table:
     table = Table(title="Plan", title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     full_mask = workload.seqlen_q * workload.seqlen_k
     slices = tiling.outer_tile_m // chip.vectors_per_core // tiling.inner_tile_m
+    name = chip.name if chip.dies == 1 else f"{chip.name} (910C, one die of {chip.dies})"
     rows = {
-        "chip": f"{chip.name}: {chip.num_cores} AI Cores at {chip.clock_ghz} GHz, peak {chip.peak_tflops:.0f} TFLOPS",
+        "chip": f"{name}: {chip.num_cores} AI Cores at {chip.clock_ghz} GHz, peak {chip.peak_tflops:.0f} TFLOPS",
         "outer tile (Cube)": f"{tiling.outer_tile_m} queries x {tiling.outer_tile_n} keys",
         "inner tile (Vector)": f"{tiling.inner_tile_m} rows x {tiling.outer_tile_n} keys, {slices} for each Vector",
         "preload": f"{tiling.preload}: score tiles computed ahead {tiling.preload - 1}",

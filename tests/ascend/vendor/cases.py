@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
+import pytest
 import torch
 from conformance.calls import build_call
 from conformance.case import Case, DenseCase, KvCacheCase, VarlenCase
 from conformance.cases import CASES
+from tiers import in_turn, tier_of
 
 from fastattention.backends.ascend import vendor
 
@@ -72,3 +77,14 @@ def runs(*dtypes: torch.dtype) -> list[tuple[Case, torch.dtype]]:
         for dtype in dtypes
         if vendor.why_not(build_call(case, dtype).prepare()[0]) is None
     ]
+
+
+def parametrize(metafunc: pytest.Metafunc, runs: Sequence[tuple[Case, torch.dtype]]) -> None:
+    """Gives a test its `case` and `dtype`. Below the deep tier each case has one dtype, in turn.
+
+    What is handed to the operators depends on the dtype in few places.
+    """
+    by_case = [list(group) for _, group in itertools.groupby(runs, key=lambda run: run[0])]
+    chosen = in_turn(tier_of(metafunc.config), by_case)
+    ids = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for case, dtype in chosen]
+    metafunc.parametrize(("case", "dtype"), chosen, ids=ids)

@@ -7,7 +7,7 @@ import torch
 from conformance.case import Case
 from conformance.check import check
 
-from ascend.vendor.cases import MORE, runs
+from ascend.vendor.cases import MORE, parametrize, runs
 from ascend.vendor.engine import ENGINE
 from ascend.vendor.environment import skip_without_torch_npu
 
@@ -16,9 +16,11 @@ skip_without_torch_npu()
 RUNS = runs(torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), RUNS, ids=[f"{case.name}-{str(dtype).removeprefix('torch.')}" for case, dtype in RUNS]
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "dtype" in metafunc.fixturenames:
+        parametrize(metafunc, RUNS)
+
+
 def test_is_right_repeats_and_writes_nothing_else(case: Case, dtype: torch.dtype) -> None:
     check(ENGINE, case, dtype)
 

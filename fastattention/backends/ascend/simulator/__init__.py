@@ -1,4 +1,4 @@
-"""A performance model of the Ascend 910B: predicts the time of a call, and where it is spent. Nothing here is measured.
+"""A performance model of Ascend chips: predicts the time of a call, and where it is spent. Nothing here is measured.
 
 From the inside out: events.py (operations, pipes and shared paths), core.py (what an AI Core does for a tile),
 row_block.py (one tile of queries), memory.py (what a core gets of cache and memory), whole_chip.py (a call).

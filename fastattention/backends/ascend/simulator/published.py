@@ -65,8 +65,9 @@ FEW_CORES = {
     (2048, 4096): (59.690, 58.43),
     (2048, 8192): (107.780, 100.93),
 }
-# 12 heads that share one key head, on a die of an A3: another chip, for which a 910B2 is predicted.
+# 12 heads that share one key head, on a die of an A3. Which of the dies with 24 cores is not told: there are two kinds.
 A3 = {32768: 37_600.0, 65536: 149_600.0, 131072: 600_000.0}
+A3_DIES = ("910_9382", "910_9392")
 MEASURED_CHIP = CHIPS["910B2"]
 # The measured kernel's tiles; it computes four ahead. Its Vector slices have 32 rows. With these the softmax would take
 # longer than published by the rates of the chip, so that 16 are simulated.

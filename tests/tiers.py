@@ -64,20 +64,26 @@ def in_turn(tier: Tier, alternatives: Sequence[Sequence[A]]) -> list[A]:
 def combinations(tier: Tier, firsts: Sequence[A], seconds: Sequence[B], thirds: Sequence[C]) -> list[tuple[A, B, C]]:
     """What a tier runs of a list (first, second, third), e.g. (case, engine, dtype).
 
-    deep: the cross product. all: every first with half of the seconds, and thirds in turn: a first meets every third,
-    and so does a second. quick: every first once, with seconds and thirds in turn.
+    deep: the cross product. all: every first with a third of the seconds, and thirds in turn: seconds and thirds meet.
+    quick: every first once, with seconds and thirds in turn.
     """
     if tier is Tier.DEEP:
         return list(itertools.product(firsts, seconds, thirds))
     if tier is Tier.ALL:
-        # Which half follows the Thue-Morse sequence: it keeps no step with a list in which, say, two sizes alternate.
+        # Which third follows the digits of i in base 3, like the Thue-Morse sequence in base 2: it keeps no step with a
+        # list in which, say, two sizes alternate.
         return [
-            (first, second, thirds[(i + j // 2) % len(thirds)])
+            (first, second, thirds[(i + j // 3) % len(thirds)])
             for i, first in enumerate(firsts)
             for j, second in enumerate(seconds)
-            if (i.bit_count() + j) % 2 == 0
+            if (_digit_sum(i) + j) % 3 == 0
         ]
     return [
         (first, seconds[i % len(seconds)], thirds[(i + i // len(seconds)) % len(thirds)])
         for i, first in enumerate(firsts)
     ]
+
+
+def _digit_sum(number: int) -> int:
+    """Of its digits in base 3."""
+    return number % 3 + _digit_sum(number // 3) if number else 0

@@ -1,4 +1,4 @@
-"""The list of cases x engine x dtype: every combination in the deep tier, half of the engines for a case in `all`."""
+"""The list of cases x engine x dtype: every combination in the deep tier, a third of the engines of a case in `all`."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiers import thin
 from torch import Tensor
 
 from conformance.calls import Call, build_call
@@ -63,6 +64,7 @@ def skip_where_refused(engine: Engine, case: Case, dtype: torch.dtype, *grads: s
         pytest.skip(reason)
 
 
+@thin(quick=5, all=5)
 @every_case
 @every_dtype
 @every_engine
@@ -77,6 +79,7 @@ def test_out_is_that_of_the_weights_kept(engine: Engine, dtype: torch.dtype, cas
     torch.testing.assert_close(lse, exact_lse.float(), rtol=1e-2, atol=1e-2)
 
 
+@thin(quick=7, all=5)
 @every_case
 @every_dtype
 @every_engine

@@ -30,7 +30,7 @@ def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
         yield from choose_chunk_kernels(problem, limits.arch, limits)
 
 
-@thin(all=5)
+@thin(all=11)
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "H100"])

@@ -14,7 +14,7 @@ import torch
 from conformance.block_cases import BLOCK_TILES, BLOCKS
 from conformance.calls import Call, build_call
 from conformance.case import Case, KvCacheCase
-from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
+from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
 from conformance.int8_cases import INT8, INT8_TILES
@@ -142,7 +142,7 @@ def features_of(kernel: Variant) -> tuple[object, ...]:
 
 
 def runs_in(tier: Tier) -> list[Run]:
-    """Below the deep tier a case runs on one GPU, one after the other, cases of tiles on two, of wide heads a third."""
+    """Below the deep tier a case runs on one GPU, in turn, and of wide heads, blocks and int8 only some cases run."""
     if tier is Tier.DEEP:
         return RUNS
     runs_of_cases = [(case, list(runs)) for case, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
@@ -154,7 +154,7 @@ def runs_in(tier: Tier) -> list[Run]:
         run
         for i, (case, runs) in enumerate(runs_of_cases)
         if i % one_in.get(case, 1) == 0
-        for run in (runs[i % 2 :: 2] if case in FOR_GPUS and case not in one_in else runs[i % len(runs) :][:1])
+        for run in [runs[i % len(runs)]]
     ]
 
 

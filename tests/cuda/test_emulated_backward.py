@@ -68,7 +68,7 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
 every_backend = pytest.mark.parametrize("backend", emulator.EMULATED, ids=[b.name for b in emulator.EMULATED])
 
 
-@thin(quick=11, all=5)
+@thin(quick=11, all=7)
 @every_backend
 @dropout.every_case
 def test_dropout(backend: type[EmulatedCudaBackend], case: Case) -> None:

@@ -107,7 +107,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("name", "chip", "dtype"), runs, ids=ids)
 
 
-@thin(quick=7, all=3)
+@thin(quick=7, all=5)
 def test_chunks_are_as_exact_as_the_recurrence(name: str, chip: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))

@@ -117,6 +117,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
     return results
 
 
+@thin(quick=3, all=2)
 @pytest.mark.parametrize("name", DECODERS)
 def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     gathers = counted(monkeypatch, FullAttentionCacheAllocator, "update")
@@ -126,7 +127,7 @@ def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], m
     assert not gathers
 
 
-@thin(all=3)
+@thin(quick=11, all=5)
 @pytest.mark.parametrize(
     "options",
     [{"page_size": 4, "max_batch_tokens": 64}, {"page_size": 7, "num_blocks": 300}, {"page_size": 256, "num_blocks": 6},
@@ -156,6 +157,7 @@ def test_a_full_cache_resets_requests(name: str, monkeypatch: pytest.MonkeyPatch
     assert any(resets)
 
 
+@thin(quick=3, all=2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     create = paged_cache.PagedAttentionCache.__init__
@@ -176,6 +178,7 @@ def test_several_continuations_of_a_prompt(name: str) -> None:
     assert batched_tokens(pair(name).fast, prompts, num_return_sequences=3, page_size=8) == expected
 
 
+@thin(quick=5, all=5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_half_types_are_as_near_to_float32_as_eager_attention(name: str, dtype: torch.dtype) -> None:

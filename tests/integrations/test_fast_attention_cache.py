@@ -33,7 +33,7 @@ def generate(name: str, cache: FastAttentionCache | None, **changed: Any) -> Ten
     return tokens
 
 
-@thin(quick=3)
+@thin(quick=3, all=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
@@ -55,7 +55,7 @@ def test_nothing_leaves_the_device_while_the_budget_suffices(name: str) -> None:
     assert device.downloaded_bytes == 0
 
 
-@thin(quick=9, all=3)
+@thin(quick=11, all=7)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(

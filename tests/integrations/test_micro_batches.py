@@ -58,7 +58,7 @@ def assert_close(given: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
 
 
-@thin(quick=5)
+@thin(quick=5, all=3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiers import deep as in_deep_tier
 from tiers import slow
 from transformers import CONFIG_MAPPING, MambaConfig, PreTrainedModel, ViTConfig
 
@@ -237,6 +238,7 @@ KNOWN_ARGUMENTS = {
 }  # fmt: skip
 
 
+@in_deep_tier
 @slow
 def test_every_argument_that_a_model_gives_is_known() -> None:
     """One that nobody knows could change results. Whoever adds it here has looked what eager attention does with it."""
@@ -256,6 +258,7 @@ def test_a_cache_of_a_model_without_attention_to_tokens_is_refused(config_class:
         FastAttentionCache(config_class(), kv_budget=LARGE)
 
 
+@in_deep_tier
 @slow
 def test_a_cache_is_made_or_refused_for_every_configuration_there_is() -> None:
     made = 0

@@ -24,7 +24,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     monkeypatch.setattr(dispatch, "_plans", {})
 
 
-@thin(quick=41, all=11)
+@thin(quick=41, all=29)
 @DTYPES
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
 @pytest.mark.parametrize("name", CASES)

@@ -96,7 +96,7 @@ def visible_by(mod: MaskMod, seqlen_q: int, seqlen_k: int, sizes: tuple[int, int
     return flex_attention.create_mask(mod, *sizes, seqlen_q, seqlen_k, device="cpu")
 
 
-@thin(quick=9, all=3)
+@thin(quick=9, all=7)
 @pytest.mark.parametrize("block_size", [(64, 64), (128, 64), (64, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize(
     ("left", "right"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import mutants
 import pytest
-from tiers import slow
+from tiers import deep
 
 MUTANTS = mutants.read_mutants()
 
@@ -16,7 +16,7 @@ def test_every_mutant_changes_text_that_occurs_once() -> None:
     assert mutants.misfits(MUTANTS) == []
 
 
-@slow
+@deep
 def test_every_mutant_selects_a_test() -> None:
     assert mutants.empty_selections(MUTANTS) == []
 

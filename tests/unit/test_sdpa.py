@@ -69,7 +69,7 @@ OPTIONS = {
 WITH_OPTIONS = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 
 
-@thin(quick=17, all=5)
+@thin(quick=17, all=11)
 @WITH_OPTIONS
 @pytest.mark.parametrize("lengths", [(37, 53), (53, 37), (37, 37), (1, 53), (37, 1), (37, 0)], ids=str)
 @pytest.mark.parametrize("extra", ["plain", "bias", "alibi", "sinks"])

@@ -16,13 +16,12 @@ def test_the_deep_tier_runs_the_cross_product() -> None:
     assert combinations(Tier.DEEP, CASES, ENGINES, DTYPES) == list(itertools.product(CASES, ENGINES, DTYPES))
 
 
-def test_the_tier_all_runs_each_case_in_every_dtype_on_half_of_the_engines() -> None:
+def test_the_tier_all_runs_each_case_on_a_third_of_the_engines_and_lets_engines_and_dtypes_meet() -> None:
     runs = combinations(Tier.ALL, CASES, ENGINES, DTYPES)
     engines_of = [{engine for case, engine, _ in runs if case == each} for each in CASES]
-    assert all(len(engines) == len(ENGINES) / 2 for engines in engines_of)
+    assert all(len(engines) == len(ENGINES) / 3 for engines in engines_of)
     for step in range(1, 5):  # of whatever alternates in the list of cases
         assert all(set().union(*engines_of[first::step]) == set(ENGINES) for first in range(step))
-    assert {(case, dtype) for case, _, dtype in runs} == set(itertools.product(CASES, DTYPES))
     assert {run[1:] for run in runs} == set(itertools.product(ENGINES, DTYPES))
 
 

@@ -1,5 +1,6 @@
 #include "isa.hpp"
 
+#include <algorithm>
 #include <vector>
 
 #ifdef FA_BUILD_X86
@@ -8,23 +9,16 @@
 #include <unistd.h>
 #endif
 
-namespace generic {
-extern const fastattention::Kernels kernels;
-}
-#ifdef FA_BUILD_X86
-namespace avx2 {
-extern const fastattention::Kernels kernels;
-}
-namespace avx512 {
-extern const fastattention::Kernels kernels;
-}
-namespace avx512_bf16 {
-extern const fastattention::Kernels kernels;
-}
-namespace amx_bf16 {
-extern const fastattention::Kernels kernels;
-}
-#endif
+// Weak, so that a build may leave some out (FASTATTENTION_ISAS): their addresses are null then.
+#define FA_DECLARE_ISA(name)                                           \
+    namespace name {                                                   \
+    extern const fastattention::Kernels kernels __attribute__((weak)); \
+    }
+FA_DECLARE_ISA(generic)
+FA_DECLARE_ISA(avx2)
+FA_DECLARE_ISA(avx512)
+FA_DECLARE_ISA(avx512_bf16)
+FA_DECLARE_ISA(amx_bf16)
 
 namespace fastattention {
 namespace {
@@ -44,7 +38,8 @@ bool may_use_amx() {
 }
 #endif
 
-std::vector<const Kernels*> detect() {
+/** The instruction sets that the processor has, whether they were built or not. */
+std::vector<const Kernels*> supported() {
     std::vector<const Kernels*> found{&generic::kernels};
 #ifdef FA_BUILD_X86
     __builtin_cpu_init();
@@ -68,7 +63,11 @@ std::vector<const Kernels*> detect() {
 }
 
 const std::vector<const Kernels*>& isas() {
-    static const std::vector<const Kernels*> found = detect();
+    static const std::vector<const Kernels*> found = [] {
+        std::vector<const Kernels*> built = supported();
+        built.erase(std::remove(built.begin(), built.end(), nullptr), built.end());
+        return built;
+    }();
     return found;
 }
 

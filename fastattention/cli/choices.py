@@ -29,6 +29,14 @@ class KernelDtype(str, Enum):
     BFLOAT16 = "bfloat16"
 
 
+class CheckedDevice(str, Enum):
+    """--device of check: what its list of calls runs on."""
+
+    NPU = "npu"
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
 class CacheFormat(str, Enum):
     """--cache: what a quantised cache holds."""
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fastattention import __version__
-from fastattention.cli.choices import Attention, CacheFormat, KernelDtype, ModelDtype
+from fastattention.cli.choices import Attention, CacheFormat, CheckedDevice, KernelDtype, ModelDtype
 from fastattention.cli.console import errors_as_messages
 from fastattention.threads import MOST_THREADS
 
@@ -53,6 +53,23 @@ def info() -> None:
 
     with errors_as_messages():
         command.info()
+
+
+@app.command()
+def check(
+    device: Annotated[
+        CheckedDevice | None, typer.Option(help="Default: an NPU or GPU that torch sees, else the CPU.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="The report to write, as JSON.")] = Path("fastattention-check.json"),
+) -> None:
+    """Compare a list of calls with float64 on this machine's device, and write a report to send back.
+
+    Exits with status 1 if a result was wrong or a call failed.
+    """
+    from fastattention.cli.check import command
+
+    with errors_as_messages():
+        command.check(None if device is None else device.value, output)
 
 
 @app.command()

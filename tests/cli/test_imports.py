@@ -20,7 +20,8 @@ def imported_by(statement: str) -> set[str]:
     [
         ("import fastattention", set()),
         (
-            "from fastattention.cli import main, info, generate, demo; import fastattention.cli.bench.command",
+            "from fastattention.cli import main, info, generate, demo; "
+            "import fastattention.cli.bench.command, fastattention.cli.check.command",
             {"rich", "typer"},
         ),
     ],

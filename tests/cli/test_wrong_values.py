@@ -24,6 +24,7 @@ NUMBERS = ("", "x", "1.5e", "nan", "-1", str(10**30))
 # What a command needs beside the option that is wrong. MODEL is a folder with a model.
 NEEDED = {
     "info": "",
+    "check": "",
     "bench": "model",
     "generate": "--model=MODEL --prompt=x --max-new-tokens=1",
     "demo": "--new-tokens=1",
@@ -41,6 +42,7 @@ SIZES = ("", "x", "16Gb", "16gib", "-1GB", "16", "1e30", NOT_UTF8)
 FILES = (".", "", "folder.png", "nowhere/file.png", "file/file.png", "/proc/file.png", "x" * 300 + ".png")
 DEVICES = ("", "nothing", "meta", "cuda:99", "cuda:x", "cpu:-3", "mps", "xla", "vulkan", "lazy", "hpu", NOT_UTF8)
 TEXTS = {
+    "check output": (*FILES, "/dev/null"),
     "bench questions": ("", "everything", NOT_UTF8),
     "bench model": ("", "nowhere", "file", "damaged", "llama-2-7b/3", NOT_UTF8),
     "bench output": ("file", "file/folder", "/proc/folder", "x" * 300),

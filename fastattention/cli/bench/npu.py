@@ -62,17 +62,20 @@ def measure(
         for headdim, causal, seqlen in itertools.product((64, 128), (False, True), seqlens)
     ]
     shapes += [(128, False, 1, seqlen, 1) for seqlen in one_head]
-    records = []
     with progress_bar() as bar:
-        for headdim, causal, batch_size, seqlen, nheads in bar.track(shapes, description="prefill"):
-            every_head = tensors(batch_size, seqlen, headdim=headdim, device=DEVICE)
-            q, k, v = (tensor[:, :, :nheads].contiguous() for tensor in every_head)
-            problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
-            flops = 4.0 * batch_size * seqlen**2 * nheads * headdim * (0.5 if causal else 1.0)
-            what = f"{batch_size} x {seqlen}, {nheads} heads"
-            one = record(what, headdim, causal, flops, calls_of(problem, inputs), rounds, DEVICE)
-            records.append({**one, "predicted_tflops": predicted_tflops(problem, flops, name)})
-    return records
+        return [measure_shape(name, shape, rounds) for shape in bar.track(shapes, description="prefill")]
+
+
+def measure_shape(name: str, shape: tuple[int, bool, int, int, int], rounds: int) -> dict[str, Any]:
+    """The record of one shape: (headdim, causal, batch_size, seqlen, nheads). name: as in `measure`."""
+    headdim, causal, batch_size, seqlen, nheads = shape
+    every_head = tensors(batch_size, seqlen, headdim=headdim, device=DEVICE)
+    q, k, v = (tensor[:, :, :nheads].contiguous() for tensor in every_head)
+    problem, inputs = prepare_dense(q, k, v, Options(causal=causal, window_right=0 if causal else -1))
+    flops = 4.0 * batch_size * seqlen**2 * nheads * headdim * (0.5 if causal else 1.0)
+    what = f"{batch_size} x {seqlen}, {nheads} heads"
+    one = record(what, headdim, causal, flops, calls_of(problem, inputs), rounds, DEVICE)
+    return {**one, "predicted_tflops": predicted_tflops(problem, flops, name)}
 
 
 def predicted_tflops(problem: Problem, flops: float, name: str) -> dict[str, float]:

@@ -1,0 +1,102 @@
+"""`fastattention check`: runs the list on this machine's device, and writes the report to send back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fastattention.backends.registry import get_backend
+from fastattention.cli.check import model, run, speeds
+from fastattention.cli.check.cases import Case, cases_of
+from fastattention.cli.check.facts import facts_of
+from fastattention.cli.check.report import Entry, Report
+from fastattention.cli.console import OUTPUT, check_output_file, progress_bar
+from fastattention.errors import ArgumentError, UnsupportedError
+
+BACKENDS = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
+ISSUES = "https://github.com/fastattention/fastattention/issues"
+
+
+def check(device: str | None, output: Path, cases: Sequence[Case] | None = None) -> None:
+    """Run everything, write `output`, print what was wrong. Exits with status 1 if anything was wrong or failed.
+
+    device: npu, cuda or cpu; None for the machine's. cases: others than the list. Raises UnsupportedError where the
+    device's backend cannot run.
+    """
+    check_output_file(output)
+    if output.exists() and not output.is_file():
+        raise ArgumentError(f"output={str(output)!r} is no regular file; name one, which is replaced as a whole")
+    device = device or device_of_machine()
+    if (reason := get_backend(BACKENDS[device]).why_unavailable()) is not None:
+        raise UnsupportedError(f"device={device!r}: the {BACKENDS[device]} backend cannot run here: {reason}")
+    report = Report(output, facts_of(device))
+    runs = run.runs_of(cases_of(device) if cases is None else cases, run.IMPLEMENTATIONS[device])
+    with progress_bar() as bar:
+        task = bar.add_task("calls", total=len(runs) + 4)
+        for case, implementation in runs:
+            bar.update(task, description=f"{case.name}, {implementation.name}")
+            if not run.run(report, case, implementation, device):
+                break
+            bar.advance(task)
+        else:
+            bar.update(task, description="a tiny model")
+            model.run(report, device)
+            bar.update(task, description="speed")
+            speeds.run(report, device, lambda: bar.advance(task))
+    report.finish()
+    _show(report)
+    if report.bad() or report.stopped:
+        raise typer.Exit(1)
+
+
+def device_of_machine() -> str:
+    """An accelerator if there is one that we have kernels for, else cpu."""
+    if get_backend("ascend").why_unavailable() is None:
+        return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _show(report: Report) -> None:
+    if report.bad():
+        table = Table("what", "dtype", "by", "state", "why", title="what was wrong", title_justify="left")
+        for entry in report.bad():
+            by = entry.get("implementation", "")
+            cells = (entry["name"], entry.get("dtype", ""), by, entry["state"], _why(entry))
+            table.add_row(*(escape(cell) for cell in cells))
+        OUTPUT.print(table)
+    _show_speeds([entry for entry in report.entries if entry["state"] == "measured"])
+    for entry in report.entries:
+        if entry["state"] == "skipped":
+            OUTPUT.print(escape(f"{entry['name']} skipped: {entry['reason']}"), soft_wrap=True)
+    if report.stopped:
+        OUTPUT.print(escape(report.stopped), soft_wrap=True)
+    OUTPUT.print(report.summary())
+    OUTPUT.print(
+        escape(f"wrote {report.path}. Please open an issue with it, whatever it says: {ISSUES}"), soft_wrap=True
+    )
+
+
+def _why(entry: Entry) -> str:
+    """Of a wrong entry its errors beyond the allowed ones."""
+    if "reason" in entry:
+        return str(entry["reason"])
+    beyond = {name: one for name, one in entry["errors"].items() if not one["error"] <= one["allowed"]}
+    parts = [f"{name} is off by {one['error']:.2g}, allowed are {one['allowed']:.2g}" for name, one in beyond.items()]
+    return "; ".join(parts) or "out has another dtype than q"
+
+
+def _show_speeds(entries: Sequence[Entry]) -> None:
+    if not entries:
+        return
+    names = list(dict.fromkeys(name for entry in entries for name in entry["tflops"]))
+    table = Table("what", "headdim", "causal", *names, "predicted, ours", title="useful TFLOPS", title_justify="left")
+    for entry in entries:
+        rates = (f"{entry['tflops'][name]:.3g}" if name in entry["tflops"] else "" for name in names)
+        predicted = "".join(f"{rate:.3g}" for rate in entry.get("predicted_tflops", {}).values())
+        table.add_row(entry["name"], str(entry["headdim"]), "yes" if entry["causal"] else "no", *rates, predicted)
+    OUTPUT.print(table)

@@ -1,0 +1,86 @@
+"""What a report says of the machine: all of `fastattention info`, the devices, and what their vendor's tool shows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastattention.backends.registry import ORDER, get_backend
+from fastattention.cli.info import environment_variables
+from fastattention.cli.machine import describe_machine
+
+TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
+TOOL_SECONDS = 60
+# Beginnings of the names of distributions that compile or run kernels.
+DISTRIBUTIONS = ("torch", "triton", "cuda-", "nvidia-cuda-nvrtc", "nvidia-cudnn", "transformers")
+# Beneath the folder that CANN's set_env.sh names.
+CANN_VERSIONS = ("version.cfg", "*/ascend_toolkit_install.info")
+
+
+def facts_of(device: str) -> dict[str, Any]:
+    """As JSON types only. device: npu, cuda or cpu."""
+    return {
+        "device": device,
+        "device_names": device_names(device),
+        "machine": describe_machine(),
+        "distributions": installed(),
+        "backends": {name: state_of(name) for name in ORDER},
+        "environment": {name: os.environ.get(name) for name in environment_variables()},
+        "tool": tool_output(device),
+        "cann": cann_versions(),
+    }
+
+
+def device_names(device: str) -> list[str]:
+    """Of all that torch sees; of GPUs with their compute capability."""
+    if device == "cuda":
+        indices = range(torch.cuda.device_count())
+        pairs = ((torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)) for index in indices)
+        return [f"{name}, sm{major}{minor}" for name, (major, minor) in pairs]
+    if device == "npu":
+        npu = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
+        return [npu.get_device_name(index) for index in range(npu.device_count())]
+    return []
+
+
+def state_of(name: str) -> dict[str, str]:
+    """A backend's own line, or why it cannot run."""
+    backend = get_backend(name)
+    reason = backend.why_unavailable()
+    return {"available": backend.describe()} if reason is None else {"unavailable": reason}
+
+
+def installed() -> dict[str, str]:
+    """Versions of distributions that compile or run kernels."""
+    found = {one.metadata["Name"] or "": one.version for one in distributions()}
+    return {name: found[name] for name in sorted(found) if name.lower().startswith(DISTRIBUTIONS)}
+
+
+def tool_output(device: str) -> dict[str, str] | None:
+    """What the vendor's tool prints of the devices, without the list of processes; None where there is no such tool."""
+    command = TOOLS.get(device)
+    if command is None or shutil.which(command[0]) is None:
+        return None
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS)
+        printed = ran.stdout + ran.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        printed = f"cannot be run: {error}"
+    lines = printed.splitlines()
+    processes = next((number for number, line in enumerate(lines) if "Process" in line), len(lines))
+    return {"command": " ".join(command), "output": "\n".join(lines[:processes])}
+
+
+def cann_versions() -> dict[str, str]:
+    """Files in which CANN says its version, by name; none where it is not set up."""
+    folder = os.environ.get("ASCEND_TOOLKIT_HOME")
+    if not folder:
+        return {}
+    found = (path for pattern in CANN_VERSIONS for path in sorted(Path(folder).glob(pattern)))
+    return {path.name: path.read_text(errors="replace") for path in found}

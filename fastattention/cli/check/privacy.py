@@ -1,0 +1,57 @@
+"""Takes out of a report whose machine it is: it is going to be published."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fastattention.cli.machine import SOURCES
+
+IMPERSONAL = ("root", "localhost")  # of users and hosts
+
+
+class Anonymiser:
+    """Replaces paths and names in all text of a report.
+
+    paths: each with what stands for it; those within others win
+    names: each with what stands for it, where it is a word of its own
+    """
+
+    def __init__(self, paths: Iterable[tuple[Path, str]], names: Iterable[tuple[str, str]]) -> None:
+        # "/" stands for no one, and is in every path.
+        known = {str(path): shown for path, shown in paths if len(path.parts) > 1}
+        self._paths = sorted(known.items(), key=lambda pair: -len(pair[0]))
+        self._names = [
+            (re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"), shown)
+            for name, shown in names
+            if name and name not in IMPERSONAL
+        ]
+
+    @classmethod
+    def of_this_machine(cls) -> Anonymiser:
+        """For the user, the host and the folders of this process."""
+        paths = [(Path(sys.prefix), "<python>"), (SOURCES, "<sources>"), (Path.cwd(), "<folder>")]
+        names = [(socket.gethostname(), "<host>"), (socket.gethostname().partition(".")[0], "<host>")]
+        try:
+            paths.append((Path.home(), "<home>"))
+            names.append((getpass.getuser(), "<user>"))
+        except (RuntimeError, OSError, KeyError):  # a user whom the system does not know
+            pass
+        return cls([*paths, *((path.resolve(), shown) for path, shown in paths)], names)
+
+    def __call__(self, value: Any) -> Any:
+        """The same value without them."""
+        if isinstance(value, str):
+            for path, shown in self._paths:
+                value = value.replace(path, shown)
+            for name, shown in self._names:
+                value = name.sub(shown, value)
+            return value
+        if isinstance(value, dict):
+            return {name: self(one) for name, one in value.items()}
+        return [self(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,312 @@
+"""`fastattention check`: what is right, wrong, refused, or fails is recorded as that; and nothing personal is."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from fastattention.backends.registry import ORDER, get_backend
+from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.cli.check import command, facts, judge, run, speeds
+from fastattention.cli.check.calls import build_call
+from fastattention.cli.check.cases import CASES, Case, cases_of
+from fastattention.cli.check.privacy import Anonymiser
+from fastattention.problem import AttentionOutput, Inputs, Problem
+
+from .conftest import Finished
+
+TINY = Case(name="tiny", seqlens_q=(5, 5), seqlens_k=(9, 9), headdim=8, dtype=torch.float32)
+APPEND = replace(TINY, name="append", layout="cache", seqlens_q=(1, 1), seqlens_k=(7, 3), seqlen_new=1)
+# Of the list, a case or two of every layout that takes little time, and one that sdpa runs too.
+SMALL = ("causal, more keys than queries", "headdim 1", "one query", "varlen, window", "cache", "int8 cache")
+GRADIENTS = replace(TINY, name="gradients", gradients=True)
+
+
+class Wrong(SdpaBackend):
+    """Results that are a little off."""
+
+    name = "tested"
+
+    def plan(self, problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+        return functools.partial(self.forward, problem)
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        result = SdpaBackend().forward(problem, inputs)
+        return result._replace(out=result.out + 1e-3)
+
+
+class NotFinite(Wrong):
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        return AttentionOutput(torch.full(problem.out_shape, torch.nan), None)
+
+
+class ForgetsTokens(Wrong):
+    """The right result, and a cache without the value that was appended."""
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        v_cache = inputs.v.clone()
+        result = SdpaBackend().forward(problem, inputs)
+        inputs.v.copy_(v_cache)
+        return result
+
+
+class Raises(Wrong):
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        raise ValueError(f"no kernel in {Path.home() / 'kernels'} for {getpass.getuser()} on {socket.gethostname()}\nx")
+
+
+class Refuses(Wrong):
+    def why_not(self, problem: Problem) -> str | None:
+        return "it serves nothing"
+
+
+class ReadsEnvironment(Wrong):
+    """Right only while a variable is set."""
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        assert os.environ["FASTATTENTION_ASCEND"] == "vendor"
+        return SdpaBackend().forward(problem, inputs)
+
+
+# A process of its own, whose second call kills it.
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from fastattention.backends.registry import ORDER
+from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.cli.check import command, run
+from fastattention.cli.check.cases import Case
+
+class Dies(SdpaBackend):
+    def plan(self, problem, inputs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ORDER["tested"] = "__main__:Dies"
+run.IMPLEMENTATIONS["cpu"] = (run.IMPLEMENTATIONS["cpu"][0], run.Implementation("tested", "tested"))
+command.check("cpu", Path(sys.argv[1]), [Case(name="tiny", seqlens_q=(5, 5), seqlens_k=(9, 9), headdim=8)])
+"""
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "CPU_SHAPES", ((16, True, 16),))
+    monkeypatch.setattr(speeds, "CPU_SECONDS", 0.0)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls, without a model and speeds."""
+    monkeypatch.setattr(command.model, "run", lambda *arguments: None)
+    monkeypatch.setattr(command.speeds, "run", lambda *arguments: None)
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    return content
+
+
+def checked(path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, *cases: Case) -> list[dict[str, Any]]:
+    """The entries of a report on a backend of `kind`, which ends with status 1 unless all is right or refused."""
+    monkeypatch.setitem(ORDER, "tested", f"{__name__}:{kind.__name__}")
+    implementation = run.Implementation("tested", "tested", {"FASTATTENTION_ASCEND": "vendor"})
+    monkeypatch.setitem(run.IMPLEMENTATIONS, "cpu", (implementation,))
+    get_backend.cache_clear()
+    try:
+        command.check("cpu", path, cases)
+        status = 0
+    except typer.Exit as ended:
+        status = ended.exit_code
+    finally:
+        get_backend.cache_clear()
+    entries: list[dict[str, Any]] = read(path)["entries"]
+    assert status == int(any(entry["state"] in ("wrong", "failed") for entry in entries))
+    return entries
+
+
+def test_backends_of_this_machine_are_right(
+    run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "cases_of", lambda device: [case for case in CASES if case.name in SMALL])
+    exit_code, output = run_command("check", "--device", "cpu")
+    report = read(tmp_path / "fastattention-check.json")
+    entries = report["entries"]
+    assert {entry["state"] for entry in entries} == {"right", "measured"}, output
+    assert exit_code == 0
+    right = len(entries) - 1
+    assert f"{right} of {right} right, 0 refused, 0 wrong, 0 failed" in output
+    assert report["summary"] in output
+    assert [entry["kind"] for entry in entries[-2:]] == ["model", "speed"]
+    assert {entry["served_by"].partition(":")[0] for entry in entries[:-2]} == {"cpu", "sdpa"}
+    assert all(
+        0.0 <= error["error"] <= error["allowed"] for entry in entries[:-1] for error in entry["errors"].values()
+    )
+    assert entries[-1]["tflops"].keys() == {"fastattention", "SDPA"}
+    assert report["machine"]["versions"]["torch"] == torch.__version__
+    assert set(report["backends"]) == set(ORDER)
+    assert "FASTATTENTION_ASCEND" in report["environment"]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("kind", "case", "name", "error"),
+    [
+        (Wrong, TINY, "out", 1e-3),
+        (NotFinite, TINY, "out", "inf"),
+        (ForgetsTokens, APPEND, "v_cache", "inf"),  # the slot was NaN
+    ],
+    ids=["off", "nan", "cache"],
+)
+def test_a_wrong_result_is_wrong(
+    kind: type,
+    case: Case,
+    name: str,
+    error: float | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (entry,) = checked(tmp_path / "report.json", monkeypatch, kind, case)
+    assert entry["state"] == "wrong"
+    found = entry["errors"][name]["error"]
+    assert found == error if error == "inf" else found == pytest.approx(error, rel=0.1)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0 of 1 right, 0 refused, 1 wrong, 0 failed" in printed
+    assert case.name in printed
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_are_judged_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = checked(tmp_path / "report.json", monkeypatch, Wrong, GRADIENTS)
+    beyond = {name for name, one in entry["errors"].items() if one["error"] > one["allowed"]}
+    assert set(entry["errors"]) == {"out", "gradient of q", "gradient of k", "gradient of v"}
+    assert beyond == {"out"}  # a constant has no gradient
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_exception_is_recorded_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = checked(tmp_path / "report.json", monkeypatch, Raises, TINY, APPEND)
+    assert [entry["state"] for entry in entries] == ["failed", "failed"]
+    assert entries[0]["reason"].startswith("ValueError: no kernel in ")
+    assert "in forward" in entries[0]["traceback"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refusal_is_recorded_and_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = checked(tmp_path / "report.json", monkeypatch, Refuses, TINY)
+    assert (entry["state"], entry["reason"]) == ("refused", "it serves nothing")
+
+
+@pytest.mark.usefixtures("alone")
+def test_variables_are_set_for_an_implementation_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTATTENTION_ASCEND", "triton")
+    (entry,) = checked(tmp_path / "report.json", monkeypatch, ReadsEnvironment, TINY)
+    assert entry["state"] == "right"
+    assert os.environ["FASTATTENTION_ASCEND"] == "triton"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_device_that_is_lost_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_why_lost", lambda device: "an illegal memory access")
+    path = tmp_path / "report.json"
+    assert len(checked(path, monkeypatch, Raises, TINY, APPEND)) == 1
+    assert "an illegal memory access" in read(path)["stopped"]
+    assert "an illegal memory access" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_leaves_the_call_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    ran = subprocess.run([sys.executable, "-c", DYING, path], capture_output=True, text=True)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    report = read(path)
+    assert [entry["state"] for entry in report["entries"]] == ["right", "running"]
+    assert (report["entries"][-1]["name"], report["entries"][-1]["served_by"]) == ("tiny", "tested")
+    assert "summary" not in report
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_packages_that_are_not_needed_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "matplotlib", "scipy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    command.check("cpu", tmp_path / "report.json", [TINY])
+    states = {entry["kind"]: entry["state"] for entry in read(tmp_path / "report.json")["entries"]}
+    assert states == {"call": "right", "model": "skipped", "speed": "measured"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_personal_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "jdoe"
+    (home / "work").mkdir(parents=True)
+    monkeypatch.chdir(home / "work")
+    for name, value in {"HOME": str(home), "USER": "jdoe", "LOGNAME": "jdoe"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FASTATTENTION_CACHE", str(home / "cache"))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17.example.org")
+    (entry,) = checked(home / "work" / "report.json", monkeypatch, Raises, TINY)
+    assert entry["reason"] == "ValueError: no kernel in <home>/kernels for <user> on <host>"
+    text = (home / "work" / "report.json").read_text()
+    for word in (str(tmp_path), "jdoe", "node17", "example.org", str(facts.Path.cwd()), sys.prefix):
+        assert word not in text
+    assert read(home / "work" / "report.json")["environment"]["FASTATTENTION_CACHE"] == "<home>/cache"
+
+
+def test_names_are_replaced_where_they_are_words() -> None:
+    anonymise = Anonymiser([(Path("/"), "?"), (Path("/a"), "A"), (Path("/a/b"), "B")], [("al", "U"), ("root", "U")])
+    assert anonymise({"x": ["/a/b/c /a/c /", "al also al_2 root", 3]}) == {"x": ["B/c A/c /", "U also U_2 root", 3]}
+
+
+def test_processes_are_left_out_of_the_vendor_s_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "npu-smi"
+    tool.write_text('#!/bin/sh\necho "$1: 910B2, OK"\necho "| Process id | Process name |"\necho "| 7 | secret |"\n')
+    tool.chmod(0o755)
+    assert facts.tool_output("cuda") is None or "Process" not in str(facts.tool_output("cuda"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert facts.tool_output("npu") == {"command": "npu-smi info", "output": "info: 910B2, OK"}
+
+
+def test_cann_s_versions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path))
+    assert facts.cann_versions() == {}
+    (tmp_path / "version.cfg").write_text("8.5.0")
+    assert facts.cann_versions() == {"version.cfg": "8.5.0"}
+
+
+def test_a_device_that_is_not_there_is_refused(run_command: Callable[..., Finished], tmp_path: Path) -> None:
+    exit_code, output = run_command("check", "--device", "npu")
+    assert exit_code == 1
+    assert "error: device='npu': the ascend backend cannot run here: torch_npu is not installed" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_case_is_a_call_of_its_own() -> None:
+    assert len({(case.name, case.dtype) for case in CASES}) == len(CASES)
+    for case in CASES:
+        problem, _ = build_call(case).prepare()
+        assert (problem.dtype, problem.headdim, problem.nheads) == (case.dtype, case.headdim, case.nheads)
+        assert bool(problem.grads) == case.gradients
+    assert {case.stored for case in cases_of("npu")} == {None, torch.int8}
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=["dense", "window"])
+def test_a_key_too_few_is_wrong(case: Case) -> None:
+    """Tolerances are far smaller than the mistakes that kernels make."""
+    call = build_call(case)
+    call.tensors["v"][:, -1] = 0.0
+    out = call.function(**call.arguments(), backend="sdpa")
+    judged = judge.wanted_of(case, "cpu").judge(judge.results_of(case, call, call, out, None), by_torch=False)
+    assert judged["out"]["error"] > 3 * judged["out"]["allowed"]

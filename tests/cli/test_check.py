@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ import typer
 
 from fastattention.backends.registry import ORDER, get_backend
 from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.cli.bench import gpu, npu
 from fastattention.cli.check import command, facts, judge, run, speeds
 from fastattention.cli.check.calls import build_call
 from fastattention.cli.check.cases import CASES, Case, cases_of
 from fastattention.cli.check.privacy import Anonymiser
+from fastattention.cli.check.report import Report
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 from .conftest import Finished
@@ -96,7 +99,7 @@ class Dies(SdpaBackend):
         os.kill(os.getpid(), signal.SIGKILL)
 
 ORDER["tested"] = "__main__:Dies"
-run.IMPLEMENTATIONS["cpu"] = (run.IMPLEMENTATIONS["cpu"][0], run.Implementation("tested", "tested"))
+run.IMPLEMENTATIONS["cpu"] = (run.IMPLEMENTATIONS["cpu"][1], run.Implementation("tested", "tested"))
 command.check("cpu", Path(sys.argv[1]), [Case(name="tiny", seqlens_q=(5, 5), seqlens_k=(9, 9), headdim=8)])
 """
 
@@ -277,6 +280,24 @@ def test_processes_are_left_out_of_the_vendor_s_table(tmp_path: Path, monkeypatc
     assert facts.tool_output("cuda") is None or "Process" not in str(facts.tool_output("cuda"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert facts.tool_output("npu") == {"command": "npu-smi info", "output": "info: 910B2, OK"}
+
+
+def test_an_npu_s_speeds_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a processor, as whose devices torch names NPUs."""
+    fake = SimpleNamespace(get_device_name=lambda *index: "Ascend910B2", device_count=lambda: 2)
+    monkeypatch.setattr(torch, "npu", fake, raising=False)
+    monkeypatch.setattr(npu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "interleaved", lambda calls, rounds, device: dict.fromkeys(calls, 1.0))
+    monkeypatch.setattr(speeds, "SHAPES", ((64, True, 16),))
+    monkeypatch.setattr(speeds, "TOKENS", 32)
+    report = Report(tmp_path / "report.json", {})
+    speeds.run(report, "npu")
+    (entry,) = report.entries
+    assert entry["state"] == "measured"
+    assert set(entry["tflops"]) == {"SDPA"}
+    assert set(entry["reasons"]) == {npu.OURS, "torch_npu through us", "npu_fusion_attention"}
+    assert entry["predicted_tflops"][npu.OURS] > 0.0
+    assert facts.device_names("npu") == ["Ascend910B2", "Ascend910B2"]
 
 
 def test_cann_s_versions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

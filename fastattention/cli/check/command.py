@@ -15,7 +15,7 @@ from fastattention.cli.check import model, run, speeds
 from fastattention.cli.check.cases import Case, cases_of
 from fastattention.cli.check.facts import facts_of
 from fastattention.cli.check.report import Entry, Report
-from fastattention.cli.console import OUTPUT, check_output_file, progress_bar
+from fastattention.cli.console import MESSAGES, OUTPUT, check_output_file, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError
 
 BACKENDS = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
@@ -35,6 +35,9 @@ def check(device: str | None, output: Path, cases: Sequence[Case] | None = None)
     if (reason := get_backend(BACKENDS[device]).why_unavailable()) is not None:
         raise UnsupportedError(f"device={device!r}: the {BACKENDS[device]} backend cannot run here: {reason}")
     report = Report(output, facts_of(device))
+    MESSAGES.print(
+        escape(f"writing {output} after every call: should this end early, it is worth sending"), soft_wrap=True
+    )
     runs = run.runs_of(cases_of(device) if cases is None else cases, run.IMPLEMENTATIONS[device])
     with progress_bar() as bar:
         task = bar.add_task("calls", total=len(runs) + 4)
@@ -94,9 +97,11 @@ def _show_speeds(entries: Sequence[Entry]) -> None:
     if not entries:
         return
     names = list(dict.fromkeys(name for entry in entries for name in entry["tflops"]))
-    table = Table("what", "headdim", "causal", *names, "predicted, ours", title="useful TFLOPS", title_justify="left")
+    table = Table("what", "headdim", "causal", *names, title="useful TFLOPS", title_justify="left")
+    if any("predicted_tflops" in entry for entry in entries):
+        table.add_column("ours, predicted")
     for entry in entries:
-        rates = (f"{entry['tflops'][name]:.3g}" if name in entry["tflops"] else "" for name in names)
-        predicted = "".join(f"{rate:.3g}" for rate in entry.get("predicted_tflops", {}).values())
-        table.add_row(entry["name"], str(entry["headdim"]), "yes" if entry["causal"] else "no", *rates, predicted)
+        rates = [f"{entry['tflops'][name]:.3g}" if name in entry["tflops"] else "" for name in names]
+        rates += [f"{rate:.3g}" for rate in entry.get("predicted_tflops", {}).values()]
+        table.add_row(entry["name"], str(entry["headdim"]), "yes" if entry["causal"] else "no", *rates)
     OUTPUT.print(table)

@@ -61,7 +61,7 @@ def seed_drawn_on(device: str) -> Tensor:
     return torch.randint(2**62, (), dtype=torch.int64, device=device).cpu()
 
 
-@functools.lru_cache(maxsize=1)  # a case is run by one implementation after the other
+@functools.cache
 def wanted_of(case: Case, device: str) -> Wanted:
     """What the call of `case` must return on `device`, which decides what dropout drops."""
     exact, usual = (_reference(case, device, dtype) for dtype in (torch.float64, None))

@@ -263,14 +263,16 @@ def test_nothing_personal_is_in_the_report(tmp_path: Path, monkeypatch: pytest.M
     (entry,) = checked(home / "work" / "report.json", monkeypatch, Raises, TINY)
     assert entry["reason"] == "ValueError: no kernel in <home>/kernels for <user> on <host>"
     text = (home / "work" / "report.json").read_text()
-    for word in (str(tmp_path), "jdoe", "node17", "example.org", str(facts.Path.cwd()), sys.prefix):
+    for word in (str(tmp_path), "jdoe", "node17", "example.org", str(Path.cwd())):
         assert word not in text
     assert read(home / "work" / "report.json")["environment"]["FASTATTENTION_CACHE"] == "<home>/cache"
 
 
 def test_names_are_replaced_where_they_are_words() -> None:
     anonymise = Anonymiser([(Path("/"), "?"), (Path("/a"), "A"), (Path("/a/b"), "B")], [("al", "U"), ("root", "U")])
-    assert anonymise({"x": ["/a/b/c /a/c /", "al also al_2 root", 3]}) == {"x": ["B/c A/c /", "U also U_2 root", 3]}
+    assert anonymise({"x": ["/a/b/c:/a/c / /x/a /ab", "al also al_2 root", 3]}) == {
+        "x": ["B/c:A/c / /x/a /ab", "U also U_2 root", 3]
+    }
 
 
 def test_processes_are_left_out_of_the_vendor_s_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

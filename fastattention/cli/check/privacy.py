@@ -25,9 +25,10 @@ class Anonymiser:
     def __init__(self, paths: Iterable[tuple[Path, str]], names: Iterable[tuple[str, str]]) -> None:
         # "/" stands for no one, and is in every path.
         known = {str(path): shown for path, shown in paths if len(path.parts) > 1}
-        self._paths = sorted(known.items(), key=lambda pair: -len(pair[0]))
-        self._names = [
-            (re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"), shown)
+        longest_first = sorted(known.items(), key=lambda pair: -len(pair[0]))
+        self._patterns = [(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", shown) for path, shown in longest_first]
+        self._patterns += [
+            (rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", shown)
             for name, shown in names
             if name and name not in IMPERSONAL
         ]
@@ -35,7 +36,9 @@ class Anonymiser:
     @classmethod
     def of_this_machine(cls) -> Anonymiser:
         """For the user, the host and the folders of this process."""
-        paths = [(Path(sys.prefix), "<python>"), (SOURCES, "<sources>"), (Path.cwd(), "<folder>")]
+        paths = [(SOURCES, "<sources>"), (Path.cwd(), "<folder>")]
+        if sys.prefix != sys.base_prefix:  # a virtual environment; that of the system is nobody's
+            paths.append((Path(sys.prefix), "<python>"))
         names = [(socket.gethostname(), "<host>"), (socket.gethostname().partition(".")[0], "<host>")]
         try:
             paths.append((Path.home(), "<home>"))
@@ -47,10 +50,8 @@ class Anonymiser:
     def __call__(self, value: Any) -> Any:
         """The same value without them."""
         if isinstance(value, str):
-            for path, shown in self._paths:
-                value = value.replace(path, shown)
-            for name, shown in self._names:
-                value = name.sub(shown, value)
+            for pattern, shown in self._patterns:
+                value = re.sub(pattern, shown, value)
             return value
         if isinstance(value, dict):
             return {name: self(one) for name, one in value.items()}

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 from conformance import strategies
-from conformance.calls import build_call
+from conformance.calls import problem_of
 from conformance.case import Case, KvCacheCase
 from conformance.cases import CASES
 from conformance.check import check
@@ -21,7 +21,6 @@ from tiers import Tier, in_turn, tier_of
 
 from ascend.engine import BACKENDS, ExecutedEngine
 from fastattention.backends.ascend.call import MAX_HEADDIM
-from fastattention.problem import Problem
 from fastattention.validation import Options, prepare_dense
 
 
@@ -34,11 +33,6 @@ class Run(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.case.name}-{str(self.dtype).removeprefix('torch.')}"
-
-
-def problem_of(case: Case, dtype: torch.dtype) -> Problem:
-    problem, _ = build_call(case, dtype).prepare()
-    return problem
 
 
 def refusal(case: Case, dtype: torch.dtype) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -61,13 +62,19 @@ class Call:
 
 def build_call(case: Case, dtype: torch.dtype) -> Call:
     """The call `case` stands for. Its numbers depend on the case alone, so each test can have tensors of its own."""
-    builder = _Builder(case, dtype)
-    if isinstance(case, DenseCase):
-        return builder.dense(case)
-    if isinstance(case, VarlenCase):
-        return builder.varlen(case)
-    assert isinstance(case, KvCacheCase)
-    return builder.kvcache(case)
+    return _Builder(case, dtype).call()
+
+
+def call_without_numbers(case: Case, dtype: torch.dtype) -> Call:
+    """The same call, for what no number of its tensors decides; they hold whatever was in memory."""
+    return _WithoutNumbers(case, dtype).call()
+
+
+@functools.cache
+def problem_of(case: Case, dtype: torch.dtype) -> Problem:
+    """That of the call."""
+    problem, _ = call_without_numbers(case, dtype).prepare()
+    return problem
 
 
 class _Builder:
@@ -82,6 +89,15 @@ class _Builder:
         self.generator = torch.Generator().manual_seed(zlib.crc32(words.encode()))
         self.buffers: dict[str, Tensor] = {}
 
+    def call(self) -> Call:
+        case = self.case
+        if isinstance(case, DenseCase):
+            return self.dense(case)
+        if isinstance(case, VarlenCase):
+            return self.varlen(case)
+        assert isinstance(case, KvCacheCase)
+        return self.kvcache(case)
+
     def dense(self, case: DenseCase) -> Call:
         b, sq, sk = case.batch_size, case.seqlen_q, case.seqlen_k
         stored_q, stored_k = (1 if how == "one_batch_expanded" else b for how in (case.memory_q, case.memory_k))
@@ -89,7 +105,7 @@ class _Builder:
         arguments = {
             "q": self._placed("q", self._queries(stored_q, sq), case.memory_q).expand(b, -1, -1, -1),
             **self._keys_and_values("", self._keys(stored_k, sk), self._values(stored_k, sk), case.memory_k),
-            "attn_bias": self._bias(sizes, torch.ones(b, case.nheads, sq, sk, dtype=torch.bool)),
+            "attn_bias": self._bias(sizes, torch.ones((), dtype=torch.bool).expand(b, case.nheads, sq, sk)),
             **self._shared_arguments(b),
             **self._products(),
             **self._blocks(b, sq, sk),
@@ -101,8 +117,10 @@ class _Builder:
         slack = case.slack or 0
         max_seqlen_q, max_seqlen_k = (max(lengths, default=0) + slack for lengths in (case.seqlens_q, case.seqlens_k))
         total_q, total_k = sum(case.seqlens_q), sum(case.seqlens_k)
-        lengths_k = _int64(case.seqlens_k).repeat_interleave(_int64(case.seqlens_q))
-        used = (torch.arange(max_seqlen_k) < lengths_k[:, None]).expand(case.nheads, total_q, max_seqlen_k)
+        lengths_k = [
+            length for length, queries in zip(case.seqlens_k, case.seqlens_q, strict=True) for _ in range(queries)
+        ]
+        used = (torch.arange(max_seqlen_k) < _int64(lengths_k)[:, None]).expand(case.nheads, total_q, max_seqlen_k)
         if case.page_block_size is None:
             k, v, table = self._keys(total_k), self._values(total_k), None
         else:
@@ -286,6 +304,26 @@ class _Builder:
         if tensor is not None:
             self.buffers[name] = tensor
         return tensor
+
+
+class _WithoutNumbers(_Builder):
+    """The same tensors by shape and dtype, with whatever their memory holds."""
+
+    def _normal(self, magnitude: float, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
+    def _filled(self, cache: Cache, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self._keys(*cache.shape), self._values(*cache.shape), cache.index
+
+    def _caches(self, case: KvCacheCase, k_cache: Tensor, v_cache: Tensor) -> dict[str, Tensor]:
+        caches = self._keys_and_values("_cache", k_cache, v_cache, case.memory_k)
+        if case.cache_dtype is None:
+            return caches
+        scales = {name: torch.empty(k_cache.shape[:-1]) for name in ("k_scale", "v_scale")}
+        return scales | {name: torch.empty(cache.shape, dtype=case.cache_dtype) for name, cache in caches.items()}
+
+    def _placed(self, name: str, values: Tensor, how: Memory) -> Tensor:
+        return values
 
 
 def _hidden(bias: Bias, values: Tensor, generator: torch.Generator) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.calls import build_call
+from conformance.calls import build_call, problem_of
 from conformance.case import Case
 from conformance.engines import Engine
 from conformance.oracle import Snapshot, assert_lse_matches, assert_out_matches
@@ -14,8 +14,7 @@ from fastattention import set_num_threads
 
 def check(engine: Engine, case: Case, dtype: torch.dtype) -> None:
     """Checks all promises for the call of `case` in `dtype`; skips a call that the engine refuses."""
-    problem, _ = build_call(case, dtype).prepare()
-    reason = engine.refusal(problem)
+    reason = engine.refusal(problem_of(case, dtype))
     if reason is not None:
         pytest.skip(f"{engine.name}: {reason}")
     with engine.active():

@@ -10,7 +10,7 @@ import torch
 from tiers import thin
 from torch import Tensor
 
-from conformance.calls import Call, build_call
+from conformance.calls import Call, build_call, problem_of
 from conformance.case import Case
 from conformance.cases import CASES
 from conformance.engines import ENGINES, Engine
@@ -59,7 +59,7 @@ def through(engine: Engine, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def skip_where_refused(engine: Engine, case: Case, dtype: torch.dtype, *grads: str) -> None:
-    problem = replace(build_call(case, dtype).prepare()[0], dropout_p=DROPOUT_P, grads=grads)
+    problem = replace(problem_of(case, dtype), dropout_p=DROPOUT_P, grads=grads)
     if (reason := engine.refusal(problem)) is not None:
         pytest.skip(reason)
 

@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.calls import build_call
-from conformance.case import Case
+from conformance.calls import problem_of
 from conformance.cases import CASES
 from fastattention import UnsupportedError, fast_attn_func, fast_attn_with_kvcache
 from fastattention.backends.registry import get_backend
-from fastattention.problem import Layout, Problem
-
-
-def problem_of(case: Case, dtype: torch.dtype = torch.float32) -> Problem:
-    problem, _ = build_call(case, dtype).prepare()
-    return problem
+from fastattention.problem import Layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -43,7 +37,7 @@ def test_every_case_is_served(dtype: torch.dtype) -> None:
     ids=["mask-of-dropout", "gradient-of-a-bias", "transform", "pages", "cache", "other-device"],
 )
 def test_cpu_refuses_what_it_cannot_do_and_names_it(fields: dict[str, Any], named: str) -> None:
-    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0]), **fields))
+    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0], torch.float32), **fields))
     assert reason is not None
     assert named in reason
 
@@ -51,7 +45,7 @@ def test_cpu_refuses_what_it_cannot_do_and_names_it(fields: dict[str, Any], name
 def test_a_refusal_reaches_the_caller() -> None:
     q = torch.zeros(1, 2, 1, 8)
     slopes = torch.zeros(1, requires_grad=True)
-    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0]), grads=("alibi_slopes",)))
+    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0], torch.float32), grads=("alibi_slopes",)))
     assert reason is not None
     with pytest.raises(UnsupportedError) as raised:
         fast_attn_func(q, q, q, alibi_slopes=slopes, backend="cpu")

@@ -13,7 +13,7 @@ from unittest import mock
 import merges
 import pytest
 import torch
-from conformance.calls import build_call
+from conformance.calls import problem_of
 from conformance.case import Case
 from conformance.cases import CASES
 from conformance.check import check
@@ -85,7 +85,7 @@ def test_error_of_gradients_is_at_most_twice_that_of_torch(
     engine: DeviceEngine, dtype: torch.dtype, case: Case
 ) -> None:
     wanted = names(case, COMPUTED)
-    if (reason := engine.refusal(replace(build_call(case, dtype).prepare()[0], grads=wanted))) is not None:
+    if (reason := engine.refusal(replace(problem_of(case, dtype), grads=wanted))) is not None:
         pytest.skip(reason)
     with engine.active():
         found = [gradients(case, dtype, engine.run_differentiably, wanted) for _ in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import emulator
 import pytest
 import torch
 from conformance.block_cases import BLOCK_TILES, BLOCKS
-from conformance.calls import Call, build_call
+from conformance.calls import Call, problem_of
 from conformance.case import Case, KvCacheCase
 from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
@@ -34,7 +33,6 @@ from fastattention.backends.cuda.plan import make_plan
 from fastattention.backends.cuda.variants import variants_of
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.variant import Variant
-from fastattention.problem import Problem
 from fastattention.quantised import LARGEST_STORED, quantise
 from fastattention.reference import reference_attention
 from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
@@ -52,12 +50,6 @@ class EmulatedEngine(RegisteredEngine):
         """CTAs and warps in another order, as a GPU may run them."""
         with emulator.shuffled(seed=1):
             return self.run(call)
-
-
-@functools.cache
-def problem_of(case: Case, dtype: torch.dtype) -> Problem:
-    problem, _ = build_call(case, dtype).prepare()
-    return problem
 
 
 class Run(NamedTuple):
@@ -166,7 +158,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=lambda backend: backend.name)
 def test_the_list_has_caches_for_both_kernels(backend: type[EmulatedCudaBackend]) -> None:
-    problems = [build_call(case, torch.float16).prepare()[0] for case in CASES if isinstance(case, KvCacheCase)]
+    problems = [problem_of(case, torch.float16) for case in CASES if isinstance(case, KvCacheCase)]
     decodes = [is_decode(problem, backend.limits) for problem in problems if problem.is_paged]
     assert decodes.count(True) > 10
     assert decodes.count(False) > 0

@@ -9,11 +9,11 @@ import emulator
 import pytest
 import torch
 from conformance import test_dropout as dropout
-from conformance.calls import build_call
+from conformance.calls import problem_of
 from conformance.case import Case
 from conformance.test_gradients import FACTOR, GRADIENT_CASES, check, gradients, names
 from emulator import EmulatedCudaBackend
-from test_emulated import EmulatedEngine, Run, problem_of
+from test_emulated import EmulatedEngine, Run
 from tiers import Tier, thin, tier_of
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
@@ -44,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_error_of_gradients_is_at_most_twice_that_of_torch(run: Run) -> None:
     engine, wanted = EmulatedEngine(run.backend.name), names(run.case, COMPUTED)
-    reason = engine.refusal(replace(build_call(run.case, run.dtype).prepare()[0], grads=wanted))
+    reason = engine.refusal(replace(problem_of(run.case, run.dtype), grads=wanted))
     if reason is not None:
         pytest.skip(reason)
     with engine.active():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance.calls import build_call
+from conformance.calls import problem_of
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.engines import Engine
@@ -71,7 +71,7 @@ def test_the_call_on_the_page_prints_what_the_page_says(capsys: pytest.CaptureFi
 @slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_the_backend_of_the_page_passes_conformance(request: pytest.FixtureRequest, dtype: torch.dtype) -> None:
-    served = [case for case in CASES if PLAIN.refusal(build_call(case, dtype).prepare()[0]) is None]
+    served = [case for case in CASES if PLAIN.refusal(problem_of(case, dtype)) is None]
     features = {feature for case in served for feature in ("causal", "window") if getattr(case, feature)}
     assert features == {"causal", "window"}
     assert any(case.name.startswith("heads-") for case in served)
@@ -93,6 +93,6 @@ def test_the_backend_of_the_page_passes_conformance(request: pytest.FixtureReque
 )
 def test_the_backend_of_the_page_refuses_by_name(name: str, reason: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
-    refusal = PLAIN.refusal(build_call(case, torch.float32).prepare()[0])
+    refusal = PLAIN.refusal(problem_of(case, torch.float32))
     assert refusal is not None
     assert reason in refusal

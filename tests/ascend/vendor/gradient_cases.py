@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from conformance.calls import Call, build_call
+from conformance.calls import Call, build_call, problem_of
 from conformance.case import Case, DenseCase, VarlenCase
 from conformance.oracle import largest, largest_error, out_floor
 from conformance.test_gradients import FACTOR, GRADIENT_CASES, has_gradients, names
@@ -42,12 +42,21 @@ def wanted_of(case: Case) -> tuple[str, ...]:
 def prepared(case: Case, dtype: torch.dtype) -> tuple[Problem, Inputs]:
     """A case as a call that autograd follows, and that returns out alone."""
     problem, inputs = build_call(case, dtype).prepare()
-    return replace(problem, grads=wanted_of(case), return_lse=False), inputs
+    return _differentiated(problem, case), inputs
 
 
 def gradient_runs(*dtypes: torch.dtype) -> Iterator[tuple[Case, torch.dtype]]:
     """Every case whose gradients are served, in each dtype in which they are."""
-    return ((case, dtype) for case in LIST for dtype in dtypes if vendor.why_not(prepared(case, dtype)[0]) is None)
+    return (
+        (case, dtype)
+        for case in LIST
+        for dtype in dtypes
+        if vendor.why_not(_differentiated(problem_of(case, dtype), case)) is None
+    )
+
+
+def _differentiated(problem: Problem, case: Case) -> Problem:
+    return replace(problem, grads=wanted_of(case), return_lse=False)
 
 
 def weights_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,19 @@
+"""Where a call comes from: the problem that is known without numbers is that of the call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiers import thin
+
+from conformance.calls import build_call, problem_of
+from conformance.case import Case
+from conformance.cases import CASES
+
+
+@thin(quick=37, all=5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_problem_without_numbers_is_that_of_the_call(case: Case, dtype: torch.dtype) -> None:
+    problem, _ = build_call(case, dtype).prepare()
+    assert problem_of(case, dtype) == problem

@@ -20,7 +20,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "config", "sizes", "files"),
     ("gpu_runtime",),
-    ("problem", "threads", "quantised"),
+    ("problem", "threads", "quantised", "host_numbers"),
     ("backends", "reference"),
     (
         "validation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, prepare
 from transformers.utils.import_utils import is_tracing
 
 from fastattention.errors import ArgumentError
+from fastattention.host_numbers import constant
 from fastattention.integrations.transformers.masks import (
     CachedMask,
     DenseMask,
@@ -147,8 +149,9 @@ class _Call(NamedTuple):
             return self.as_tensor()
         begins = torch.ones_like(sequence_ids, dtype=torch.bool)
         begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
-        cu_seqlens = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).to(torch.int32)
-        longest = int(cu_seqlens.diff().max())
+        offsets = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).to(torch.int32)
+        cu_seqlens = constant(offsets, numbers := offsets.tolist())
+        longest = max(end - begin for begin, end in itertools.pairwise(numbers))
         return VarlenMask(*self._common(longest), None, None, cu_seqlens, cu_seqlens, longest, longest)
 
     def _without_padding(self, num_keys: int) -> SequenceMask:
@@ -156,7 +159,7 @@ class _Call(NamedTuple):
         if num_keys < kv_length and q_length == 1 and not torch.is_grad_enabled():
             # Lengths in a tensor, so that one compiled decoding step serves them all.
             lengths = torch.full((batch_size,), num_keys, dtype=torch.int32, device=self.device)
-            return CachedMask(*self._common(num_keys), lengths, None, False)
+            return CachedMask(*self._common(num_keys), constant(lengths, [num_keys] * batch_size), None, False)
         return DenseMask(*self._common(num_keys), num_keys)
 
     def _with_padding(self, used: Tensor) -> SequenceMask | Tensor:
@@ -171,7 +174,7 @@ class _Call(NamedTuple):
         reaches_end = bool((end == num_keys).all())
         in_place = q_length < num_keys or not self.packs
         if contiguous and (reaches_end or not positional) and in_place and not torch.is_grad_enabled():
-            return CachedMask(*common, end, first, reaches_end)
+            return CachedMask(*common, constant(end), constant(first), reaches_end)
         if windowed and not self.pattern.causal and q_length != num_keys:
             return self.as_tensor()
         tokens_k, cu_seqlens_k, max_seqlen_k = _packing(used)
@@ -179,7 +182,8 @@ class _Call(NamedTuple):
             tokens_q, cu_seqlens_q, max_seqlen_q = _packing(used[:, num_keys - q_length :])
             return VarlenMask(*common, tokens_q, tokens_k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         # The queries may be of another sequence (cross-attention): what is padding among them is not known.
-        cu_seqlens_q = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device) * q_length
+        offsets = torch.arange(len(used) + 1, dtype=torch.int32, device=used.device) * q_length
+        cu_seqlens_q = constant(offsets, [row * q_length for row in range(len(used) + 1)])
         return VarlenMask(*common, None, tokens_k, cu_seqlens_q, cu_seqlens_k, q_length, max_seqlen_k)
 
     def _common(self, num_keys: int) -> tuple[tuple[int, int, int, int], bool, Window, Callable[[], Tensor]]:
@@ -200,5 +204,7 @@ def _runs(used: Tensor) -> tuple[Tensor, Tensor, bool]:
 def _packing(used: Tensor) -> tuple[Tokens, Tensor, int]:
     """The tokens in use, the offsets of sequences, int32 (batch_size + 1,), and the longest length."""
     lengths = used.sum(dim=1)
+    numbers: list[int] = lengths.tolist()
     rows, tokens = used.nonzero(as_tuple=True)
-    return (rows, tokens), F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), int(lengths.max())
+    offsets = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return (rows, tokens), constant(offsets, [0, *itertools.accumulate(numbers)]), max(numbers)

@@ -21,6 +21,7 @@ from torch import Tensor
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import INFERENCE, Call, check_size, mask_arguments, run
 from fastattention.backends.common.results import keyless
+from fastattention.host_numbers import read_numbers
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 _TOKENS = ("pre_tokens", "next_tokens")
@@ -35,11 +36,9 @@ _TOKEN, _TOKEN_HEAD, _TOKEN_HEAD_IN_PAGES = 1, 3, 5
 def cache_lengths(problem: Problem, inputs: Inputs) -> list[int]:
     """Keys of each sequence, those of this call's append included and padding on the left excluded."""
     assert inputs.cache_seqlens is not None
-    seqlens = inputs.cache_seqlens + problem.seqlen_new
-    if inputs.cache_leftpad is not None:
-        seqlens = seqlens - inputs.cache_leftpad
-    lengths: list[int] = seqlens.tolist()
-    return lengths
+    seqlens = read_numbers(inputs.cache_seqlens)
+    leftpad = [0] * len(seqlens) if inputs.cache_leftpad is None else read_numbers(inputs.cache_leftpad)
+    return [length + problem.seqlen_new - pad for length, pad in zip(seqlens, leftpad, strict=True)]
 
 
 def forward(problem: Problem, inputs: Inputs, lengths: list[int]) -> AttentionOutput:

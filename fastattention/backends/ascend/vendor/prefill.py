@@ -22,6 +22,7 @@ from fastattention.backends.ascend.vendor.limits import MAX_TOKENS
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import TRAINING, Call, check_size, mask_arguments, run
 from fastattention.backends.common.results import keyless
+from fastattention.host_numbers import read_numbers
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 _TOKENS = ("pre_tockens", "next_tockens")  # as npu_fusion_attention spells them
@@ -58,7 +59,8 @@ class VarlenPlan(NamedTuple):
         """The plan for a call. Waits for the device, whose lengths it reads."""
         assert inputs.cu_seqlens_q is not None
         assert inputs.cu_seqlens_k is not None
-        return cls.of(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), problem.window_right)
+        offsets_q, offsets_k = (read_numbers(each) for each in (inputs.cu_seqlens_q, inputs.cu_seqlens_k))
+        return cls.of(offsets_q, offsets_k, problem.window_right)
 
     @classmethod
     def of(cls, offsets_q: Sequence[int], offsets_k: Sequence[int], window_right: int) -> VarlenPlan:

@@ -20,7 +20,8 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
-        "fastattention.integrations.transformers needs Transformers 5.23 or newer: pip install 'transformers>=5.23'"
+        "fastattention.integrations.transformers needs Transformers 5.23 or newer, which cannot be imported here: "
+        f"{error}; pip install 'transformers>=5.23' helps if it is missing or too old"
     ) from error
 
 from fastattention.integrations.transformers.attention import fast_attention_forward

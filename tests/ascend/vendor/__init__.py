@@ -1,7 +1,8 @@
 """Tests of the dispatch to torch_npu's operators, with the real torch_npu but no NPU.
 
 environment.py           whether torch_npu is installed; imports it
-acl_stub.py acl_stub.c   libraries of CANN that do nothing, without which torch_npu cannot be imported
+acl_stub.py acl_stub.c   libraries in the place of CANN's: torch_npu can be imported, and its NPU's memory is the host's
+host_npu.py              the device npu on that memory, whose operators the CPU computes
 reference.py             attention as the vendor documents its operators, for a single sequence
 training.py inference.py the two operators for tensors on a CPU, strict about their arguments
 training_gradients.py    the operator of their gradients likewise
@@ -15,5 +16,7 @@ test_calls.py            the arguments against real schemas and real shape infer
 test_int8.py             int8 caches: their scales as they are handed over, and when they are copied
 test_linear_all_reduce.py the product with its all-reduce
 test_projection.py       the same as the projection of a module that torch has parallelised
+test_host_npu.py         the device npu in host memory
+test_transformers.py     models of Transformers on it, with our kernels and the vendor's operators
 test_kernels.py          the kernels for tensors on a CPU refuse what they should
 """

@@ -9,7 +9,7 @@ import pytest
 from tiers import Tier, select, tier_of
 
 # The same random cases every time; those of `explore`, the profile of the deep tier, are new ones.
-for name, examples in {"quick": 15, "all": 60}.items():
+for name, examples in {"quick": 15, "all": 30}.items():
     hypothesis.settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 

@@ -86,9 +86,7 @@ DECODES_SPILL_NOTHING = {"P100": 128, "T4": 128, "A100": 128, "RTX 3090": 128}
 MOST_FOR_PAGES = 48  # bytes
 MOST_OF_PRODUCTS = 48  # bytes, in int8: each row has a factor of its own
 MOST_OF_TRAINING = 128  # bytes, of backwards and dropout up to headdim 128: gradients of rows leave few registers
-EVERY_CHIP = [
-    pytest.param(chip, marks=() if chip in ("V100", "A100") else deep) for chip in kernel_resources.CHIP_NAMES
-]
+EVERY_CHIP = [pytest.param(chip, marks=() if chip == "V100" else deep) for chip in kernel_resources.CHIP_NAMES]
 
 
 @pytest.mark.parametrize("chip", EVERY_CHIP)

@@ -31,7 +31,7 @@ def assert_right(config: AllReduceConfig, calls: list[Call], first_step: int = 0
     host.check()
 
 
-@thin(quick=41, all=5)
+@thin(quick=41, all=11)
 @every_dtype
 @every_size
 @every_way
@@ -48,7 +48,7 @@ def test_calls_of_all_sizes_one_after_the_other(dtype: torch.dtype, num_ranks: i
     assert_right(AllReduceConfig(dtype, num_ranks, bulk_copies), calls)
 
 
-@thin(quick=41, all=5)
+@thin(quick=41, all=11)
 @every_dtype
 @every_size
 @every_way

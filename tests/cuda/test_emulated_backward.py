@@ -33,7 +33,7 @@ RUNS = [
 
 
 def runs_in(tier: Tier) -> list[Run]:
-    return RUNS if tier is Tier.DEEP else RUNS[:: {Tier.QUICK: 97}.get(tier, 25)]
+    return RUNS if tier is Tier.DEEP else RUNS[:: {Tier.QUICK: 97}.get(tier, 41)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -181,7 +181,7 @@ class Failing:
         self._handle.remove()
 
 
-@thin(quick=5)
+@thin(quick=5, all=4)
 @pytest.mark.parametrize("sequences", [[2], [1], [2, 1]], ids=["first half", "second half", "both"])
 @pytest.mark.parametrize("layer", [0, 3, 5])
 @pytest.mark.parametrize("name", MODELS)

@@ -52,7 +52,7 @@ def interrupt_everywhere(
     raise AssertionError
 
 
-@thin(quick=5)
+@thin(quick=5, all=5)
 @every_fault
 @every_share
 def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: bool) -> None:
@@ -66,7 +66,7 @@ def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: 
     assert faults > 8
 
 
-@thin(quick=5)
+@thin(quick=5, all=5)
 @every_fault
 @every_share
 def test_a_step_of_several_tokens_is_undone_by_a_shorter_one(share: float, error: BaseException, late: bool) -> None:

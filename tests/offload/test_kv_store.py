@@ -128,7 +128,7 @@ def test_several_tokens_a_step(share: float) -> None:
     assert any(pair.store.layers_on_cpu)
 
 
-@thin(quick=11)
+@thin(quick=11, all=7)
 @every_share
 @pytest.mark.parametrize("length", range(40))
 def test_truncating_to_every_length_and_going_on(share: float, length: int) -> None:

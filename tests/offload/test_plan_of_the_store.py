@@ -62,7 +62,7 @@ def fill(store: CooperativeKVStore, seqlen: int) -> None:
         list(step(store, left % chunk or chunk))
 
 
-@thin(quick=5)
+@thin(quick=5, all=4)
 @pytest.mark.parametrize("quantised", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("pages", [70, 100, 150])

@@ -119,6 +119,7 @@ def test_a_window_is_read_as_that_window(
     assert read.window_right in (right, -1)
 
 
+@thin(quick=5, all=5)
 @pytest.mark.parametrize(
     ("left", "right"), [(-1, 0), (0, 0), (70, 0), (70, 3), (10, -1), (-1, -1)], ids=lambda side: str(side)
 )

@@ -2,8 +2,8 @@
 
 `quick` is `make test`, `all` is `make test-all` and the default, `deep` is `make test-deep`. A test without a mark runs
 in every tier; `slow` keeps one out of `quick`, and `deep` out of `quick` and `all`. `thin(quick=7, all=3)` is for tests
-with many parameters: below the deep tier every seventh or third set of them runs. A number that shares no factor with
-the lengths of the lists lets all of their values, and most pairs of them, meet.
+with many parameters: below the deep tier every seventh or third set of them runs, and more until every value of a
+parameter with few has run. A number that shares no factor with the lengths of the lists lets most pairs of values meet.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 A, B, C = TypeVar("A"), TypeVar("B"), TypeVar("C")
+
+FEW_VALUES = 6  # of a parameter, all of which run; of one that has more, if as many sets of parameters run
 
 slow = pytest.mark.slow
 deep = pytest.mark.deep
@@ -38,17 +40,44 @@ def tier_of(config: pytest.Config) -> Tier:
 
 def select(items: Sequence[pytest.Item], tier: Tier) -> list[pytest.Item]:
     """The tests that a tier runs."""
-    seen: Counter[str] = Counter()  # sets of parameters, by test
-    selected = []
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        thinning = item.get_closest_marker("thin")
+    kept: set[int] = set()
+    for _, group in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        sets = [item for item in group if _lowest_tier(item) <= tier]
+        thinning = sets[0].get_closest_marker("thin") if sets else None
         step = thinning.kwargs.get(tier.name.lower(), 1) if thinning else 1
-        lowest = Tier.DEEP if item.get_closest_marker("deep") else Tier.ALL if item.get_closest_marker("slow") else tier
-        if lowest <= tier and seen[test] % step == 0:
-            selected.append(item)
-        seen[test] += 1
-    return selected
+        kept.update(id(item) for item in (sets if step == 1 else _thinned(sets, step)))
+    return [item for item in items if id(item) in kept]
+
+
+def _lowest_tier(item: pytest.Item) -> Tier:
+    if item.get_closest_marker("deep"):
+        return Tier.DEEP
+    return Tier.ALL if item.get_closest_marker("slow") else Tier.QUICK
+
+
+def _thinned(sets: Sequence[pytest.Item], step: int) -> list[pytest.Item]:
+    """Every `step`-th of a test's sets of parameters, and more until every value of parameters with few has one."""
+    chosen = list(sets[::step])
+    missing = Counter(value for item in sets for value in _values(item))
+    values_of = Counter(name for name, _ in missing)
+    wanted = {value for value in missing if values_of[value[0]] <= max(len(chosen), FEW_VALUES)}
+    for item in itertools.chain(chosen, sets):
+        new = wanted.intersection(_values(item))
+        if new and item not in chosen:
+            chosen.append(item)
+        wanted -= new
+    return chosen
+
+
+def _values(item: Any) -> set[tuple[str, str]]:
+    """(name, value) of every parameter."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return {(name, repr(value)) for name, value in parameters.items()}
+
+
+def half(items: Sequence[A]) -> list[A]:
+    """Half of a list by the Thue-Morse sequence: it keeps no step with a list in which, say, two sizes alternate."""
+    return [item for i, item in enumerate(items) if i.bit_count() % 2 == 0]
 
 
 def in_turn(tier: Tier, alternatives: Sequence[Sequence[A]]) -> list[A]:

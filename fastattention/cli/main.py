@@ -264,7 +264,7 @@ def plan_ascend(
     batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences.")] = 1,
     causal: Annotated[bool, typer.Option("--causal", help="Apply a causal mask.")] = False,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
-    chip: Annotated[str, typer.Option(help="910B1 to 910B4, or a die of an A3: 910C, 910_9362, ...")] = "910B2",
+    chip: Annotated[str, typer.Option(help="910B1 to 910B4, 910B4-1, or a die of an A3: 910C, ...")] = "910B2",
     output: Annotated[Path | None, typer.Option(help="Draw the timeline: a file ending in .png or .svg.")] = None,
 ) -> None:
     """Predict tiles, latency, gains and timeline of attention on an Ascend NPU. Needs no NPU."""

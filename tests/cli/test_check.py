@@ -20,6 +20,7 @@ import pytest
 import torch
 import typer
 
+from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.registry import ORDER, get_backend
 from fastattention.backends.sdpa.backend import SdpaBackend
 from fastattention.cli.bench import gpu, npu
@@ -28,6 +29,7 @@ from fastattention.cli.check.calls import build_call
 from fastattention.cli.check.cases import CASES, Case, cases_of
 from fastattention.cli.check.privacy import Anonymiser
 from fastattention.cli.check.report import Report
+from fastattention.errors import UnsupportedError
 from fastattention.problem import AttentionOutput, Inputs, Problem
 
 from .conftest import Finished
@@ -67,9 +69,23 @@ class ForgetsTokens(Wrong):
         return result
 
 
+class WritesElsewhere(Wrong):
+    """The right result, and a value in a slot that no token has."""
+
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        result = SdpaBackend().forward(problem, inputs)
+        inputs.v[:, -1] = 7.0
+        return result
+
+
 class Raises(Wrong):
     def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
         raise ValueError(f"no kernel in {Path.home() / 'kernels'} for {getpass.getuser()} on {socket.gethostname()}\nx")
+
+
+class RefusesAfterAll(Wrong):
+    def forward(self, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        raise UnsupportedError("not this one")
 
 
 class Refuses(Wrong):
@@ -154,6 +170,7 @@ def test_backends_of_this_machine_are_right(
     assert report["summary"] in output
     assert [entry["kind"] for entry in entries[-2:]] == ["model", "speed"]
     assert {entry["served_by"].partition(":")[0] for entry in entries[:-2]} == {"cpu", "sdpa"}
+    assert entries[-2]["served_by"] == "cpu"
     assert all(
         0.0 <= error["error"] <= error["allowed"] for entry in entries[:-1] for error in entry["errors"].values()
     )
@@ -170,8 +187,9 @@ def test_backends_of_this_machine_are_right(
         (Wrong, TINY, "out", 1e-3),
         (NotFinite, TINY, "out", "inf"),
         (ForgetsTokens, APPEND, "v_cache", "inf"),  # the slot was NaN
+        (WritesElsewhere, APPEND, "v_cache", "inf"),
     ],
-    ids=["off", "nan", "cache"],
+    ids=["off", "nan", "cache", "elsewhere"],
 )
 def test_a_wrong_result_is_wrong(
     kind: type,
@@ -211,6 +229,12 @@ def test_an_exception_is_recorded_and_ends_nothing(tmp_path: Path, monkeypatch: 
 def test_a_refusal_is_recorded_and_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = checked(tmp_path / "report.json", monkeypatch, Refuses, TINY)
     assert (entry["state"], entry["reason"]) == ("refused", "it serves nothing")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_refusal_of_what_was_accepted_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = checked(tmp_path / "report.json", monkeypatch, RefusesAfterAll, TINY)
+    assert (entry["state"], entry["reason"]) == ("failed", "not this one")
 
 
 @pytest.mark.usefixtures("alone")
@@ -269,10 +293,14 @@ def test_nothing_personal_is_in_the_report(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_names_are_replaced_where_they_are_words() -> None:
-    anonymise = Anonymiser([(Path("/"), "?"), (Path("/a"), "A"), (Path("/a/b"), "B")], [("al", "U"), ("root", "U")])
+    paths = [(Path("/"), "?"), (Path("/a"), "A"), (Path("/a/b"), "B")]
+    anonymise = Anonymiser(paths, [("al", "U"), ("cuda", "U"), ("root", "U")], ["node.one.org", "localhost"])
     assert anonymise({"x": ["/a/b/c:/a/c / /x/a /ab", "al also al_2 root", 3]}) == {
         "x": ["B/c:A/c / /x/a /ab", "U also U_2 root", 3]
     }
+    assert anonymise("gcc '-I/a/include' -L/a/b/lib --prefix=/a") == "gcc '-IA/include' -LB/lib --prefix=A"
+    assert anonymise("node node.one.org node.two, localhost nodes") == "<host> <host> <host>, localhost nodes"
+    assert anonymise({"device": "cuda", "reason": "cuda"}) == {"device": "cuda", "reason": "U"}
 
 
 def test_processes_are_left_out_of_the_vendor_s_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,22 +312,36 @@ def test_processes_are_left_out_of_the_vendor_s_table(tmp_path: Path, monkeypatc
     assert facts.tool_output("npu") == {"command": "npu-smi info", "output": "info: 910B2, OK"}
 
 
-def test_an_npu_s_speeds_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a processor, as whose devices torch names NPUs."""
+def _speed_of_an_npu(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The entry of a processor whose devices torch names NPUs."""
     fake = SimpleNamespace(get_device_name=lambda *index: "Ascend910B2", device_count=lambda: 2)
     monkeypatch.setattr(torch, "npu", fake, raising=False)
     monkeypatch.setattr(npu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "interleaved", lambda calls, rounds, device: dict.fromkeys(calls, 1.0))
     monkeypatch.setattr(speeds, "SHAPES", ((64, True, 16),))
     monkeypatch.setattr(speeds, "TOKENS", 32)
-    report = Report(tmp_path / "report.json", {})
+    report = Report(path, {})
     speeds.run(report, "npu")
     (entry,) = report.entries
-    assert entry["state"] == "measured"
+    return entry
+
+
+def test_an_npu_s_speeds_stand_beside_predictions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    entry = _speed_of_an_npu(tmp_path / "report.json", monkeypatch)
+    assert entry["state"] == "measured"  # torch_npu and Triton are refused for not being there
     assert set(entry["tflops"]) == {"SDPA"}
     assert set(entry["reasons"]) == {npu.OURS, "torch_npu through us", "npu_fusion_attention"}
     assert entry["predicted_tflops"][npu.OURS] > 0.0
     assert facts.device_names("npu") == ["Ascend910B2", "Ascend910B2"]
+
+
+def test_a_speed_of_ours_that_cannot_be_measured_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(self: AscendBackend, problem: Problem, inputs: Inputs) -> AttentionOutput:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(AscendBackend, "forward", fail)
+    entry = _speed_of_an_npu(tmp_path / "report.json", monkeypatch)
+    assert (entry["state"], entry["reason"]) == ("failed", f"{npu.OURS}: an illegal memory access")
 
 
 def test_cann_s_versions_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,27 +12,12 @@ from torch import Tensor
 from conformance.calls import WRITTEN, Call, build_call
 from conformance.case import Case, KvCacheCase
 from conformance.memory import bits
+from fastattention.cli.check.judge import FACTOR, LSE_FLOOR, OUT_FLOOR
 from fastattention.quantised import LARGEST_STORED
 from fastattention.reference import apply_rotary, reference_attention
 
-# The promise: at most twice the error of a same-precision torch implementation.
-FACTOR = 2.0
-
-# That error is chance when few numbers are computed, down to 0 for a single key, so an absolute error is always
-# allowed. For out, in units of the values, which have standard deviation 1: for the half precisions what rounding an
-# exact result between 1 and 2 costs; for float32 eight roundings, as polynomials for exp make several.
-_OUT_FLOOR = {
-    torch.float32: 8 * torch.finfo(torch.float32).eps,
-    torch.float16: torch.finfo(torch.float16).eps / 2,
-    torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2,
-}
-# For lse, which is float32 whatever the inputs are, relative to the largest |lse| of the call, at least 1. Kernels may
-# take exponentials of bfloat16 scores to 1e-4: rounding the inputs moved a score of 1 by dozens of times that.
-_LSE_FLOOR = {
-    torch.float32: 8 * torch.finfo(torch.float32).eps,
-    torch.float16: 8 * torch.finfo(torch.float32).eps,
-    torch.bfloat16: torch.finfo(torch.bfloat16).eps / 64,
-}
+# OUT_FLOOR and LSE_FLOOR: that error is chance when few numbers are computed, down to 0 for a single key. So there is
+# an absolute error that is always allowed.
 
 # A bias of the lowest finite number for all keys of a row leaves an lse near it, where rounding is relative.
 _LARGE_LSE = 1e30
@@ -51,7 +36,7 @@ def score_rounding(case: Case) -> float:
 
 def out_floor(case: Case, dtype: torch.dtype) -> float:
     """The error of out that is always allowed."""
-    return _OUT_FLOOR[dtype] + score_rounding(case)
+    return OUT_FLOOR[dtype] + score_rounding(case)
 
 
 class Expected(NamedTuple):
@@ -81,7 +66,7 @@ def expected(case: Case, dtype: torch.dtype) -> Expected:
         out_error = max(out_error, largest_error(rounded.out, exact.out))
         lse_error = max(lse_error, largest_error(rounded.lse, exact.lse))
     out_tolerance = FACTOR * out_error + out_floor(case, dtype)
-    lse_floor = _LSE_FLOOR[dtype] * max(1.0, largest(exact.lse[ordinary])) + score_rounding(case)
+    lse_floor = LSE_FLOOR[dtype] * max(1.0, largest(exact.lse[ordinary])) + score_rounding(case)
     lse_tolerance = FACTOR * lse_error + lse_floor
     assert max(out_tolerance, lse_tolerance) < torch.inf, f"{case.name} overflows {dtype}; make its numbers smaller"
     return Expected(exact.out, exact.lse, out_tolerance, lse_tolerance)

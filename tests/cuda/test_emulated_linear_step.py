@@ -63,7 +63,6 @@ def assert_equal(one: LinearOutput, other: LinearOutput) -> None:
     assert torch.equal(one.final_state, other.final_state)
 
 
-@thin(quick=4, all=3)
 def test_results_are_right(run: Run) -> None:
     problem, inputs = prepared(CASES[run.case], run.dtype)
     check(problem, inputs, attend(problem, inputs, run.tiles))

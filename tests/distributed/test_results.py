@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from conformance.case import Bias, DenseCase, KvCacheCase
-from tiers import thin
 
 from distributed.sums import HIDDEN, Sum, check, run_part
 from distributed.team import Team
@@ -71,7 +70,6 @@ CACHED = [
 ]
 
 
-@thin(quick=5, all=4)
 @pytest.mark.parametrize("one", [*DENSE, *CACHED], ids=lambda one: one.case.name)
 def test_the_sum_of_all_ranks_is_right(team: Team, one: Sum) -> None:
     check(one, team.run(run_part, one))

@@ -117,7 +117,6 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]
     return results
 
 
-@thin(quick=3, all=2)
 @pytest.mark.parametrize("name", DECODERS)
 def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     gathers = counted(monkeypatch, FullAttentionCacheAllocator, "update")
@@ -157,7 +156,6 @@ def test_a_full_cache_resets_requests(name: str, monkeypatch: pytest.MonkeyPatch
     assert any(resets)
 
 
-@thin(quick=3, all=2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_nobody_reads_what_was_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     create = paged_cache.PagedAttentionCache.__init__

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tiers import thin
 from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, modeling_flash_attention_utils
 from transformers.generation.continuous_batching import initialization
@@ -380,7 +379,6 @@ def draw_requests() -> list[list[int]]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
-@thin(quick=3, all=3)
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_batched_tokens_are_those_of_eager_attention(name: str) -> None:

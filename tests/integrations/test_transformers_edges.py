@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from tiers import deep as in_deep_tier
-from tiers import slow
 from transformers import CONFIG_MAPPING, MambaConfig, PreTrainedModel, ViTConfig
 
 from fastattention import ArgumentError, FastAttentionError, UnsupportedError
@@ -239,7 +238,6 @@ KNOWN_ARGUMENTS = {
 
 
 @in_deep_tier
-@slow
 def test_every_argument_that_a_model_gives_is_known() -> None:
     """One that nobody knows could change results. Whoever adds it here has looked what eager attention does with it."""
     unknown: dict[str, set[str]] = {}
@@ -259,7 +257,6 @@ def test_a_cache_of_a_model_without_attention_to_tokens_is_refused(config_class:
 
 
 @in_deep_tier
-@slow
 def test_a_cache_is_made_or_refused_for_every_configuration_there_is() -> None:
     made = 0
     for model_type in CONFIG_MAPPING:

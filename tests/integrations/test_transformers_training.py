@@ -131,7 +131,7 @@ def assert_same_losses(fast: Tensor, eager: Tensor) -> None:
     assert difference <= TOLERANCE, f"losses differ by {difference:.1e} at step {step}"
 
 
-@thin(quick=3, all=3)
+@thin(quick=3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
 def test_losses_are_those_of_eager_at_every_step(name: str, served: list[Problem]) -> None:
     eager, fast = (train(trainable(model), batches_for(name)) for model in pair(name))

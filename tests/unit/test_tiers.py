@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiers import Tier, combinations, in_turn, select
+from tiers import Tier, combinations, half, in_turn, select
 
 CASES, ENGINES, DTYPES = range(37), ("a", "b", "c", "d", "e", "f"), ("x", "y", "z")
 
@@ -31,6 +31,12 @@ def test_the_quick_tier_runs_each_case_once_and_lets_engines_and_dtypes_meet() -
     assert {run[1:] for run in runs} == set(itertools.product(ENGINES, DTYPES))
 
 
+def test_half_of_a_list_has_every_part_of_what_alternates() -> None:
+    assert len(half(range(64))) == 32
+    for step in range(2, 5):
+        assert {i % step for i in half(range(64))} == set(range(step))
+
+
 def test_alternatives_take_turns_below_the_deep_tier() -> None:
     lists = [[(case, dtype) for dtype in DTYPES[: 1 if case == 7 else 3]] for case in CASES]  # one has a single dtype
     assert in_turn(Tier.DEEP, lists) == list(itertools.chain.from_iterable(lists))
@@ -42,9 +48,22 @@ def test_alternatives_take_turns_below_the_deep_tier() -> None:
             assert {dtype for case, dtype in chosen if case % 2 == parity} == set(DTYPES)
 
 
-def item(name: str, **marks: dict[str, int]) -> Any:
+def item(name: str, params: dict[str, Any] | None = None, **marks: dict[str, int]) -> Any:
     markers = {mark: SimpleNamespace(kwargs=kwargs) for mark, kwargs in marks.items()}
-    return SimpleNamespace(nodeid=name, get_closest_marker=markers.get)
+    return SimpleNamespace(nodeid=name, get_closest_marker=markers.get, callspec=SimpleNamespace(params=params or {}))
+
+
+def test_thinning_leaves_out_no_value_of_a_parameter_with_few() -> None:
+    sets = [
+        {"case": case, "engine": engine, "dtype": dtype} for case in range(20) for engine in ENGINES for dtype in DTYPES
+    ]
+    items = [item(f"thin[{i}]", params, thin={"all": 6}) for i, params in enumerate(sets)]  # and 6 divides 18
+    chosen = [each.callspec.params for each in select(items, Tier.ALL)]
+    assert {params["engine"] for params in chosen} == set(ENGINES)
+    assert {params["dtype"] for params in chosen} == set(DTYPES)
+    assert len(items) / 6 <= len(chosen) <= len(items) / 6 + len(ENGINES)
+    alone = [item(f"features[{i}]", {"feature": i}, thin={"all": 3}) for i in range(30)]
+    assert [each.callspec.params["feature"] for each in select(alone, Tier.ALL)] == list(range(0, 30, 3))
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ class Chip:
     num_cores: int  # P: AI Cores
     clock_ghz: float  # P
     l2_bytes: int  # P: of all cores
-    # V: 1.6 to 1.8 TB/s of a 910B, the lower is taken, half of it for a B4; 3.2 TB/s of the two dies of a 910C. Nothing
-    # is published of dies with fewer cores (?), nor of the B4-1, which is taken for a B4 (?).
+    # V: 1.6 to 1.8 TB/s are published of a 910B. The lower is taken, and half of it for a B4. A 910C has 3.2 TB/s.
+    # ?: dies with fewer cores have as much as others, and a B4-1 as much as a B4.
     hbm_bytes_per_second: float
     dies: int = 1  # V: of the package, each of them such a chip
 

@@ -98,12 +98,14 @@ class Library:
             function.restype, function.argtypes = result, list(arguments)
 
     def _chosen_isa(self) -> int:
+        if not self.isas:
+            raise LibraryError("the library was built for none of the instruction sets of this processor")
         wanted = config.cpu_isa()
         if wanted is None:
             return len(self.isas) - 1
         if wanted not in self.isas:
             raise LibraryError(
-                f"FASTATTENTION_CPU_ISA={wanted!r} is not available here; this processor runs {', '.join(self.isas)}"
+                f"FASTATTENTION_CPU_ISA={wanted!r} is not available here; choose from {', '.join(self.isas)}"
             )
         return self.isas.index(wanted)
 

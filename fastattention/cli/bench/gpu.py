@@ -28,7 +28,7 @@ from fastattention.backends.base import Backend
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
-from fastattention.errors import ArgumentError
+from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.gpu_runtime.chips import ARCHS, arch_of
 from fastattention.validation import Options, prepare_dense, prepare_varlen
 
@@ -153,16 +153,23 @@ def dense_equivalent(backends: Mapping[str, Backend], headdim: int, causal: bool
 def record(
     tokens: str, headdim: int, causal: bool, flops: float, calls: dict[str, Call], rounds: int, device: str = "cuda"
 ) -> dict[str, Any]:
-    """Times the calls in turns; a peer that does not serve this device or problem is left out, with its reason."""
+    """Times the calls in turns; a peer that does not serve this device or problem is left out, with its reason.
+
+    failed: the names of those among them that did not refuse but raised something else.
+    """
     reasons: dict[str, str] = {}
+    failed = []
     for name, call in calls.items():
         try:
             call()
         except Exception as error:  # a peer that is not installed, or whatever the compiler of its kernel raises
             reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            if not isinstance(error, UnsupportedError):
+                failed.append(name)
     served = {name: call for name, call in calls.items() if name not in reasons}
     tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(served, rounds, device).items()}
-    return {"headdim": headdim, "causal": causal, "tokens": tokens, "tflops": tflops, "reasons": reasons}
+    shape = {"headdim": headdim, "causal": causal, "tokens": tokens}
+    return {**shape, "tflops": tflops, "reasons": reasons, "failed": failed}
 
 
 def interleaved(calls: dict[str, Call], rounds: int, device: str = "cuda") -> dict[str, float]:

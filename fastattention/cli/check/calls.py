@@ -18,7 +18,7 @@ from fastattention.validation import KvCacheArguments, Options, prepare_dense, p
 
 BLOCK = 64  # tokens of a block of a block mask, in both directions
 SPARE = 3  # tokens of a cache beyond its longest sequence
-WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")  # what an append writes
+CACHES = ("k_cache", "v_cache")  # what an append writes
 DIFFERENTIATED = ("q", "k", "v", "sinks")
 _CPU = torch.device("cpu")
 

@@ -49,6 +49,7 @@ def check(device: str | None, output: Path, cases: Sequence[Case] | None = None)
         else:
             bar.update(task, description="a tiny model")
             model.run(report, device)
+            bar.advance(task)
             bar.update(task, description="speed")
             speeds.run(report, device, lambda: bar.advance(task))
     report.finish()

@@ -17,6 +17,7 @@ from fastattention.cli.machine import describe_machine
 
 TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
 TOOL_SECONDS = 60
+OF_A_RUN = ("command", "load_average")  # of describe_machine: not of the machine, and files and addresses may be in it
 # Beginnings of the names of distributions that compile or run kernels.
 DISTRIBUTIONS = ("torch", "triton", "cuda-", "nvidia-cuda-nvrtc", "nvidia-cudnn", "transformers")
 # Beneath the folder that CANN's set_env.sh names.
@@ -28,7 +29,7 @@ def facts_of(device: str) -> dict[str, Any]:
     return {
         "device": device,
         "device_names": device_names(device),
-        "machine": describe_machine(),
+        "machine": {name: value for name, value in describe_machine().items() if name not in OF_A_RUN},
         "distributions": installed(),
         "backends": {name: state_of(name) for name in ORDER},
         "environment": {name: os.environ.get(name) for name in environment_variables()},
@@ -83,4 +84,4 @@ def cann_versions() -> dict[str, str]:
     if not folder:
         return {}
     found = (path for pattern in CANN_VERSIONS for path in sorted(Path(folder).glob(pattern)))
-    return {path.name: path.read_text(errors="replace") for path in found}
+    return {str(path.relative_to(folder)): path.read_text(errors="replace") for path in found}

@@ -14,26 +14,28 @@ import torch
 from torch import Tensor
 
 from fastattention.backends.common.dropout import kept
-from fastattention.cli.check.calls import DIFFERENTIATED, WRITTEN, Call, build_call, spans_of
+from fastattention.cli.check.calls import CACHES, DIFFERENTIATED, Call, build_call, spans_of
 from fastattention.cli.check.cases import Case
 from fastattention.quantised import LARGEST_STORED, dequantise
 from fastattention.reference import apply_rotary, reference_attention
 
 SEED = 0  # of torch's generator before each call
-FACTOR, FACTOR_OF_TORCH_GRADIENTS = 2.0, 3.0
+FACTOR, FACTOR_OF_TORCH_GRADIENTS = 2.0, 3.0  # of the error of torch
 
 _EPS: dict[torch.dtype, float] = {
     dtype: torch.finfo(dtype).eps for dtype in (torch.float16, torch.bfloat16, torch.float32)
 }
 _EPS32 = _EPS[torch.float32]
-# Of values with standard deviation 1: half a unit between 1 and 2, in float32 the roundings of an exponential.
-_OUT_FLOOR = {
+# Of out, in units of the values, which have standard deviation 1: what rounding an exact result between 1 and 2 costs.
+# In float32 eight roundings, as polynomials for exponentials make several.
+OUT_FLOOR = {
     torch.float16: _EPS[torch.float16] / 2,
     torch.bfloat16: _EPS[torch.bfloat16] / 2,
     torch.float32: 8 * _EPS32,
 }
-# Relative to the largest lse. Exponentials of bfloat16 scores may be less exact than others.
-_LSE_FLOOR = {torch.float16: 8 * _EPS32, torch.bfloat16: _EPS[torch.bfloat16] / 64, torch.float32: 8 * _EPS32}
+# Of lse, which is float32 whatever the inputs are, relative to the largest of the call. Kernels may take exponentials
+# of bfloat16 scores to 1e-4: rounding the inputs moved a score of 1 by dozens of times that.
+LSE_FLOOR = {torch.float16: 8 * _EPS32, torch.bfloat16: _EPS[torch.bfloat16] / 64, torch.float32: 8 * _EPS32}
 
 Results = dict[str, Tensor]  # by name: out, lse, caches after an append, gradients
 
@@ -51,7 +53,10 @@ class Wanted(NamedTuple):
         for name, exact in self.exact.items():
             factor = FACTOR_OF_TORCH_GRADIENTS if by_torch and name.startswith("gradient") else FACTOR
             allowed = factor * self.errors_of_torch[name] + self.floors[name]
-            judged[name] = {"error": largest_error(found[name], exact), "allowed": allowed}
+            error = largest_error(found[name], exact)
+            if name in CACHES and not torch.equal(found[name].isnan(), exact.isnan()):
+                error = torch.inf  # a slot was written that no token has
+            judged[name] = {"error": error, "allowed": allowed}
         return judged
 
 
@@ -71,7 +76,7 @@ def wanted_of(case: Case, device: str) -> Wanted:
         problem, turned = apply_rotary(*build_call(case).prepare(), torch.float32)
         rounded = reference_attention(problem, turned._replace(q=turned.q.to(case.dtype)), torch.float32)
         errors["out"] = max(errors["out"], largest_error(rounded.out, exact["out"]))
-    errors |= {name: 0.0 for name in WRITTEN if name in errors}  # their floor is all there is
+    errors |= {name: 0.0 for name in CACHES if name in errors}  # their floor is all there is
     return Wanted(exact, errors, {name: _floor(case, name, right) for name, right in exact.items()})
 
 
@@ -127,11 +132,13 @@ def _floor(case: Case, name: str, exact: Tensor) -> float:
     largest: float = max(1.0, _largest(exact))
     # A float32 unit of the products that a score sums up: by so much a score, and so a weight, may be off.
     score: float = case.headdim**-0.5 * (case.headdim + 4 * case.headdim**0.5) * _EPS32
-    if name in WRITTEN:  # turned keys are rounded once; an element half-way between two steps may go either way
-        return largest * (_EPS[case.dtype] if case.stored is None else 1.0 / LARGEST_STORED[case.stored])
+    if name in CACHES:  # copies, but for turned keys and stored steps: what lies half-way may go either way
+        if case.stored is not None:
+            return largest / LARGEST_STORED[case.stored]
+        return largest * _EPS[case.dtype] if case.rotary_dim and name == "k_cache" else 0.0
     if name == "lse":
-        return _LSE_FLOOR[case.dtype] * largest + score
-    floor = (_OUT_FLOOR[case.dtype] + score) / (1.0 - case.dropout_p)
+        return LSE_FLOOR[case.dtype] * largest + score
+    floor = (OUT_FLOOR[case.dtype] + score) / (1.0 - case.dropout_p)
     return floor if name == "out" else floor * largest
 
 

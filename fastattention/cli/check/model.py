@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattention.cli.check.report import Entry, Note, Report
+from fastattention.cli.check.run import recorded
 
 PROMPT, NEW_TOKENS = 37, 5
 DTYPE = torch.float16
@@ -26,7 +27,10 @@ def run(report: Report, device: str) -> None:
 def _compare(device: str, note: Note) -> Entry:
     if importlib.util.find_spec("transformers") is None:
         return {"state": "skipped", "reason": "transformers is not installed; pip install 'transformers>=5.23'"}
-    importlib.import_module("fastattention.integrations.transformers")  # registers the name
+    try:
+        importlib.import_module("fastattention.integrations.transformers")  # registers the name
+    except ImportError as error:
+        return {"state": "skipped", "reason": str(error)}
 
     model = _tiny_llama()
     tokens = torch.randint(256, (2, PROMPT + NEW_TOKENS), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
@@ -35,7 +39,9 @@ def _compare(device: str, note: Note) -> Entry:
     model = model.to(device, DTYPE)
     eager = _logits(model, tokens)
     model.set_attn_implementation("fast_attention")
-    ours = _logits(model, tokens)
+    with recorded() as served_by:
+        ours = _logits(model, tokens)
+    note({"served_by": ", ".join(sorted(served_by))})
     floor = torch.finfo(DTYPE).eps * float(max(one.abs().max() for one in exact.values()))
     errors = {}
     for name, right in exact.items():

@@ -13,6 +13,8 @@ from typing import Any
 from fastattention.cli.machine import SOURCES
 
 IMPERSONAL = ("root", "localhost")  # of users and hosts
+# Of entries: words of ours, which a user may be called.
+IMPERSONAL_KEYS = ("device", "kind", "name", "dtype", "implementation", "call", "state", "served_by")
 
 
 class Anonymiser:
@@ -20,16 +22,23 @@ class Anonymiser:
 
     paths: each with what stands for it; those within others win
     names: each with what stands for it, where it is a word of its own
+    hosts: likewise, with the domain behind it
     """
 
-    def __init__(self, paths: Iterable[tuple[Path, str]], names: Iterable[tuple[str, str]]) -> None:
+    def __init__(
+        self, paths: Iterable[tuple[Path, str]], names: Iterable[tuple[str, str]], hosts: Iterable[str] = ()
+    ) -> None:
         # "/" stands for no one, and is in every path.
         known = {str(path): shown for path, shown in paths if len(path.parts) > 1}
         longest_first = sorted(known.items(), key=lambda pair: -len(pair[0]))
-        self._patterns = [(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", shown) for path, shown in longest_first]
+        # Not within a longer path, but behind a compiler's flag, as in -I/home/...
+        before = r"(?:(?<![\w.-])|(?<=-[A-Za-z]))"
+        self._patterns = [(rf"{before}{re.escape(path)}(?![\w-])", shown) for path, shown in longest_first]
+        words = [(name, shown, "") for name, shown in names]
+        words += [(host.partition(".")[0], "<host>", r"(?:\.[A-Za-z0-9][\w-]*)*") for host in hosts]
         self._patterns += [
-            (rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", shown)
-            for name, shown in names
+            (rf"(?<![A-Za-z0-9]){re.escape(name)}{more}(?![A-Za-z0-9])", shown)
+            for name, shown, more in words
             if name and name not in IMPERSONAL
         ]
 
@@ -39,13 +48,13 @@ class Anonymiser:
         paths = [(SOURCES, "<sources>"), (Path.cwd(), "<folder>")]
         if sys.prefix != sys.base_prefix:  # a virtual environment; that of the system is nobody's
             paths.append((Path(sys.prefix), "<python>"))
-        names = [(socket.gethostname(), "<host>"), (socket.gethostname().partition(".")[0], "<host>")]
+        names: list[tuple[str, str]] = []
         try:
             paths.append((Path.home(), "<home>"))
             names.append((getpass.getuser(), "<user>"))
         except (RuntimeError, OSError, KeyError):  # a user whom the system does not know
             pass
-        return cls([*paths, *((path.resolve(), shown) for path, shown in paths)], names)
+        return cls([*paths, *((path.resolve(), shown) for path, shown in paths)], names, [socket.gethostname()])
 
     def __call__(self, value: Any) -> Any:
         """The same value without them."""
@@ -54,5 +63,5 @@ class Anonymiser:
                 value = re.sub(pattern, shown, value)
             return value
         if isinstance(value, dict):
-            return {name: self(one) for name, one in value.items()}
+            return {name: one if name in IMPERSONAL_KEYS else self(one) for name, one in value.items()}
         return [self(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -50,7 +50,8 @@ class Report:
         try:
             entry.update(run(note))
         except UnsupportedError as error:
-            entry.update(state="refused", reason=str(error))
+            # Refused after all where a backend had said that it serves the call: that is a fault.
+            entry.update(state="failed" if "served_by" in entry else "refused", reason=str(error))
         except Exception as error:  # whatever compilers and drivers raise
             reason = f"{type(error).__name__}: {first_line(error)}"
             entry.update(state="failed", reason=reason, traceback=traceback.format_exc())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 
 from fastattention import explain
-from fastattention.backends.registry import Verdict, select_backend
+from fastattention.backends.base import Backend
+from fastattention.backends.registry import ORDER, Verdict, get_backend, select_backend
 from fastattention.cli.check.calls import Call, build_call
 from fastattention.cli.check.cases import Case
 from fastattention.cli.check.judge import SEED, results_of, wanted_of
 from fastattention.cli.check.report import Entry, Note, Report
 from fastattention.cli.console import first_line
 from fastattention.dispatch import forget_plans
+from fastattention.problem import AttentionOutput, Inputs, Problem
 
 
 class Implementation(NamedTuple):
@@ -107,6 +109,32 @@ def _settings(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        _choose_anew()
+
+
+@contextmanager
+def recorded() -> Iterator[set[str]]:
+    """The names of the backends that serve calls meanwhile."""
+    served: set[str] = set()
+    backends = [get_backend(name) for name in ORDER]
+
+    def noting(backend: Backend) -> Callable[[Problem, Inputs], Callable[[Inputs], AttentionOutput]]:
+        plan = backend.plan
+
+        def noted(problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
+            served.add(backend.name)
+            return plan(problem, inputs)
+
+        return noted
+
+    _choose_anew()  # so that each call is planned
+    for backend in backends:
+        vars(backend)["plan"] = noting(backend)
+    try:
+        yield served
+    finally:
+        for backend in backends:
+            del vars(backend)["plan"]
         _choose_anew()
 
 

@@ -31,18 +31,23 @@ def run(report: Report, device: str, on_shape: Callable[[], None] = lambda: None
 
 
 def _measure(device: str, headdim: int, causal: bool, seqlen: int, note: Note) -> Entry:
+    ours: tuple[str, ...]
     if device == "npu":
         name = torch.npu.get_device_name()  # type: ignore[attr-defined]
         shape = (headdim, causal, TOKENS // seqlen, seqlen, HIDDEN // headdim)
         measured = npu.measure_shape(name, shape, ROUNDS)
+        ours = (npu.OURS, npu.THROUGH_US)
         found = {one: measured[one] for one in ("tflops", "reasons", "predicted_tflops")}
     elif device == "cuda":
         calls, flops = gpu.dense_calls({"fastattention": get_backend("cuda")}, headdim, causal, seqlen)
-        measured = gpu.record(f"{seqlen}", headdim, causal, flops, calls, ROUNDS)
+        measured, ours = gpu.record(f"{seqlen}", headdim, causal, flops, calls, ROUNDS), ("fastattention",)
         found = {one: measured[one] for one in ("tflops", "reasons")}
     else:
-        found = {"tflops": _on_cpu(headdim, causal, seqlen)}
-    return {"state": "measured", **found}
+        return {"state": "measured", "tflops": _on_cpu(headdim, causal, seqlen)}
+    for name in ours:
+        if name in measured["failed"]:
+            return {**found, "state": "failed", "reason": f"{name}: {measured['reasons'][name]}"}
+    return {**found, "state": "measured"}
 
 
 def _on_cpu(headdim: int, causal: bool, seqlen: int) -> dict[str, float]:

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
+
+    from fastattention.integrations.transformers.attention import fast_attention_forward
+    from fastattention.integrations.transformers.block_sparse import PrefillLayer, sparse_prefill
+    from fastattention.integrations.transformers.cache import FastAttentionCache
+    from fastattention.integrations.transformers.linear_attention import serve_gated_delta_rule
+    from fastattention.integrations.transformers.mask_function import fast_attention_mask
+    from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
+    from fastattention.integrations.transformers.model_source import refuse_tables
+    from fastattention.integrations.transformers.versions import NAME, warn_of_old_version
 except ImportError as error:
     raise ImportError(
         "fastattention.integrations.transformers needs Transformers 5.23 or newer, which cannot be imported here: "
         f"{error}; pip install 'transformers>=5.23' helps if it is missing or too old"
     ) from error
-
-from fastattention.integrations.transformers.attention import fast_attention_forward
-from fastattention.integrations.transformers.block_sparse import PrefillLayer, sparse_prefill
-from fastattention.integrations.transformers.cache import FastAttentionCache
-from fastattention.integrations.transformers.linear_attention import serve_gated_delta_rule
-from fastattention.integrations.transformers.mask_function import fast_attention_mask
-from fastattention.integrations.transformers.micro_batches import MicroBatchedCache, overlapped
-from fastattention.integrations.transformers.model_source import refuse_tables
-from fastattention.integrations.transformers.versions import NAME, warn_of_old_version
 
 __all__ = [
     "NAME",

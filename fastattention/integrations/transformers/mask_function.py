@@ -150,7 +150,8 @@ class _Call(NamedTuple):
         begins = torch.ones_like(sequence_ids, dtype=torch.bool)
         begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
         offsets = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=begins.numel()).to(torch.int32)
-        cu_seqlens = constant(offsets, numbers := offsets.tolist())
+        numbers: list[int] = offsets.tolist()
+        cu_seqlens = constant(offsets, numbers)
         longest = max(end - begin for begin, end in itertools.pairwise(numbers))
         return VarlenMask(*self._common(longest), None, None, cu_seqlens, cu_seqlens, longest, longest)
 

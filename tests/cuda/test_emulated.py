@@ -13,7 +13,7 @@ import torch
 from conformance.block_cases import BLOCK_TILES, BLOCKS
 from conformance.calls import Call, problem_of
 from conformance.case import Case, KvCacheCase
-from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
+from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
 from conformance.int8_cases import INT8, INT8_TILES
@@ -21,7 +21,7 @@ from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
 from conformance.wide_cases import LATENT, WIDE
 from emulator import EmulatedCudaBackend
-from tiers import Tier, slow, thin, tier_of
+from tiers import Tier, half, slow, thin, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
@@ -134,19 +134,21 @@ def features_of(kernel: Variant) -> tuple[object, ...]:
 
 
 def runs_in(tier: Tier) -> list[Run]:
-    """Below the deep tier a case runs on one GPU, in turn, and of wide heads, blocks and int8 only some cases run."""
+    """Below the deep tier a case runs on one GPU, in turn: all cases for GPUs, half of the others.
+
+    Of wide heads, blocks and int8, which nearly all have a kernel of their own that takes seconds to compile, few run.
+    """
     if tier is Tier.DEEP:
         return RUNS
     runs_of_cases = [(case, list(runs)) for case, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
     if tier is Tier.QUICK:
         return [runs[i % len(runs)] for i, (_, runs) in enumerate(runs_of_cases) if i % 6 == 0]
-    # Nearly each of these has a kernel of its own, which takes seconds to compile.
     one_in = dict.fromkeys((*WIDE, *LATENT, *INT8), 3) | dict.fromkeys((*BLOCKS, *BLOCK_TILES, *INT8_TILES), 6)
+    of_all = set(half([case for case, _ in runs_of_cases]))
     return [
-        run
+        runs[i % len(runs)]
         for i, (case, runs) in enumerate(runs_of_cases)
-        if i % one_in.get(case, 1) == 0
-        for run in [runs[i % len(runs)]]
+        if (i % one_in[case] == 0 if case in one_in else case in FOR_GPUS or case in of_all)
     ]
 
 

@@ -18,7 +18,7 @@ import pytest
 
 A, B, C = TypeVar("A"), TypeVar("B"), TypeVar("C")
 
-FEW_VALUES = 6  # of a parameter, all of which run; of one that has more, if as many sets of parameters run
+FEW_VALUES = 2  # of a parameter, both of which run; of one that has more, if as many sets of parameters run
 
 slow = pytest.mark.slow
 deep = pytest.mark.deep
@@ -57,16 +57,17 @@ def _lowest_tier(item: pytest.Item) -> Tier:
 
 def _thinned(sets: Sequence[pytest.Item], step: int) -> list[pytest.Item]:
     """Every `step`-th of a test's sets of parameters, and more until every value of parameters with few has one."""
-    chosen = list(sets[::step])
-    missing = Counter(value for item in sets for value in _values(item))
-    values_of = Counter(name for name, _ in missing)
-    wanted = {value for value in missing if values_of[value[0]] <= max(len(chosen), FEW_VALUES)}
-    for item in itertools.chain(chosen, sets):
-        new = wanted.intersection(_values(item))
-        if new and item not in chosen:
-            chosen.append(item)
-        wanted -= new
-    return chosen
+    chosen = list(range(0, len(sets), step))
+    values = [_values(item) for item in sets]
+    known = set[tuple[str, str]]().union(*values)
+    number = Counter(name for name, _ in known)
+    missing = {value for value in known if number[value[0]] <= max(len(chosen), FEW_VALUES)}
+    missing = missing.difference(*(values[index] for index in chosen))
+    while missing:
+        best = max(range(len(sets)), key=lambda index: len(missing & values[index]))
+        chosen.append(best)
+        missing -= values[best]
+    return [sets[index] for index in chosen]
 
 
 def _values(item: Any) -> set[tuple[str, str]]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tiers import deep
 from transformers import AutoModelForCausalLM, TemperatureLogitsWarper
 from word_model import save_word_model, words
 
@@ -260,6 +261,7 @@ def test_requests_under_way_are_finished_before_it_ends(start: Callable[..., Ser
     assert server.process.wait(60) == 0
 
 
+@deep
 def test_requests_that_take_too_long_are_told_that_it_ends(start: Callable[..., Server]) -> None:
     server = start("--grace=0")
     with server.stream(prompt="t3 t4", max_tokens=500, temperature=100.0) as response:

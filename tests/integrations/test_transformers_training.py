@@ -168,7 +168,7 @@ def test_a_learned_position_bias_leaves_self_attention_to_sdpa(served: list[Prob
 
 
 @slow
-@thin(all=2)
+@thin(all=3)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
 def test_bfloat16_losses_are_as_near_to_float32_as_those_of_eager(name: str, served: list[Problem]) -> None:
     """At most 1.5 times as far, on average over all steps: where weights are rounded, two runs soon part by chance."""

@@ -374,7 +374,7 @@ def test_tiles_of_row_blocks_are_those_that_the_mask_leaves(
 ) -> None:
     workload = SimulatedCall(1, seqlen_q, seqlen_k, 1, 1, 16, 16, torch.float16, *window)
     band = TileRange(seqlen_q, seqlen_k, *window)
-    for block, (num_tiles, num_masked) in enumerate(workload.row_blocks(Tiling(rows, keys, 8, 1, True))):
+    for block, (num_tiles, num_masked) in enumerate(workload.row_blocks(rows, keys)):
         first, last = block * rows, min((block + 1) * rows, seqlen_q) - 1
         begin, end = band.row_begin(first), band.row_end(last)
         kinds = [band.classify(first, last, key, min(key + keys, end) - 1) for key in range(begin, end, keys)]

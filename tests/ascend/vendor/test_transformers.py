@@ -144,7 +144,7 @@ def test_greedy_generation_is_that_of_eager(name: str, cache: str | None, side: 
     assert fast.tolist() == eager.tolist()
 
 
-@thin(quick=5, all=5)
+@thin(quick=5)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_waits_for_the_device_do_not_grow_with_layers(side: str, cache: str) -> None:

@@ -88,9 +88,9 @@ def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list
         yield np.array([row]), [(_simulated(setting, int(tiles[row]), int(masked[row])), np.ones(1))]
     # All others lie on a line between two neighbouring lengths, or beyond the last two.
     above = np.where(short, 0, np.clip(np.searchsorted(lengths, tiles, "right"), 1, len(lengths) - 1))
-    for index in np.unique(above[~short]).tolist():
+    for index in _distinct(above[~short]):
         ends, between = lengths[index - 1 : index + 1].tolist(), above == index
-        for number in np.unique(masked[between & (masked <= FEW_MASKED)]).tolist():
+        for number in _distinct(masked[between & (masked <= FEW_MASKED)]):
             rows = np.flatnonzero(between & (masked == number))
             yield rows, _on_a_line(setting, tiles[rows], ends, number)
         rows = np.flatnonzero(between & (masked > FEW_MASKED))
@@ -99,6 +99,12 @@ def mixtures(setting: Setting, kinds: IntArray) -> Iterator[tuple[IntArray, list
             mixture = [(block, weights * share) for block, weights in _on_a_line(setting, tiles[rows], ends, ends[1])]
             plain = _on_a_line(setting, tiles[rows], ends, 0) if np.any(share < 1) else []
             yield rows, mixture + [(block, weights * (1 - share)) for block, weights in plain]
+
+
+def _distinct(numbers: IntArray) -> list[int]:
+    """Of small numbers, of which there may be many: quicker than numpy.unique."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found
 
 
 def _on_a_line(

@@ -6,6 +6,7 @@ the others get its share.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -162,9 +163,14 @@ def simulated_operations(workload: SimulatedCall, tiling: Tiling, chip: Chip, nu
 
 
 def _items(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> _Items:
-    blocks = workload.row_blocks(tiling)
+    return _items_of(workload, tiling.outer_tile_m, tiling.outer_tile_n, chip.num_cores)
+
+
+@functools.lru_cache(maxsize=4)  # tilings that are compared one after the other differ in smaller things
+def _items_of(workload: SimulatedCall, outer_tile_m: int, outer_tile_n: int, num_cores: int) -> _Items:
+    blocks = workload.row_blocks(outer_tile_m, outer_tile_n)
     most = int(blocks[:, 0].max())
-    num_splits = decode_splits(len(blocks) * workload.num_heads, most, chip.num_cores) if workload.is_decode else 1
+    num_splits = decode_splits(len(blocks) * workload.num_heads, most, num_cores) if workload.is_decode else 1
     # The last rows of a head first, and a row block's splits one after another.
     tiles = np.repeat(-(-blocks[::-1, 0] // num_splits), num_splits)
     masked = np.minimum(np.repeat(blocks[::-1, 1], num_splits), tiles)
@@ -173,7 +179,7 @@ def _items(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> _Items:
     codes, kind_of = np.unique(tiles * most_tiles + masked, return_inverse=True)
     kinds = np.stack(np.divmod(codes, most_tiles), axis=1)
     sharers = 1 if workload.is_decode else len(blocks) * workload.group_size
-    sharers = min(sharers, len(kind_of) * workload.num_heads, chip.num_cores)
+    sharers = min(sharers, len(kind_of) * workload.num_heads, num_cores)
     return _Items(kinds, kind_of, workload.num_heads, num_splits, sharers)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fastattention.backends.ascend.mask_tile import MASK_TILE
-from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Shape, Tiling
+from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Shape
 from fastattention.problem import Problem
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -113,17 +113,17 @@ class SimulatedCall:
             return 0
         return MASK_TILE**2 if self.mask_mode is MaskMode.TILING else self.seqlen_q * self.seqlen_k
 
-    def row_blocks(self, tiling: Tiling) -> IntArray:
+    def row_blocks(self, outer_tile_m: int, outer_tile_n: int) -> IntArray:
         """For each row block of a head: tiles that it visits, and those of them to which a mask is applied.
 
         (number of row blocks, 2).
         """
-        count, keys = math.ceil(self.num_rows / tiling.outer_tile_m), tiling.outer_tile_n
+        count, keys = math.ceil(self.num_rows / outer_tile_m), outer_tile_n
         if not self.has_window or self.mask_mode is MaskMode.FULL:
             num_tiles = max(math.ceil(self.seqlen_k / keys), 1)
             return np.tile(np.array([[num_tiles, num_tiles if self.has_window else 0]]), (count, 1))
-        first = np.zeros(1, np.int64) if self.is_decode else np.arange(count) * tiling.outer_tile_m
-        last = first if self.is_decode else np.minimum(first + tiling.outer_tile_m, self.num_rows) - 1
+        first = np.zeros(1, np.int64) if self.is_decode else np.arange(count) * outer_tile_m
+        last = first if self.is_decode else np.minimum(first + outer_tile_m, self.num_rows) - 1
         begin = self._first_key(first)
         num_tiles = np.maximum(-((begin - self._past_last_key(last)) // keys), 1)
         masked = num_tiles

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiers import Tier, combinations, tier_of
 
-from conformance.calls import build_call
+from conformance.calls import build_call, problem_of
 from conformance.case import Case
 from conformance.cases import CASES, FOR_GPUS
 from conformance.engines import ENGINES, Engine
@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_defaults_change_nothing(case: Case, engine: Engine, dtype: str) -> None:
-    problem, _ = build_call(case, DTYPES[dtype]).prepare()
+    problem = problem_of(case, DTYPES[dtype])
     if (reason := engine.refusal(problem)) is not None:
         pytest.skip(reason)
     usual, changed = (build_call(case, DTYPES[dtype]) for _ in range(2))

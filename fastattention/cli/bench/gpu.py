@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattention import fast_attn_func
 from fastattention.backends.base import Backend
 from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar
+from fastattention.cli.console import MESSAGES, OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.gpu_runtime.chips import ARCHS, arch_of
@@ -163,7 +163,7 @@ def record(
         try:
             call()
         except Exception as error:  # a peer that is not installed, or whatever the compiler of its kernel raises
-            reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            reasons[name] = first_line(error) or type(error).__name__
             if not isinstance(error, UnsupportedError):
                 failed.append(name)
     served = {name: call for name, call in calls.items() if name not in reasons}

@@ -52,22 +52,22 @@ def runs_of(cases: Sequence[Case], implementations: Sequence[Implementation]) ->
 
 def run(report: Report, case: Case, implementation: Implementation, device: str) -> bool:
     """Adds an entry for a call. False where the device does not answer any more, as after an illegal access."""
+    given = build_call(case)
     known = {
         "kind": "call",
         "name": case.name,
         "dtype": str(case.dtype).removeprefix("torch."),
         "implementation": implementation.name,
-        "call": str(build_call(case)),
+        "call": str(given),
     }
-    entry = report.attempt(known, partial(_run, case, implementation, device))
+    entry = report.attempt(known, partial(_run, case, given, implementation, device))
     if entry["state"] == "failed" and (reason := _why_lost(device)) is not None:
         report.stop(f"the device does not answer after this call: {reason}")
         return False
     return True
 
 
-def _run(case: Case, implementation: Implementation, device: str, note: Note) -> Entry:
-    given = build_call(case)
+def _run(case: Case, given: Call, implementation: Implementation, device: str, note: Note) -> Entry:
     with _settings(implementation.variables):
         call = given.on(device)
         verdict = _verdict(call, implementation.backend)

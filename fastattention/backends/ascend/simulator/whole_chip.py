@@ -103,14 +103,14 @@ def predict(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs = 
     """Simulate a call."""
     items = _items(workload, tiling, chip)
     busy_cores = min(items.count, chip.num_cores)
-    parts = _parts(_setting(workload, tiling, chip, costs, items, busy_cores), items)
+    setting = _setting(workload, tiling, chip, costs, items, busy_cores)
+    parts = _parts(setting, items)
     longest = tuple(items.kinds[int(np.argmax(parts.cycles))].tolist())
+    among_all = row_block(setting, *longest).cycles
 
     def slowdown(cores: int) -> float:
         """Of a row block by the other busy cores, relative to all of them."""
-        settings = (_setting(workload, tiling, chip, costs, items, number) for number in (cores, busy_cores))
-        some, everybody = (row_block(setting, *longest).cycles for setting in settings)
-        return some / everybody
+        return row_block(_setting(workload, tiling, chip, costs, items, cores), *longest).cycles / among_all
 
     of_cores = items.of_cores(parts.cycles, chip.num_cores)
     total = _launch_cycles(items, costs) + _until_done(of_cores, slowdown)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import typer
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.ascend import call
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.ascend.chips import CHIPS, Chip
@@ -27,7 +28,6 @@ from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.bench import gpu
 from fastattention.cli.machine import describe_machine
 from fastattention.gpu_runtime.chips import arch_of
-from fastattention.problem import Problem
 
 RESULTS = Path(__file__).parent / "results"
 CTAS_PER_MULTIPROCESSOR = 2
@@ -68,12 +68,12 @@ class UpstreamTritonBackend(AscendBackend):
     def _launch(self, launch: call.Launch) -> None:
         constants = launch.constants
         warps = 8 if constants["TILE_M"] * constants.get("TILE_N", 0) >= 128 * 128 else 4
-        kernel = _specialised(launch.kernel)
+        kernel = _specialized(launch.kernel)
         kernel[(launch.num_programs,)](**launch.arguments, **constants, num_warps=warps, num_stages=2)
 
 
 @functools.cache
-def _specialised(kernel: Any) -> Any:
+def _specialized(kernel: Any) -> Any:
     """The kernel as Triton compiles it by default: on a GPU it must know which rows begin at multiples of 16."""
     return importlib.import_module("triton").jit(kernel.fn)
 

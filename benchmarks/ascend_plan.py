@@ -37,7 +37,7 @@ from fastattention.cli.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 CHIP = published.MEASURED_CHIP
-HARDWARE_HANDOVER = 1000  # cycles: the other published figure of a synchronisation, fitted to hardware
+HARDWARE_HANDOVER = 1000  # cycles: the other published figure of a synchronization, fitted to hardware
 DRAWN_MICROSECONDS, DRAWN_TILES = 14.0, 12
 NHEADS = 32  # of the problems that fill every core
 
@@ -180,8 +180,8 @@ def sensitivity() -> list[Record]:
         variants: dict[str, tuple[Tiling, Tiling, Costs]] = {
             "as chosen": (unified, paper, DEFAULT_COSTS),
             "the measured kernel's 256 keys a tile": (unified, published.MEASURED_TILING, DEFAULT_COSTS),
-            "synchronisation of 1000 cycles": (unified, paper, replace(DEFAULT_COSTS, handover=HARDWARE_HANDOVER)),
-            "synchronisation for nothing": (unified, paper, replace(DEFAULT_COSTS, handover=0.0)),
+            "synchronization of 1000 cycles": (unified, paper, replace(DEFAULT_COSTS, handover=HARDWARE_HANDOVER)),
+            "synchronization for nothing": (unified, paper, replace(DEFAULT_COSTS, handover=0.0)),
             "unified tiling has slices too": (sliced, paper, DEFAULT_COSTS),
             "unified tiling has slices and one tile ahead too": (
                 replace(sliced, preload=PAPER_PRELOAD),

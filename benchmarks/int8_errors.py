@@ -32,14 +32,14 @@ from torch.nn import functional
 
 import fastattention
 from fastattention import explain, fast_attn_func
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.cli.bench.report import SCHEMA, title
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
-from fastattention.quantised import KEYS_OF_SCALE, dequantise, quantise, quantise_keys
-from fastattention.reference import reference_attention
+from fastattention.quantized import KEYS_OF_SCALE, dequantize, quantize, quantize_keys
 from fastattention.threads import get_num_threads
-from fastattention.validation import Options, prepare_dense
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGE = Path(fastattention.__file__).parent
@@ -103,7 +103,7 @@ def _attend_head(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
         q, k, v = (x.to(DTYPES[method]) for x in (q, k, v))
         return reference_attention(*prepare_dense(q, k, v, Options(causal=True)), compute_dtype=None).out
     if method == NOT_SMOOTHED:
-        q, k = dequantise(*quantise(q, torch.int8)), without_smoothing(k[0]).unsqueeze(0)
+        q, k = dequantize(*quantize(q, torch.int8)), without_smoothing(k[0]).unsqueeze(0)
     options = Options(causal=True, qk_dtype="int8" if method == INT8 else None)
     return reference_attention(*prepare_dense(q, k, v, options)).out
 
@@ -111,8 +111,8 @@ def _attend_head(q: Tensor, k: Tensor, v: Tensor, method: str) -> Tensor:
 def without_smoothing(k: Tensor) -> Tensor:
     """What int8 keys (seqlen, nheads_k, headdim) stand for when no mean is taken off: with their negatives it is 0."""
     whole = functional.pad(k, (0, 0, 0, 0, 0, -len(k) % KEYS_OF_SCALE))
-    stored, scale, _ = quantise_keys(torch.cat((whole, -whole)), torch.int8)
-    return dequantise(stored, scale)[: len(k)]
+    stored, scale, _ = quantize_keys(torch.cat((whole, -whole)), torch.int8)
+    return dequantize(stored, scale)[: len(k)]
 
 
 def made_numbers(seqlen: int) -> Iterator[Numbers]:

@@ -27,6 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fastattention import config, fast_attn_func
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.bench import gpu
@@ -35,7 +36,6 @@ from fastattention.cli.bench.timing import interleaved
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
-from fastattention.validation import Options, prepare_dense
 
 RESULTS = Path(__file__).parent / "results"
 NHEADS = 2

@@ -60,15 +60,15 @@ class Case:
     seqlen: int
     num_layers_cpu: int
     batch_size: int = 1
-    quantised: bool = False
+    quantized: bool = False
 
 
 CASES = (
     *(Case("llama-3-8b", 131072, layers) for layers in (0, 2, 8, 16, 32)),
-    Case("llama-3-8b", 131072, 32, quantised=True),
+    Case("llama-3-8b", 131072, 32, quantized=True),
     *(Case("llama-3-8b", 32768, layers) for layers in (0, 8)),
     Case("llama-3-8b", 524288, 8),
-    Case("llama-3-8b", 1048576, 32, quantised=True),
+    Case("llama-3-8b", 1048576, 32, quantized=True),
     *(Case("llama-2-7b", 65536, layers) for layers in (8, 32)),
     Case("llama-2-7b", 32768, 8),
 )
@@ -76,7 +76,7 @@ CASES = (
 
 def page_of(case: Case, shape: ModelShape, dtype: torch.dtype) -> PageShape:
     """What the cache of a case is kept in."""
-    cache_dtype = torch.int8 if case.quantised else None
+    cache_dtype = torch.int8 if case.quantized else None
     return PageShape(PAGE_SIZE, shape.nheads_k, shape.headdim, shape.headdim, dtype, cache_dtype)
 
 
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def _workload(self) -> OffloadWorkload:
-        return OffloadWorkload(self.shape, self.case.batch_size, self.case.seqlen, self.case.quantised, PAGE_SIZE)
+        return OffloadWorkload(self.shape, self.case.batch_size, self.case.seqlen, self.case.quantized, PAGE_SIZE)
 
     @property
     def _staging_bytes(self) -> int:
@@ -266,7 +266,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             for p in Policy
         ]
         offloaded = row.get("transformers_seconds")
-        name = row["model"] + (", int8" if row["quantised"] else "")
+        name = row["model"] + (", int8" if row["quantized"] else "")
         last = "" if offloaded is None else f"{1e3 * offloaded:.1f}"
         table.add_row(name, str(row["seqlen"]), str(row["num_layers_cpu"]), *cells, last)
     OUTPUT.print(table)

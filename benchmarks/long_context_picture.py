@@ -38,7 +38,7 @@ def draw(panel: Any, rows: list[dict[str, Any]], across: str) -> None:
 def main(results: Path = RESULTS) -> None:
     """Reads long_context.json in `results` and writes long_context.png beside it."""
     record = json.loads((results / "long_context.json").read_text())
-    rows = [row for row in record["rows"] if row["model"] == MODEL and row["num_layers_cpu"] and not row["quantised"]]
+    rows = [row for row in record["rows"] if row["model"] == MODEL and row["num_layers_cpu"] and not row["quantized"]]
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     draw(
         panels[0], sorted((row for row in rows if row["num_layers_cpu"] == 8), key=lambda row: row["seqlen"]), "seqlen"

@@ -11,7 +11,7 @@ dispatch.py           finds or makes the plan of a call, or explains it
 backends/             cpu, cuda, ascend and sdpa
 reference.py          the executable specification that tests compare with
 merge.py              merging of attention over parts of the keys
-quantised.py          int8 and float8 caches
+quantized.py          int8 and float8 caches
 kv_store/             KV caches whose memory the library owns
 offload/              a KV cache split between a device and the CPU
 distributed/          tensor parallelism: attention overlapped with its all-reduce
@@ -22,16 +22,8 @@ config.py, errors.py  environment variables and exceptions
 
 from importlib.metadata import version
 
-from fastattention.dispatch import Explanation
-from fastattention.errors import (
-    ArgumentError,
-    CacheFullError,
-    CompileError,
-    FastAttentionError,
-    LibraryError,
-    UnsupportedError,
-)
-from fastattention.interface import (
+from fastattention.attention.dispatch import Explanation
+from fastattention.attention.interface import (
     explain,
     fast_attn_func,
     fast_attn_kvpacked_func,
@@ -41,8 +33,16 @@ from fastattention.interface import (
     fast_attn_varlen_qkvpacked_func,
     fast_attn_with_kvcache,
 )
+from fastattention.attention.merge import merge_attn_states
+from fastattention.errors import (
+    ArgumentError,
+    CacheFullError,
+    CompileError,
+    FastAttentionError,
+    LibraryError,
+    UnsupportedError,
+)
 from fastattention.kv_store import DenseKVStore, KVStore, PackedKVStore
-from fastattention.merge import merge_attn_states
 from fastattention.threads import get_num_threads, set_num_threads
 
 __version__ = version("fastattention")

@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.errors import ArgumentError
-from fastattention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, read_block_size
-from fastattention.validation.common import (
+from fastattention.attention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, read_block_size
+from fastattention.attention.validation.common import (
     check_like_q,
     check_options,
     check_rank,
@@ -32,6 +31,7 @@ from fastattention.validation.common import (
     read_options,
     signature,
 )
+from fastattention.errors import ArgumentError
 
 __all__ = ["density", "recall", "streaming", "strided", "top_p_blocks"]
 

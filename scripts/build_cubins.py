@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, AppendConfig, KernelConfig
-from fastattention.backends.cuda.variants import UNQUANTISED, training_variants_of, variants_of
+from fastattention.backends.cuda.variants import UNQUANTIZED, training_variants_of, variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.warmup import all_reduces_of
 from fastattention.gpu_runtime import cache, compiler
@@ -54,7 +54,7 @@ def cubins_to_build() -> list[Built]:
             Built(kernel, target_of(limits))
             for limits in CHIPS.values()
             for kernel in (
-                *variants_of(limits, features=UNQUANTISED),
+                *variants_of(limits, features=UNQUANTIZED),
                 *training_variants_of(limits),
                 *all_reduces_of(limits),
             )

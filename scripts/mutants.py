@@ -8,7 +8,7 @@
 tests/mutants/*.toml has one table per mutant, one file per area:
 
     [name]
-    file = "fastattention/merge.py"   # what is broken
+    file = "fastattention/attention/merge.py"   # what is broken
     old = "a + b"                     # text that occurs once in it
     new = "a - b"                     # what takes its place
     why = "Merging adds up"           # the promise that is broken
@@ -193,8 +193,8 @@ class Copy:
         """Builds the native library, as far as it is not up to date. Raises BrokenRunError."""
         if not (NATIVE / "CMakeCache.txt").exists():
             # Compiles in a third of the time of -O3. Kernels inline by attribute, and their results stay the same.
-            optimise = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
-            _checked(["cmake", "-S", str(COPY), "-B", str(NATIVE), *optimise])
+            optimize = ["-DCMAKE_BUILD_TYPE=Release", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
+            _checked(["cmake", "-S", str(COPY), "-B", str(NATIVE), *optimize])
         _checked(["cmake", "--build", str(NATIVE), "--parallel", str(len(os.sched_getaffinity(0)))])
         (built,) = NATIVE.glob(f"fastattention/**/{LIBRARY}")
         shutil.copy2(built, self._library)

@@ -118,7 +118,7 @@ def build_decode() -> str:
     for name in ("gpu_decode", "h100/gpu_decode"):
         result = Result.load(name)
         blocks += [f"## {result.gpu}", *_shapes(result), result.provenance(result.gpu)]
-        blocks += [f"### Pages, quantised caches and other code paths, {result.gpu}", *_variations(result)]
+        blocks += [f"### Pages, quantized caches and other code paths, {result.gpu}", *_variations(result)]
         blocks += [result.provenance(result.gpu)]
         rows = [[f"`fast_attn_with_kvcache`{_case(name)}", number(us)] for name, us in result.data["call_us"].items()]
         what = "Microseconds of the CPU for a call on a short cache."

@@ -80,7 +80,7 @@ def _steps(result: Result) -> str:
 
 
 def _case(row: dict[str, Any]) -> str:
-    stored = ", int8 in host memory" if row["quantised"] else ""
+    stored = ", int8 in host memory" if row["quantized"] else ""
     return f"{MODELS[row['model']]}, {tokens(row['seqlen'])}, {row['num_layers_cpu']}{stored}"
 
 

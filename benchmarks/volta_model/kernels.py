@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.kernel_config import BackwardConfig, KernelConfig
 from fastattention.backends.cuda.variants import choose_variant
@@ -18,7 +19,6 @@ from fastattention.cli.console import fail
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.compiler import Cubin, compile_kernel
-from fastattention.validation import Options, prepare_dense
 
 from . import peer, tools
 from .flow import epilogue, main_loop, prologue

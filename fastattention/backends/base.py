@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, MergeProblem, OutputGradients, Problem
 from fastattention.backends.common.merge import merge_parts
 from fastattention.backends.common.traffic import Extent, Traffic, is_modelled, traffic_of
-from fastattention.problem import AttentionOutput, Inputs, MergeProblem, OutputGradients, Problem
 
 INT8_PRODUCTS = "int8 products of queries and keys, approximate"  # what `Backend.how` says of qk_dtype
 

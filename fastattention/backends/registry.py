@@ -7,11 +7,11 @@ import importlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fastattention.attention.problem import MergeProblem, Problem
 from fastattention.backends.base import Backend
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import MergeProblem, Problem
 
-# Name -> module:class, most specialised first. Modules are imported when first asked for.
+# Name -> module:class, most specialized first. Modules are imported when first asked for.
 ORDER: dict[str, str] = {
     "cuda": "fastattention.backends.cuda.backend:CudaBackend",
     "ascend": "fastattention.backends.ascend.backend:AscendBackend",

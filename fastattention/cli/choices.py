@@ -38,7 +38,7 @@ class CheckedDevice(str, Enum):
 
 
 class CacheFormat(str, Enum):
-    """--cache: what a quantised cache holds."""
+    """--cache: what a quantized cache holds."""
 
     INT8 = "int8"
     FLOAT8 = "float8"

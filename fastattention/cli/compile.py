@@ -10,6 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, KernelConfig
 from fastattention.backends.cuda.variants import choose_decode_variant, choose_variant
 from fastattention.cli.console import OUTPUT, check_output_file, status
@@ -17,7 +18,6 @@ from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import ARCHS, Limits, limits_of, targets_of
 from fastattention.gpu_runtime.variant import Entry
-from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
 
 
 def compile_variant(
@@ -35,7 +35,7 @@ def compile_variant(
 ) -> None:
     """Write the cubin of the variant that such a call gets to `output`; print what it takes. Needs no GPU.
 
-    decode: one query over a cache; cache: the format of a quantised one, "int8" or "float8", which only a decode reads.
+    decode: one query over a cache; cache: the format of a quantized one, "int8" or "float8", which only a decode reads.
     Raises ArgumentError for a variant that does not exist, CompileError where it cannot be compiled or written.
     """
     limits = _checked_limits(arch, target)

@@ -168,7 +168,7 @@ def compile_variant(
     ] = False,
     paged: Annotated[bool, typer.Option("--paged", help="For keys and values in pages.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="For one query over a cache, rather than many.")] = False,
-    cache: Annotated[CacheFormat | None, typer.Option(help="With --decode: dtype of a quantised cache.")] = None,
+    cache: Annotated[CacheFormat | None, typer.Option(help="With --decode: dtype of a quantized cache.")] = None,
 ) -> None:
     """Compile one GPU kernel into a file and print its resource usage. Needs no GPU.
 
@@ -305,7 +305,7 @@ def plan_offload(
     layers_cpu: Annotated[
         int | None, typer.Option(min=0, help="Layers in host memory. Default: as few as possible.")
     ] = None,
-    cache: Annotated[CacheFormat | None, typer.Option(help="Dtype of a quantised cache in host memory.")] = None,
+    cache: Annotated[CacheFormat | None, typer.Option(help="Dtype of a quantized cache in host memory.")] = None,
     gpu_bandwidth: Annotated[str | None, typer.Option(help="GPU memory bandwidth, e.g. 800GB/s.")] = None,
     link_bandwidth: Annotated[str | None, typer.Option(help="Bandwidth from the host to a GPU.")] = None,
     cpu_bandwidth: Annotated[str | None, typer.Option(help="Bandwidth of attention on the host's CPU.")] = None,
@@ -333,7 +333,7 @@ def plan_offload(
         cpu_memory=cpu_memory,
         policy=policy,
         num_layers_cpu=layers_cpu,
-        quantised=cache is not None,
+        quantized=cache is not None,
         bandwidths={name: value for name, value in bandwidths.items() if value is not None},
     )
     with errors_as_messages():

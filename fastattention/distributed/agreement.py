@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from fastattention.attention.dispatch import CallSignature
+from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.registry import select_backend
-from fastattention.dispatch import CallSignature
 from fastattention.distributed import transports
 from fastattention.distributed.autotune import Trial
 from fastattention.distributed.object_collectives import check_serves, from_rank_0, gather
@@ -27,7 +28,6 @@ from fastattention.distributed.row_blocks import Attend, AttentionLinear, Strate
 from fastattention.distributed.row_partitions import Partition, partitions, worth_dividing
 from fastattention.distributed.transports import Transfer, Transport
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import Inputs, Layout, Problem
 
 MOST_KEPT = 4096  # agreements of a group; as many as validated problems
 
@@ -171,7 +171,7 @@ def named_group(group: object) -> ProcessGroup:
     if group is None:
         default = dist.group.WORLD
         if default is None:
-            raise ArgumentError("group=None: torch.distributed is not initialised; call init_process_group first")
+            raise ArgumentError("group=None: torch.distributed is not initialized; call init_process_group first")
         return default
     if not isinstance(group, ProcessGroup):
         raise ArgumentError(

@@ -4,7 +4,7 @@
 
 The rows of a call are divided into blocks: while one block is summed over the ranks, the next one is computed.
 
-Arguments of both functions, beside those of `fastattention.interface`:
+Arguments of both functions, beside those of `fastattention.attention.interface`:
 
 - `w_o`: (hidden, nheads * headdim_v), the columns of the projection's weight that belong to this rank's heads. Of a
     whole weight (hidden, group_size * nheads * headdim_v), as nn.Linear has it, that is the rank-th part along the
@@ -41,18 +41,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.registry import check_name, select_backend
-from fastattention.dispatch import signature_of, stop_if_explaining
-from fastattention.distributed import transports
-from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
-from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
-from fastattention.eager import require_eager
-from fastattention.errors import ArgumentError
-from fastattention.gpu_runtime import module
-from fastattention.interface import WindowSize
-from fastattention.problem import Inputs, Problem
-from fastattention.validation import KvCacheArguments, prepare_dense, prepare_kvcache
-from fastattention.validation.common import (
+from fastattention.attention.dispatch import signature_of, stop_if_explaining
+from fastattention.attention.interface import WindowSize
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import KvCacheArguments, prepare_dense, prepare_kvcache
+from fastattention.attention.validation.common import (
     Signature,
     check_like_q,
     check_shape,
@@ -60,7 +53,14 @@ from fastattention.validation.common import (
     read_int,
     read_options,
 )
-from fastattention.validation.common import signature as tensor_signature
+from fastattention.attention.validation.common import signature as tensor_signature
+from fastattention.backends.registry import check_name, select_backend
+from fastattention.distributed import transports
+from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
+from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
+from fastattention.engine.eager import require_eager
+from fastattention.errors import ArgumentError
+from fastattention.gpu_runtime import module
 
 
 def attention_linear_allreduce(
@@ -89,8 +89,8 @@ def attention_linear_allreduce(
     - `k`: (batch_size, seqlen_k, nheads_k, headdim)
     - `v`: (batch_size, seqlen_k, nheads_k, headdim_v)
 
-    The other arguments and the errors are those of this module and of `fastattention.interface`. With alibi_slopes and
-    without causal, no block may begin within a sequence.
+    The other arguments and the errors are those of this module and of `fastattention.attention.interface`. With
+    alibi_slopes and without causal, no block may begin within a sequence.
 
     Returns out (batch_size, seqlen_q, hidden) in the dtype of q, the same bits on every rank.
     """

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from fastattention.attention.interface import fast_attn_func, fast_attn_with_kvcache
 from fastattention.distributed.attention_linear import (
     attention_linear_allreduce,
     attention_linear_allreduce_with_kvcache,
 )
 from fastattention.errors import ArgumentError
-from fastattention.interface import fast_attn_func, fast_attn_with_kvcache
 
 _OPTIONS = ("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "attn_bias", "sinks", "backend")
 _CACHE_OPTIONS = ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table", "k_scale", "v_scale")

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.base import Backend
 from fastattention.backends.registry import select_backend
 from fastattention.distributed.row_partitions import Partition
 from fastattention.distributed.transports import Transport
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 
 class Piece(NamedTuple):

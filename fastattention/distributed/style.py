@@ -117,7 +117,7 @@ class TilingAllReduce(RowwiseParallel):
     While the rows of one block are summed over the ranks, attention and GEMM of the next are computed. Given a tensor,
     the layer is RowwiseParallel's. So it is for deferred attention where gradients are wanted, and under torch.compile:
     a NotTiledWarning says so, unless the call has too few rows for blocks anyway, as in decoding. In a model that is
-    not parallelised any layer computes deferred attention; only RowwiseParallel itself must be given the tensor.
+    not parallelized any layer computes deferred attention; only RowwiseParallel itself must be given the tensor.
     """
 
     def __init__(self, *, plan: str | PlanOf = "auto", transport: str = "auto") -> None:

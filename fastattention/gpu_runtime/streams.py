@@ -1,4 +1,4 @@
-"""Stream operations other than kernel launches: copies, and 32-bit flags that synchronise streams and the CPU."""
+"""Stream operations other than kernel launches: copies, and 32-bit flags that synchronize streams and the CPU."""
 
 from __future__ import annotations
 

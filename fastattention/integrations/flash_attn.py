@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattention import interface
+from fastattention.attention import interface
 from fastattention.errors import ArgumentError, FastAttentionError
 
 __version__ = "2.8.3"  # the flash-attn whose functions these are; importers compare it with what they need

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastattention.interface import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.attention.interface import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattention.eager import runs_eagerly
+from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
+from fastattention.attention.validation.common import DTYPES, read_int, require_tensor
+from fastattention.attention.validation.kinds import check_kinds
+from fastattention.engine.eager import runs_eagerly
 from fastattention.errors import ArgumentError
-from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V
-from fastattention.validation.common import DTYPES, read_int, require_tensor
-from fastattention.validation.kinds import check_kinds
 
 
 class KVStore(abc.ABC):
@@ -27,7 +27,7 @@ class KVStore(abc.ABC):
     - `device`: where the store lives
 
     On the CPU a call that does not fit the capacity raises ArgumentError, and the store is as it was. On other devices
-    reading the lengths would synchronise, so they are trusted. They advance by an operation on the device, so a call
+    reading the lengths would synchronize, so they are trusted. They advance by an operation on the device, so a call
     can be captured in a CUDA graph and replayed. Raises ArgumentError for sizes, dtypes and devices that are not
     allowed, MemoryError where there is not enough memory.
     """

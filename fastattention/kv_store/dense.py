@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattention.interface import fast_attn_with_kvcache
+from fastattention.attention.interface import fast_attn_with_kvcache
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
 

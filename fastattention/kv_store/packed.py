@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattention.attention.dispatch import kvcache_signature, plan_kvcache
+from fastattention.attention.validation import KvCacheArguments, PanelCache
+from fastattention.attention.validation.common import Signature, read_options
 from fastattention.backends.common import panel_cache
-from fastattention.dispatch import kvcache_signature, plan_kvcache
-from fastattention.eager import require_eager
+from fastattention.engine.eager import require_eager
 from fastattention.errors import ArgumentError
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
-from fastattention.validation import KvCacheArguments, PanelCache
-from fastattention.validation.common import Signature, read_options
 
 
 class PackedKVStore(KVStore):

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fastattention.attention.dispatch import CallSignature, Explanation, explained, signature_of
 from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.registry import Verdict, chosen
-from fastattention.dispatch import CallSignature, Explanation, explained, signature_of
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.linear.backends.base import LinearBackend
+from fastattention.linear.backend import LinearBackend
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import LinearOptions, as_backends_read, check_offsets, prepare
 
-# Name -> module:class, most specialised first. Modules are imported when first asked for.
+# Name -> module:class, most specialized first. Modules are imported when first asked for.
 ORDER: dict[str, str] = {
-    "cuda": "fastattention.linear.backends.cuda.backend:CudaLinearBackend",
-    "cpu": "fastattention.linear.backends.cpu:CpuLinearBackend",
-    "torch": "fastattention.linear.backends.torch_form:TorchBackend",
+    "cuda": "fastattention.backends.cuda.linear.backend:CudaLinearBackend",
+    "cpu": "fastattention.backends.cpu.linear:CpuLinearBackend",
+    "torch": "fastattention.backends.torch.linear:TorchBackend",
 }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattention.eager import runs_eagerly
+from fastattention.attention.validation.common import read_flag, require_tensor, require_tensors
+from fastattention.attention.validation.kinds import check_kinds, check_readable
+from fastattention.engine.eager import runs_eagerly
 from fastattention.errors import ArgumentError
 from fastattention.linear import ops
 from fastattention.linear.dispatch import check_name, linear_signature, plan_linear
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import LinearOptions, check_gate_dtype, check_values_first, read_linear_options
-from fastattention.validation.common import read_flag, require_tensor, require_tensors
-from fastattention.validation.kinds import check_kinds, check_readable
 
 
 def chunk_gla(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattention.autograd import recording
+from fastattention.attention.autograd import recording
 from fastattention.linear.dispatch import linear_signature, plan_linear
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import LinearOptions, prepare

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattention import config
-from fastattention.errors import ArgumentError
-from fastattention.linear.problem import LinearInputs, LinearProblem
-from fastattention.validation.common import (
+from fastattention.attention.validation.common import (
     DTYPES,
     Signature,
     check_device,
@@ -26,6 +24,8 @@ from fastattention.validation.common import (
     require_tensor,
     signature,
 )
+from fastattention.errors import ArgumentError
+from fastattention.linear.problem import LinearInputs, LinearProblem
 
 MAX_HEADDIM = 256
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastattention.attention.dispatch import kvcache_signature, plan_kvcache
+from fastattention.attention.validation import KvCacheArguments, Options
+from fastattention.attention.validation.common import as_kernels_read
 from fastattention.backends.cpu.backend import CpuBackend
 from fastattention.backends.cpu.plan import CpuPlan
-from fastattention.dispatch import kvcache_signature, plan_kvcache
 from fastattention.offload.device import CpuWork
-from fastattention.validation import KvCacheArguments, Options
-from fastattention.validation.common import as_kernels_read
 
 
 def prepare_attention(

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.interface import fast_attn_with_kvcache
+from fastattention.attention.merge import merge_attn_states
 from fastattention.errors import ArgumentError, CacheFullError
-from fastattention.interface import fast_attn_with_kvcache
-from fastattention.merge import merge_attn_states
 from fastattention.offload.cpu_attention_queue import CpuAttentionQueue, Results
 from fastattention.offload.device import CpuWork, Device
 from fastattention.offload.eviction_order import eviction_order
@@ -58,7 +58,7 @@ class CooperativeKVStore:
 
     A step uses the layers in order, each once. Before its first layer there is room for all of them, or CacheFullError
     is raised and the store is as it was. A step that ended early, by whatever exception, is undone by the next.
-    Tokens that come back from quantised pages, then or when others are forgotten, stay rounded.
+    Tokens that come back from quantized pages, then or when others are forgotten, stay rounded.
     """
 
     def __init__(

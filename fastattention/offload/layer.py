@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.interface import fast_attn_with_kvcache
+from fastattention.attention.interface import fast_attn_with_kvcache
+from fastattention.attention.validation import KvCacheArguments, Options
 from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.device import Copy, CpuWork, Device, Event
 from fastattention.offload.lengths import LengthTensors
 from fastattention.offload.memory import ceil_div
 from fastattention.offload.pages import PagePool, Pages, runs
-from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options
+from fastattention.quantized import quantize
 
 
 class Padding:
@@ -298,6 +298,6 @@ def _stored(pages: Pages, page: int, count: int, cache_dtype: torch.dtype | None
     k, v = pages.k[page : page + count], pages.v[page : page + count]
     if cache_dtype is None:
         return Pages(k, v, None, None)
-    # Quantised heads first, which keeps the results contiguous in that order.
-    (k, k_scale), (v, v_scale) = (quantise(each.transpose(1, 2), cache_dtype) for each in (k, v))
+    # Quantized heads first, which keeps the results contiguous in that order.
+    (k, k_scale), (v, v_scale) = (quantize(each.transpose(1, 2), cache_dtype) for each in (k, v))
     return Pages(*(each.transpose(1, 2) for each in (k, v, k_scale, v_scale)))

@@ -11,14 +11,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from fastattention.attention.validation import KvCacheArguments, Options
 from fastattention.kv_store.memory import map_huge_pages
 from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.cpu_attention_queue import CpuAttentionQueue, attention_threads
 from fastattention.offload.device import Copy, CpuWork, Device, cuda_device
 from fastattention.offload.hardware import Hardware
 from fastattention.offload.pages import Pages, PageShape, allocate_pages
-from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options
+from fastattention.quantized import quantize
 
 BYTES = 1 << 30  # of keys and values: beyond the caches of processors
 UPLOAD_BYTES = 256 << 20
@@ -115,7 +115,7 @@ def _fill(pages: Pages, generator: torch.Generator) -> None:
         if scale is None:
             stored[0] = numbers.to(stored.dtype)
         else:
-            stored[0], scale[0] = quantise(numbers, stored.dtype)
+            stored[0], scale[0] = quantize(numbers, stored.dtype)
     for tensor in pages.tensors():
         for page in tensor[1:]:
             page.copy_(tensor[0])

@@ -46,7 +46,7 @@ class OffloadWorkload:
     model: ModelShape
     batch_size: int
     seqlen: int
-    quantised: bool = False  # int8 or float8 in CPU memory and in buffers for uploads; the GPU's layers never are
+    quantized: bool = False  # int8 or float8 in CPU memory and in buffers for uploads; the GPU's layers never are
     page_size: int = PAGE_SIZE
 
     @property
@@ -92,7 +92,7 @@ class OffloadWorkload:
 
     @property
     def _cpu_token_bytes(self) -> int:
-        return self.model.kv_bytes_per_token(quantised=self.quantised)
+        return self.model.kv_bytes_per_token(quantized=self.quantized)
 
     @property
     def _gpu_token_bytes(self) -> int:

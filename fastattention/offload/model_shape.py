@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fastattention.errors import ArgumentError
 
-SCALE_BYTES = 4  # a quantised cache has a float32 scale a token and head, for keys and for values
+SCALE_BYTES = 4  # a quantized cache has a float32 scale a token and head, for keys and for values
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class ModelShape:
         vocabulary = self.logits_weight_bytes * (1 if self.tied_embeddings else 2)
         return self.num_layers * self.layer_weight_bytes + vocabulary + self.hidden_size * self.dtype_bytes
 
-    def kv_bytes_per_token(self, *, quantised: bool = False) -> int:
-        """Keys and values of a token in one layer; quantised: an int8 or float8 cache with its scales."""
+    def kv_bytes_per_token(self, *, quantized: bool = False) -> int:
+        """Keys and values of a token in one layer; quantized: an int8 or float8 cache with its scales."""
         elements = self.headdim + self.headdim_v
-        per_head = elements + 2 * SCALE_BYTES if quantised else elements * self.dtype_bytes
+        per_head = elements + 2 * SCALE_BYTES if quantized else elements * self.dtype_bytes
         return self.nheads_k * per_head
 
     def sharded(self, tp: int) -> ModelShape:

@@ -25,7 +25,7 @@ class PageShape:
     headdim: int
     headdim_v: int
     dtype: torch.dtype
-    cache_dtype: torch.dtype | None = None  # int8 or float8_e4m3fn when quantised, with scales
+    cache_dtype: torch.dtype | None = None  # int8 or float8_e4m3fn when quantized, with scales
 
     @property
     def stored_dtype(self) -> torch.dtype:

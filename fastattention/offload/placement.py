@@ -42,7 +42,7 @@ class Placement:
     hardware: Hardware
     batch_size: int
     seqlen: int
-    quantised: bool  # in host memory
+    quantized: bool  # in host memory
     policy: Policy
     on_cpu: tuple[bool, ...]  # for every layer
     upload_fraction: float  # of the bytes of layers on the CPU, in every step
@@ -73,7 +73,7 @@ def place(
     policy: str = AUTO,
     num_layers_cpu: int | None = None,
     workspace: int | None = None,
-    quantised: bool = False,
+    quantized: bool = False,
 ) -> Placement:
     """The placement of `batch_size` sequences of `seqlen` tokens, prompt and answer together.
 
@@ -84,14 +84,14 @@ def place(
         the GPU, the policy is always resident.
     - `num_layers_cpu`: of the layers that keep every token; None means the fewest that leave the GPU room
     - `workspace`: bytes that the GPU needs beside weights, keys and values; None means what a chunk of a prompt takes
-    - `quantised`: host memory holds int8 or float8 with a scale per token and head; layers on the GPU keep the model's
+    - `quantized`: host memory holds int8 or float8 with a scale per token and head; layers on the GPU keep the model's
         dtype
 
     With tensor parallelism, plan for one GPU: model.sharded(tp), hardware.shared(tp), and its share of cpu_memory.
     Raises ArgumentError when nothing fits, with what to change.
     """
     wanted = read_policy(policy)
-    workload = OffloadWorkload(model, batch_size, seqlen, quantised)
+    workload = OffloadWorkload(model, batch_size, seqlen, quantized)
     beside = prompt_workspace(model) if workspace is None else workspace
     budget = Budget(gpu_memory, cpu_memory, beside, num_layers_cpu)
     _check(workload, budget, wanted)
@@ -103,7 +103,7 @@ def place(
         hardware=hardware,
         batch_size=batch_size,
         seqlen=seqlen,
-        quantised=quantised,
+        quantized=quantized,
         policy=chosen,
         on_cpu=spread(model, on_cpu),
         upload_fraction=upload_fraction(chosen, workload, hardware, on_cpu, memory.staging),

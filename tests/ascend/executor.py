@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ascend.llvm import build
 from ascend.lowering import Lowered, Variant, lower, variant_of
+from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.ascend.call import Launch
 from fastattention.backends.ascend.chips import CHIPS, Chip
-from fastattention.problem import Problem
 
 _GRID = 3  # axes of a grid
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.backends.ascend.call import Launch, prepare
 from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling
-from fastattention.problem import Inputs, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 BATCH = 2
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -20,8 +20,8 @@ from hypothesis.strategies import SearchStrategy
 from tiers import Tier, half, in_turn, tier_of
 
 from ascend.engine import BACKENDS, ExecutedEngine
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.ascend.call import MAX_HEADDIM
-from fastattention.validation import Options, prepare_dense
 
 
 class Run(NamedTuple):
@@ -59,7 +59,7 @@ RUNS = [
 ]
 
 
-def is_quantised(case: Case) -> bool:
+def is_quantized(case: Case) -> bool:
     return isinstance(case, KvCacheCase) and case.stored != "as_q"
 
 
@@ -67,8 +67,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Below the deep tier half of the cases run, in one dtype each, in turn, and one in seven of int8 caches."""
     if "run" in metafunc.fixturenames:
         runs_of_cases = [list(runs) for _, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
-        of_int8 = [runs for runs in runs_of_cases if is_quantised(runs[0].case)]
-        kept = half([runs for runs in runs_of_cases if not is_quantised(runs[0].case)]) + of_int8[::-7]
+        of_int8 = [runs for runs in runs_of_cases if is_quantized(runs[0].case)]
+        kept = half([runs for runs in runs_of_cases if not is_quantized(runs[0].case)]) + of_int8[::-7]
         tier = tier_of(metafunc.config)
         runs = in_turn(tier, runs_of_cases if tier is Tier.DEEP else kept)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ascend.engine import BACKENDS
-from fastattention.problem import AttentionOutput
-from fastattention.reference import reference_attention
-from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
+from fastattention.attention.problem import AttentionOutput
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 
 TOKENS = 37
 

@@ -14,10 +14,10 @@ import torch
 from tiers import thin
 
 from ascend.executor import CpuExecutedAscendBackend
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.tiling import Tiling
-from fastattention.problem import Inputs, Problem
-from fastattention.validation import Options, prepare_dense, prepare_varlen
 
 MOST = 6
 LENGTHS = range(1, MOST + 1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ascend.engine import BACKENDS
-from fastattention.validation import Options, prepare_dense
+from fastattention.attention.validation import Options, prepare_dense
 
 NAN = float("nan")
 MODIFIED: dict[str, tuple[Options, dict[str, Any]]] = {

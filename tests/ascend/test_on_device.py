@@ -25,8 +25,8 @@ from conformance.engines import RegisteredEngine
 from torch import Tensor
 
 from ascend.vendor.gradient_cases import check_gradients, gradient_runs, gradients, wanted_of
+from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.problem import Problem
 
 
 class OnDevice(RegisteredEngine):

@@ -20,6 +20,7 @@ import pytest
 import torch
 import typer
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.registry import ORDER, get_backend
 from fastattention.backends.sdpa.backend import SdpaBackend
@@ -30,7 +31,6 @@ from fastattention.cli.check.cases import CASES, Case, cases_of
 from fastattention.cli.check.privacy import Anonymiser
 from fastattention.cli.check.report import Report
 from fastattention.errors import UnsupportedError
-from fastattention.problem import AttentionOutput, Inputs, Problem
 
 from .conftest import Finished
 

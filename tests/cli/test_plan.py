@@ -32,7 +32,7 @@ def test_plan_says_what_it_predicts(run_command: RunCommand) -> None:
         "+ deeper preload",
         "+ tiling-mask: hidden tiles skipped",
         "+ tiling-mask: no full mask read",
-        "number of synchronisations",
+        "number of synchronizations",
         "cores without work",
         "Vector MTE3",
         "no Ascend device has run this",

@@ -48,7 +48,7 @@ def test_layers_on_both_sides_are_shown(run_command: RunCommand) -> None:
     [
         ("--seqlen 8192", "policy resident"),
         ("--policy classical", "100% of the layers on the CPU"),
-        ("--cache int8", "131072 tokens, quantised on the CPU"),
+        ("--cache int8", "131072 tokens, quantized on the CPU"),
         ("--batch 2", "2 x 131072 tokens"),
         ("--batch 2", "(MicroBatchedCache)"),
         ("--tp 2 --cpu-memory 32GiB", "llama-3-8b, one of 2 GPUs"),

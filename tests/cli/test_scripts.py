@@ -79,9 +79,9 @@ def test_headdim_script_compares_with_the_limits(tmp_path: Path) -> None:
 
 
 @deep
-def test_quantised_cache_script_finds_what_rounding_costs(tmp_path: Path) -> None:
-    load_script("quantised_cache").main(tokens=300, keys=64, seconds=0.0, output=tmp_path)
-    report = read(tmp_path / "quantised_cache.json")
+def test_quantized_cache_script_finds_what_rounding_costs(tmp_path: Path) -> None:
+    load_script("quantized_cache").main(tokens=300, keys=64, seconds=0.0, output=tmp_path)
+    report = read(tmp_path / "quantized_cache.json")
     errors = {(one["numbers"], one["cache"]): one["rms"] / one["rms_out"] for one in report["errors"]}
     assert errors["no outliers", "float16"] < errors["no outliers", "bfloat16"] < errors["no outliers", "int8"] < 0.05
     assert errors["outliers in keys", "int8"] > errors["outliers in keys", "float8"]

@@ -15,9 +15,9 @@ from conformance.caches import Cache, Pages, Rows
 from conformance.case import Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
 from conformance.memory import nothing, place
 from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
-from fastattention.problem import Inputs, Problem
-from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.quantized import quantize
 
 # Arguments that an append writes.
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
@@ -166,14 +166,14 @@ class _Builder:
         return Call(fast_attn_with_kvcache, arguments, self.buffers, new_slots)
 
     def _caches(self, case: KvCacheCase, k_cache: Tensor, v_cache: Tensor) -> dict[str, Tensor]:
-        """The caches as they are, or quantised with their scales. Unused tokens, which are NaN, have a scale of NaN."""
+        """The caches as they are, or quantized with their scales. Unused tokens, which are NaN, have a scale of NaN."""
         if case.cache_dtype is None:
             return self._keys_and_values("_cache", k_cache, v_cache, case.memory_k)
         scales: dict[str, Tensor] = {}
         caches: dict[str, Tensor] = {}
         for name, cache in (("k", k_cache), ("v", v_cache)):
             unused = cache.isnan()
-            stored, scale = quantise(cache, case.cache_dtype)
+            stored, scale = quantize(cache, case.cache_dtype)
             caches[name] = torch.where(unused, nothing(stored.dtype), stored.float()).to(stored.dtype)
             placed = self._placed(f"{name}_scale", scale.unsqueeze(-1), case.memory_k)
             scales[f"{name}_scale"] = placed.squeeze(-1)

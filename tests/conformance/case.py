@@ -123,5 +123,5 @@ class KvCacheCase(Case):
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
-        """The dtype of quantised caches."""
+        """The dtype of quantized caches."""
         return {"as_q": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[self.stored]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conformance.block_cases import BLOCK_TILES, BLOCKS
 from conformance.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
 from conformance.int8_cases import INT8, INT8_TILES
-from conformance.quantised_cases import QUANTISED
+from conformance.quantized_cases import QUANTIZED
 from conformance.ragged_cases import RAGGED
 from conformance.wide_cases import LATENT, WIDE
 
@@ -398,7 +398,7 @@ SPLITS = [
 
 CASES: list[Case] = [
     *HEADDIMS, *VALUE_HEADDIMS, *SEQLENS, *CAUSAL_SEQLENS, *LONG, *FEW_QUERIES, *TILES, *MANY_QUERIES, *HEADS,
-    *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *VARLEN, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTISED, *RAGGED, *WIDE,
+    *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *VARLEN, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTIZED, *RAGGED, *WIDE,
     *LATENT, *BLOCKS, *BLOCK_TILES, *INT8, *INT8_TILES,
 ]  # fmt: skip
 # Chosen for the tiles of kernels for GPUs: kernels of CPUs have one tile for all of them.

@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 
 from conformance.calls import Call
+from fastattention.attention.dispatch import forget_plans
+from fastattention.attention.problem import Problem
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.registry import ORDER, get_backend, select_backend, select_merging_backend, verdict
-from fastattention.dispatch import forget_plans
 from fastattention.errors import LibraryError
-from fastattention.problem import Problem
 
 
 class Engine(NamedTuple):

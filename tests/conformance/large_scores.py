@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.backends.base import Backend
-from fastattention.reference import reference_attention
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 
 _LARGEST = torch.finfo(torch.float32).max
 # What is added to the scores of a row: to all, and to the last key alone, which a running maximum meets last.

@@ -12,9 +12,9 @@ from torch import Tensor
 from conformance.calls import WRITTEN, Call, build_call
 from conformance.case import Case, KvCacheCase
 from conformance.memory import bits
+from fastattention.attention.reference import apply_rotary, reference_attention
 from fastattention.cli.check.judge import FACTOR, LSE_FLOOR, OUT_FLOOR
-from fastattention.quantised import LARGEST_STORED
-from fastattention.reference import apply_rotary, reference_attention
+from fastattention.quantized import LARGEST_STORED
 
 # OUT_FLOOR and LSE_FLOOR: that error is chance when few numbers are computed, down to 0 for a single key. So there is
 # an absolute error that is always allowed.
@@ -141,11 +141,11 @@ class Snapshot(NamedTuple):
 
 
 def _assert_new_tokens(case: Case, call: Call, dtype: torch.dtype) -> None:
-    """Values and keys are appended as they are, rotated keys to within rounding; or quantised."""
+    """Values and keys are appended as they are, rotated keys to within rounding; or quantized."""
     assert isinstance(case, KvCacheCase)
     assert call.new_slots is not None
     if case.cache_dtype is not None:
-        _assert_quantised_tokens(case, call, dtype)
+        _assert_quantized_tokens(case, call, dtype)
         return
     new_k, new_v = (call.arguments[name].flatten(0, 1) for name in ("k", "v"))
     k, v = (call.arguments[name][call.new_slots] for name in ("k_cache", "v_cache"))
@@ -162,7 +162,7 @@ def _assert_new_tokens(case: Case, call: Call, dtype: torch.dtype) -> None:
     )
 
 
-def _assert_quantised_tokens(case: KvCacheCase, call: Call, dtype: torch.dtype) -> None:
+def _assert_quantized_tokens(case: KvCacheCase, call: Call, dtype: torch.dtype) -> None:
     """Scales are those of the exact new tokens, and the stored numbers the nearest to them.
 
     Half a step, and a little for what float32 does to the number before it is rounded.

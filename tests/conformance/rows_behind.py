@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch
 
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import Options, lengths, prepare_varlen
 from fastattention.backends.base import Backend
-from fastattention.reference import reference_attention
-from fastattention.validation import Options, lengths, prepare_varlen
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from conformance.calls import Call
 from conformance.case import Case, KvCacheCase
 from conformance.engines import ENGINES, Engine
 from fastattention import DenseKVStore, KVStore, PackedKVStore
-from fastattention.problem import Problem
+from fastattention.attention.problem import Problem
 
 # What a call with a cache has and a store has not, or has of its own.
 _OF_CACHES = ("k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "block_table", "cache_leftpad")
@@ -73,7 +73,7 @@ PACKED_STORE_ENGINES = [PackedStoreEngine(*engine) for engine in ENGINES if engi
 
 
 def has_store(case: Case) -> bool:
-    """Whether a store can hold the cache of a case: it has no left padding, and is not quantised."""
+    """Whether a store can hold the cache of a case: it has no left padding, and is not quantized."""
     return isinstance(case, KvCacheCase) and case.leftpad is None and case.stored == "as_q"
 
 

@@ -16,9 +16,9 @@ from conformance.cases import CASES
 from conformance.engines import ENGINES, Engine
 from conformance.oracle import FACTOR, largest, largest_error, out_floor
 from conformance.test_gradients import gradients, names
+from fastattention.attention.reference import reference_attention
 from fastattention.backends.common.dropout import kept
 from fastattention.backends.common.gradients import COMPUTED
-from fastattention.reference import reference_attention
 
 DROPOUT_P = 0.3
 NAMES = [

@@ -16,9 +16,9 @@ from conformance.case import Case, DenseCase, VarlenCase
 from conformance.cases import CASES, LONG
 from conformance.engines import ENGINES, Engine
 from conformance.oracle import largest, largest_error, out_floor
+from fastattention.attention.reference import reference_attention
 from fastattention.backends.common.gradients import COMPUTED
 from fastattention.backends.registry import get_backend
-from fastattention.reference import reference_attention
 
 Attention = Callable[[Call], tuple[Tensor, Tensor]]
 

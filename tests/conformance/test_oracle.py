@@ -17,8 +17,8 @@ from conformance.calls import build_call
 from conformance.case import Case
 from conformance.cases import CASES
 from conformance.oracle import assert_lse_matches, assert_out_matches, largest_error
-from fastattention.problem import Inputs, Problem
-from fastattention.reference import reference_attention
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.reference import reference_attention
 
 Mistake = Callable[[Problem, Inputs], tuple[Problem, Inputs]]
 

@@ -11,8 +11,8 @@ import torch
 from conformance.calls import problem_of
 from conformance.cases import CASES
 from fastattention import UnsupportedError, fast_attn_func, fast_attn_with_kvcache
+from fastattention.attention.problem import Layout
 from fastattention.backends.registry import get_backend
-from fastattention.problem import Layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -11,10 +11,10 @@ from emulator import Range, Report, launch
 from torch import Tensor
 
 from fastattention.backends.common.params import Params
+from fastattention.backends.cuda.linear.backend import CudaLinearBackend
+from fastattention.backends.cuda.linear.params import StepParams
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.linear.backends.cuda.backend import CudaLinearBackend
-from fastattention.linear.backends.cuda.params import StepParams
 from fastattention.linear.problem import LinearInputs, LinearProblem
 
 GUARD = 256  # elements before and behind a tensor

@@ -17,22 +17,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, MergeConfig
-from fastattention.backends.cuda.params import AttentionParams, BackwardParams, MergeParams, QuantiseParams
+from fastattention.backends.cuda.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
 from fastattention.backends.cuda.plan import Plan
 from fastattention.backends.cuda.scratch import Scratch
 from fastattention.gpu_runtime.cache import HEADERS, hash_sources
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.gpu_runtime.variant import Variant
-from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 
 HERE = Path(__file__).parent
 SOURCES = HERE / "emulator"
 CACHE = HERE.parents[1] / "build" / "emulator"
-# A kernel runs for less time than it compiles, so it is optimised less than the machine that runs it.
+# A kernel runs for less time than it compiles, so it is optimized less than the machine that runs it.
 COMPILE = ("c++", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wno-unknown-pragmas")
 MACHINE_OPTIONS, KERNEL_OPTIONS = ("-O2", "-r", "-nostdlib"), ("-O1",)
 MACHINE = ("fiber.cpp", "banks.cpp", "shared_memory.cpp", "collectives.cpp", "flags.cpp", "machine.cpp")
@@ -203,7 +203,7 @@ def ranges_of_backward(params: BackwardParams, problem: Problem) -> list[Range]:
     return ranges
 
 
-def ranges_of_quantise(params: QuantiseParams, problem: Problem) -> list[Range]:
+def ranges_of_quantize(params: QuantizeParams, problem: Problem) -> list[Range]:
     """Likewise what makes bytes of queries and keys: both, and the bytes."""
     varlen, batches = problem.layout is Layout.VARLEN, 1 if problem.layout is Layout.VARLEN else problem.batch_size
     ranges = []
@@ -303,9 +303,9 @@ class EmulatedCudaBackend(CudaBackend):
     def _emulate(self, step: KernelLaunch, params: Params, problem: Problem | MergeProblem, num_slots: int) -> None:
         if isinstance(params, BackwardParams):
             ranges = ranges_of_backward(params, problem)
-        elif isinstance(params, QuantiseParams):
+        elif isinstance(params, QuantizeParams):
             assert isinstance(problem, Problem)
-            ranges = ranges_of_quantise(params, problem)
+            ranges = ranges_of_quantize(params, problem)
         elif isinstance(step.variant, MergeConfig):
             items = (4 if name == "float32" else 2 for name in (step.variant.parts_dtype, step.variant.out_dtype))
             ranges = ranges_of_merge(params, *items)

@@ -10,9 +10,9 @@ import torch
 from emulator import EmulatedCudaBackend, Wavefronts
 from tiers import thin
 
-from fastattention.problem import Inputs, OutputGradients, Problem
-from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.attention.problem import Inputs, OutputGradients, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.quantized import quantize
 
 CAPACITY = 1024  # tokens of a cache
 KINDS = ("loads", "stores", "matrices", "copies")
@@ -44,7 +44,7 @@ def of_decode(
     q = torch.randn(1, 1, rows, headdim, dtype=torch.float16)
     k, scale = torch.randn(1, CAPACITY, 1, headdim).half(), None
     if cache is not torch.float16:
-        k, scale = quantise(k, cache)
+        k, scale = quantize(k, cache)
     arguments = KvCacheArguments(q, k, k, cache_seqlens=seqlen_k, k_scale=scale, v_scale=scale)
     return wavefronts(backend, *prepare_kvcache(arguments, Options(), num_splits=1))
 
@@ -117,7 +117,7 @@ def test_the_main_loop_of_a_decode_has_no_bank_conflicts(backend: EmulatedCudaBa
 @thin(quick=3, all=3)
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
-def test_nor_has_it_with_a_quantised_cache(cache: torch.dtype, headdim: int) -> None:
+def test_nor_has_it_with_a_quantized_cache(cache: torch.dtype, headdim: int) -> None:
     """Of few rows, whose queries are in registers: those of more are read with conflicts, two lanes a bank."""
     backend = emulator.EmulatedSm80()
     less, more = (of_decode(backend, headdim, 16, seqlen_k, cache) for seqlen_k in (CAPACITY // 2, CAPACITY))

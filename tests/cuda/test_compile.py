@@ -22,9 +22,10 @@ from fastattention.backends.cuda.kernel_config import (
     KernelConfig,
     MergeConfig,
 )
+from fastattention.backends.cuda.linear.config import step_variants
 from fastattention.backends.cuda.variants import (
     HEADDIMS,
-    UNQUANTISED,
+    UNQUANTIZED,
     Feature,
     choose_decode_feature,
     choose_feature,
@@ -36,7 +37,6 @@ from fastattention.errors import CompileError
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.variant import Variant
-from fastattention.linear.backends.cuda.config import step_variants
 
 REASON = compiler.why_unavailable()
 pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -57,7 +57,7 @@ def kernels_of(chip: str, headdims: Sequence[int]) -> list[Variant]:
     """Forwards of a GPU for some head dimensions, and those of its other kernels that take the most."""
     limits = CHIPS[chip]
     dtype = torch.bfloat16 if limits.arch >= 80 else torch.float16
-    all_forwards = variants_of(limits, headdims, features=UNQUANTISED)
+    all_forwards = variants_of(limits, headdims, features=UNQUANTIZED)
     forwards = [kernel for kernel in all_forwards if kernel.source == "forward.cuh"]
     training = training_variants_of(limits, headdims, (dtype,))
     return list(dict.fromkeys([*forwards, *training, *variants_of(limits, (128,), (dtype,), features=DECODED)]))

@@ -9,10 +9,10 @@ import torch
 from linear.cases import LinearCase
 from tiers import slow, thin
 
+from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.variant import Variant
-from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels
 from fastattention.linear.validation import prepare
 
 REASON = compiler.why_unavailable()

@@ -17,9 +17,9 @@ from conformance.engines import forget_backends
 from torch import Tensor
 
 from fastattention import explain, fast_attn_func
+from fastattention.attention.problem import Problem
 from fastattention.backends.registry import get_backend
 from fastattention.backends.sdpa import cudnn_prefill
-from fastattention.problem import Problem
 
 if get_backend("cuda").why_unavailable() is not None or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU of Hopper or newer", allow_module_level=True)

@@ -32,12 +32,12 @@ from fastattention import (
     fast_attn_with_kvcache,
     merge_attn_states,
 )
+from fastattention.attention.problem import MergeProblem, Problem
 from fastattention.backends.common.gradients import COMPUTED
 from fastattention.backends.registry import get_backend, select_merging_backend, verdict
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS
-from fastattention.problem import MergeProblem, Problem
-from fastattention.quantised import quantise
+from fastattention.quantized import quantize
 
 if get_backend("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -173,7 +173,7 @@ def _decoding(stored: torch.dtype | None, page_block_size: int | None, steps: in
     for name in ("k", "v"):
         cache = draw(*shape)
         if stored is not None:
-            cache, arguments[f"{name}_scale"] = quantise(cache, stored)
+            cache, arguments[f"{name}_scale"] = quantize(cache, stored)
         arguments[f"{name}_cache"] = cache
     angles = 6.3 * torch.rand(capacity, headdim // 2, device="cuda", generator=generator)
     q, k, v = draw(steps, batch_size, 1, 8, headdim), *(draw(steps, batch_size, 1, nheads_k, headdim) for _ in range(2))

@@ -25,6 +25,9 @@ from tiers import Tier, half, slow, thin, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.attention.validation import lengths as lengths_module
 from fastattention.backends import registry
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.decode_heuristics import is_decode
@@ -33,10 +36,7 @@ from fastattention.backends.cuda.plan import make_plan
 from fastattention.backends.cuda.variants import variants_of
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.variant import Variant
-from fastattention.quantised import LARGEST_STORED, quantise
-from fastattention.reference import reference_attention
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
-from fastattention.validation import lengths as lengths_module
+from fastattention.quantized import LARGEST_STORED, quantize
 
 
 class EmulatedEngine(RegisteredEngine):
@@ -303,7 +303,7 @@ def test_numbers_between_two_stored_ones_are_rounded_to_even(stored: torch.dtype
         fast_attn_with_kvcache(
             new[:, :1], *caches, new, new, cache_seqlens=1, k_scale=scales[0], v_scale=scales[1], backend=engine.backend
         )
-    wanted, scale = quantise(new, stored)
+    wanted, scale = quantize(new, stored)
     for cache, given in zip(caches, scales, strict=True):
         assert torch.equal(cache[:, 1:3].float(), wanted.float())
         assert torch.equal(given[:, 1:3], scale)

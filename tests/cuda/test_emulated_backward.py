@@ -17,12 +17,12 @@ from test_emulated import EmulatedEngine, Run
 from tiers import Tier, thin, tier_of
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
+from fastattention.attention.validation import lengths
 from fastattention.backends.common.gradients import COMPUTED
 from fastattention.backends.cuda.backward import make_backward_plan
 from fastattention.backends.cuda.kernel_config import BackwardConfig, DeltaConfig
 from fastattention.backends.cuda.variants import training_variants_of
 from fastattention.gpu_runtime.variant import Variant
-from fastattention.validation import lengths
 
 RUNS = [
     Run(case, dtype, backend)

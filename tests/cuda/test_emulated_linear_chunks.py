@@ -17,18 +17,18 @@ from tiers import combinations, thin, tier_of
 from torch import Tensor
 
 from fastattention.backends.common.params import Params
-from fastattention.errors import ArgumentError
-from fastattention.gpu_runtime.chips import CHIPS, Limits
-from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.linear.backends.cuda.chunk_config import (
+from fastattention.backends.cuda.linear.chunk_config import (
     OutputsConfig,
     PrepareConfig,
     PrepareKeysConfig,
     StatesConfig,
 )
-from fastattention.linear.backends.cuda.chunk_heuristics import choose_chunk_kernels
-from fastattention.linear.backends.cuda.chunk_params import ChunkParams
-from fastattention.linear.backends.cuda.chunk_plan import ChunkedCall
+from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
+from fastattention.backends.cuda.linear.chunk_params import ChunkParams
+from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
+from fastattention.errors import ArgumentError
+from fastattention.gpu_runtime.chips import CHIPS, Limits
+from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
 

@@ -13,10 +13,10 @@ from merges import CASES, DTYPES, MergeCase, check_merge, check_what_is_not_fini
 from torch import Tensor
 
 from fastattention import merge_attn_states
+from fastattention.attention.problem import MergeProblem
 from fastattention.backends import registry
 from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS
 from fastattention.backends.cuda.merging import MOST_WARPS
-from fastattention.problem import MergeProblem
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 STEP = MergeCase("step", 3, (1, 1, 32, 128))

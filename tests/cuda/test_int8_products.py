@@ -8,10 +8,10 @@ import torch
 from emulator import EmulatedCudaBackend
 from torch import Tensor
 
-from fastattention.problem import Inputs, Problem
-from fastattention.quantised import KEYS_OF_SCALE
-from fastattention.reference import reference_attention
-from fastattention.validation import Options, prepare_dense
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import Options, prepare_dense
+from fastattention.quantized import KEYS_OF_SCALE
 
 BACKENDS = pytest.mark.parametrize(
     "backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=lambda backend: backend.name

@@ -12,9 +12,9 @@ from linear.oracle import check
 from torch import Tensor
 
 from fastattention import UnsupportedError
+from fastattention.backends.cuda.linear.config import DTYPES
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla
-from fastattention.linear.backends.cuda.config import DTYPES
 from fastattention.linear.dispatch import get_backend
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import prepare

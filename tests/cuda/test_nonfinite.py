@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulator import EmulatedCudaBackend
 
-from fastattention.validation import Options, prepare_dense
+from fastattention.attention.validation import Options, prepare_dense
 
 NAN = float("nan")
 BACKENDS = pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])

@@ -9,10 +9,10 @@ import torch
 from emulator import EmulatedSm80
 from torch import Tensor
 
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.attention.validation import lengths as lengths_module
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.cuda.call import PlannedCall
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
-from fastattention.validation import lengths as lengths_module
 
 CAPACITY = 90
 

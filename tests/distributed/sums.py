@@ -15,12 +15,12 @@ from conformance.devices import moved
 from conformance.oracle import FACTOR, largest_error
 from torch import Tensor
 
+from fastattention.attention.reference import reference_attention
 from fastattention.distributed import (
     attention_linear,
     attention_linear_allreduce,
     attention_linear_allreduce_with_kvcache,
 )
-from fastattention.reference import reference_attention
 
 HIDDEN = 40
 

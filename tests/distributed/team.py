@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 # A process that has imported torch, and forks: it has no threads and no groups.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["fastattention.distributed", "fastattention.reference"])
+_CONTEXT.set_forkserver_preload(["fastattention.distributed", "fastattention.attention.reference"])
 
 PATIENCE = 60.0  # seconds for the answers of one task; beyond it a rank hangs
 GPU_PATIENCE = 150.0  # on GPUs, whose first task compiles kernels, and makes communicators

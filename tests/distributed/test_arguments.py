@@ -130,7 +130,7 @@ def test_a_call_that_no_backend_serves_is_refused_before_it_communicates(not_alo
 
 
 def test_without_torch_distributed_the_error_says_what_to_do() -> None:
-    with pytest.raises(ArgumentError, match="is not initialised; call init_process_group first"):
+    with pytest.raises(ArgumentError, match="is not initialized; call init_process_group first"):
         attention_linear_allreduce(**dense())
 
 

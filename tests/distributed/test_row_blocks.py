@@ -11,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.distributed.row_blocks import (
     AttentionLinear,
     CoarseAttention,
@@ -20,9 +23,6 @@ from fastattention.distributed.row_blocks import (
     piece_inputs,
     pieces,
 )
-from fastattention.problem import Inputs, Problem
-from fastattention.reference import reference_attention
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 
 SIDES = st.integers(-1, 12)
 

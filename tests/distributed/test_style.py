@@ -1,4 +1,4 @@
-"""TilingAllReduce: a block of attention that is parallelised computes what the whole one does, in row blocks."""
+"""TilingAllReduce: a block of attention that is parallelized computes what the whole one does, in row blocks."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_a_chunk_too_long_for_the_device_is_told_so() -> None:
     torch.testing.assert_close(logits("llama", cache, more), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_quantised_cache_is_close() -> None:
+def test_a_quantized_cache_is_close() -> None:
     tokens, more = prompts(length=LENGTH), prompts(length=1, seed=1)
     cache = make_cache("llama", cpu_cache_dtype=torch.int8)
     logits("llama", cache, tokens)

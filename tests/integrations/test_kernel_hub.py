@@ -26,10 +26,10 @@ from transformers.generation.continuous_batching import initialization
 from transformers.integrations import hub_kernels
 from transformers.integrations.flash_attention import flash_attention_forward
 
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation.common import Options
+from fastattention.attention.validation.prefill import prepare_dense
 from fastattention.cli.export_kernel import BACKENDS, KERNEL, export_kernel
-from fastattention.reference import reference_attention
-from fastattention.validation.common import Options
-from fastattention.validation.prefill import prepare_dense
 from integrations.models import VOCABULARY, assert_same, padding_mask, pair, prompts
 from integrations.test_flash_attn import SIGNATURES
 

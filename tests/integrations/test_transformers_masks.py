@@ -24,7 +24,7 @@ from fastattention.integrations.transformers.masks import (
     attend_dense,
     combine,
 )
-from fastattention.integrations.transformers.patterns import Pattern, recognise
+from fastattention.integrations.transformers.patterns import Pattern, recognize
 
 CAUSAL = masking_utils.causal_mask_function
 BIDIRECTIONAL = masking_utils.bidirectional_mask_function
@@ -225,15 +225,15 @@ def packed(
     )
 
 
-def test_patterns_of_transformers_are_recognised() -> None:
+def test_patterns_of_transformers_are_recognized() -> None:
     ids = torch.tensor([[0, 0, 1]])
-    assert recognise(CAUSAL) == Pattern(True, (-1, 0))
-    assert recognise(BIDIRECTIONAL) == Pattern(False, (-1, -1))
-    assert recognise(sliding(4)) == Pattern(True, (3, 0))
-    assert recognise(sliding_bidirectional(4)) == Pattern(False, (4, 4))
+    assert recognize(CAUSAL) == Pattern(True, (-1, 0))
+    assert recognize(BIDIRECTIONAL) == Pattern(False, (-1, -1))
+    assert recognize(sliding(4)) == Pattern(True, (3, 0))
+    assert recognize(sliding_bidirectional(4)) == Pattern(False, (4, 4))
     parts = packed(sliding(4), torch.tensor([[0, 1, 0]]), ids)
     for order in (parts, reversed(parts)):  # Transformers 5.24 reversed it
-        assert recognise(masking_utils.and_masks(*order)) == Pattern(True, (3, 0), ids)
+        assert recognize(masking_utils.and_masks(*order)) == Pattern(True, (3, 0), ids)
 
 
 UNKNOWN = {
@@ -251,7 +251,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("function", UNKNOWN.values(), ids=UNKNOWN)
 def test_any_other_pattern_stays_a_matrix(function: Callable[..., Any]) -> None:
-    assert recognise(function) is None
+    assert recognize(function) is None
     request = Request(1, 3, 3, 0, 0, function, None)
     mask = request.make()
     assert isinstance(mask, Tensor)

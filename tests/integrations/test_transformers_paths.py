@@ -123,7 +123,7 @@ def test_padding_is_not_computed(side: str, calls: Calls) -> None:
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", [*DECODERS, "t5"])
 def test_generation_makes_no_matrix(name: str, cache: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a padded prompt, with windows: a Transformers whose patterns are no longer recognised would make one."""
+    """Of a padded prompt, with windows: a Transformers whose patterns are no longer recognized would make one."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a matrix is made")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.cpu.backend import CpuBackend
-from fastattention.problem import Layout, Problem
 from integrations.models import VOCABULARY, pair
 
 Batch = dict[str, Any]  # what a model is called with

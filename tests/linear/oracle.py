@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattention.linear.backends.torch_form import sums_between
+from fastattention.backends.torch.linear import sums_between
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.reference import l2norm, linear_attention, spans
 

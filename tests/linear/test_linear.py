@@ -10,8 +10,8 @@ from tiers import slow, thin
 from torch import Tensor
 from torch.testing import assert_close
 
+from fastattention.backends.torch.linear import linear_attention
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
-from fastattention.linear.backends.torch_form import linear_attention
 from fastattention.linear.dispatch import ORDER, get_backend
 from fastattention.linear.ops import call_linear_attention
 from fastattention.linear.problem import LinearInputs

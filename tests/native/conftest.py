@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from fastattention.attention.dispatch import forget_plans
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.registry import select_backend
-from fastattention.dispatch import forget_plans
 
 
 def _forget() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattention import UnsupportedError, explain, fast_attn_func, fast_attn_varlen_func, set_num_threads
 from fastattention.backends.cpu.library import load_library
-from fastattention.quantised import KEYS_OF_SCALE
+from fastattention.quantized import KEYS_OF_SCALE
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 SHAPES = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(1, 900), (70, 70), (60, 700)])

@@ -20,8 +20,8 @@ from fastattention import LibraryError, fast_attn_func
 from fastattention.backends.common.params import Params
 from fastattention.backends.cpu import library
 from fastattention.backends.cpu.library import Library, find_library, load_library
+from fastattention.backends.cpu.linear import LinearParams
 from fastattention.backends.cpu.params import AttentionParams
-from fastattention.linear.backends.cpu import LinearParams
 
 KERNELS = Path(fastattention.__file__).parent / "backends" / "cpu" / "kernels"
 

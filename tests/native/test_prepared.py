@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
+from fastattention.attention.validation import KvCacheArguments, Options
 from fastattention.errors import ArgumentError
 from fastattention.offload.cpu_attention import prepare_attention
 from fastattention.offload.device import CpuWork
-from fastattention.validation import KvCacheArguments, Options
 
 PAGES, PAGE_SIZE, BATCH_SIZE, NHEADS, NHEADS_K, HEADDIM = 40, 16, 2, 6, 2, 24
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -96,7 +96,7 @@ def test_what_a_call_would_refuse_is_refused() -> None:
 WITHOUT_MEMORY = """
 import resource, torch
 from fastattention.offload.cpu_attention import prepare_attention
-from fastattention.validation import KvCacheArguments, Options
+from fastattention.attention.validation import KvCacheArguments, Options
 
 q, k = torch.zeros(1, 2048, 8, 256), torch.zeros(1, 8192, 1, 256)
 out, lse = torch.zeros_like(q), torch.zeros(1, 8, 2048)

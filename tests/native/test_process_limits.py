@@ -21,7 +21,7 @@ from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.torch_threads import OpenMp
 from fastattention.backends.cpu.work_queue import WorkQueue
 from fastattention.offload.cpu_attention import prepare_attention
-from fastattention.validation import KvCacheArguments, Options
+from fastattention.attention.validation import KvCacheArguments, Options
 
 torch.set_num_threads(1)  # torch's own threads are no part of this
 q, k, v = torch.randn(3, 2, 300, 4, 64).unbind(0)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import prepare_dense
+from fastattention.attention.validation.common import Options
 from fastattention.errors import CacheFullError
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions, Padding
 from fastattention.offload.pages import PagePool, PageShape
-from fastattention.quantised import dequantise, quantise
-from fastattention.reference import reference_attention
-from fastattention.validation import prepare_dense
-from fastattention.validation.common import Options
+from fastattention.quantized import dequantize, quantize
 from offload.fake_device import FakeDevice
 
 # Of numbers near 1, rounded once a part and once when the parts are merged.
@@ -137,18 +137,18 @@ class CachePair:
         return self._random(tokens, NHEADS_K, HEADDIM), self._random(tokens, NHEADS_K, HEADDIM_V)
 
     def _held(self, index: int) -> tuple[Tensor, Tensor]:
-        """What the store held of a layer before this step: whole pages in CPU memory are quantised."""
+        """What the store held of a layer before this step: whole pages in CPU memory are quantized."""
         k, v = self.k[index].clone(), self.v[index].clone()
         cache_dtype, page_size = self.shape.cache_dtype, self.shape.page_size
         if cache_dtype is not None:
             layer = self.store._layers[index]
             end = self.length // page_size * page_size if layer.on_cpu else 0
             for each in (k, v):
-                each[:, :end] = dequantise(*quantise(each[:, :end], cache_dtype))
+                each[:, :end] = dequantize(*quantize(each[:, :end], cache_dtype))
         return k, v
 
     def _remember_rounding(self) -> None:
-        """What is fetched back from quantised pages is what they held."""
+        """What is fetched back from quantized pages is what they held."""
         if self.shape.cache_dtype is not None:
             for index in range(self.num_layers):
                 self.k[index], self.v[index] = self._held(index)

@@ -23,8 +23,8 @@ SHARES = (0.0, 0.4, 1.0)
 every_share = pytest.mark.parametrize("share", SHARES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
-every_quantised = pytest.mark.parametrize("cache_dtype", QUANTISED, ids=["int8", "float8"])
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+every_quantized = pytest.mark.parametrize("cache_dtype", QUANTIZED, ids=["int8", "float8"])
 
 
 def make_pair(share: float = 0.4, **changed: Any) -> CachePair:
@@ -44,8 +44,8 @@ def test_steps_after_a_prompt(share: float, dtype: torch.dtype) -> None:
 
 
 @every_share
-@every_quantised
-def test_quantised_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -> None:
+@every_quantized
+def test_quantized_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -> None:
     """Exactly those that are whole, each number rounded once."""
     pair = make_pair(share, shape=page_shape(torch.float32, cache_dtype))
     pair.attend(13)
@@ -58,8 +58,8 @@ def test_quantised_pages_in_cpu_memory(share: float, cache_dtype: torch.dtype) -
     assert pair.store.usage.cpu_bytes % pair.shape.nbytes == 0
 
 
-@every_quantised
-def test_quantised_pages_of_half_precision(cache_dtype: torch.dtype) -> None:
+@every_quantized
+def test_quantized_pages_of_half_precision(cache_dtype: torch.dtype) -> None:
     pair = make_pair(0.5, shape=page_shape(torch.bfloat16, cache_dtype))
     pair.attend(30)
     pair.steps(9)

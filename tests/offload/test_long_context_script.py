@@ -21,7 +21,7 @@ CASES = (
     long_context.Case("tiny", 256, 0),
     long_context.Case("tiny", 256, 1),
     long_context.Case("tiny", 500, 4, batch_size=2),
-    long_context.Case("tiny", 512, 3, quantised=True),
+    long_context.Case("tiny", 512, 3, quantized=True),
 )
 
 

@@ -40,10 +40,10 @@ def test_weights_are_layers_and_vocabulary() -> None:
 
 def test_a_token_takes_two_bytes_an_element_or_one_and_two_scales() -> None:
     assert LLAMA.kv_bytes_per_token() == 8 * (128 + 128) * 2
-    assert LLAMA.kv_bytes_per_token(quantised=True) == 8 * (128 + 128 + 4 + 4)
+    assert LLAMA.kv_bytes_per_token(quantized=True) == 8 * (128 + 128 + 4 + 4)
     narrow = replace(LLAMA, headdim_v=64)
     assert narrow.kv_bytes_per_token() == 8 * (128 + 64) * 2
-    assert narrow.kv_bytes_per_token(quantised=True) == 8 * (128 + 64 + 4 + 4)
+    assert narrow.kv_bytes_per_token(quantized=True) == 8 * (128 + 64 + 4 + 4)
 
 
 @pytest.mark.parametrize("name", PRESETS)

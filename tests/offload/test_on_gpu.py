@@ -18,7 +18,7 @@ from fastattention.offload.device import Copy, CudaDevice
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
 from fastattention.offload.layer import AttendOptions, Padding
 from fastattention.offload.pages import PageShape
-from fastattention.quantised import dequantise, quantise
+from fastattention.quantized import dequantize, quantize
 
 if get_backend("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -101,11 +101,11 @@ def test_steps_are_right_however_streams_run(share: float, dtype: torch.dtype, c
 def as_stored(
     store: CooperativeKVStore, index: int, tokens: Tensor, length: int, cache_dtype: torch.dtype | None
 ) -> Tensor:
-    """float32 numbers that a layer held before this step: whole pages in CPU memory are quantised."""
+    """float32 numbers that a layer held before this step: whole pages in CPU memory are quantized."""
     if cache_dtype is None or not store.layers_on_cpu[index]:
         return tokens
     end = length // PAGE_SIZE * PAGE_SIZE
-    rounded = dequantise(*quantise(tokens[:, :end], cache_dtype))
+    rounded = dequantize(*quantize(tokens[:, :end], cache_dtype))
     return torch.cat([rounded, tokens[:, end:]], dim=1)
 
 

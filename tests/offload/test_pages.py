@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastattention.errors import CacheFullError
 from fastattention.offload.memory import ceil_div
 from fastattention.offload.pages import PagePool, PageShape, allocate_pages, runs
-from fastattention.quantised import quantise
+from fastattention.quantized import quantize
 
 SHAPE = PageShape(page_size=8, nheads_k=3, headdim=16, headdim_v=5, dtype=torch.bfloat16)
 
@@ -202,9 +202,9 @@ def test_heads_of_a_page_lie_together() -> None:
     assert pages.k.shape == (7, 8, 3, 16)
     assert pages.v.shape == (7, 8, 3, 5)
     assert (pages.k_scale, pages.v_scale) == (None, None)
-    quantised = PageShape(8, 3, 16, 5, torch.bfloat16, torch.int8)
-    scaled = allocate_pages(quantised, 7, empty)
-    stored, scale = quantise(torch.randn(7, 8, 3, 16), torch.int8)
+    quantized = PageShape(8, 3, 16, 5, torch.bfloat16, torch.int8)
+    scaled = allocate_pages(quantized, 7, empty)
+    stored, scale = quantize(torch.randn(7, 8, 3, 16), torch.int8)
     assert scaled.k.shape == stored.shape
     assert scaled.k_scale is not None
     assert scaled.k_scale.shape == scale.shape

@@ -150,7 +150,7 @@ def test_buffers_take_at_most_half_of_what_the_cache_may_take_but_a_page_each() 
     [(1, 64 * K, 5 + 17), (1, 600, 5 + 3), (2, 64 * K, 2 * (5 + 9)), (3, 64 * K, 3 * (5 + 7))],
 )
 def test_layers_on_the_cpu_leave_their_newest_pages_on_the_gpu(batch_size: int, seqlen: int, pages: int) -> None:
-    placement = plan(batch_size=batch_size, seqlen=seqlen, num_layers_cpu=5, gpu_memory=200 * GIB, quantised=True)
+    placement = plan(batch_size=batch_size, seqlen=seqlen, num_layers_cpu=5, gpu_memory=200 * GIB, quantized=True)
     assert placement.memory.newest_pages == pages * 512 * LLAMA_7B.kv_bytes_per_token()
 
 
@@ -160,14 +160,14 @@ def test_caches_take_whole_pages() -> None:
     assert memory.cpu_kv == 4 * 64 * K * LLAMA_7B.kv_bytes_per_token()
 
 
-def test_a_cache_is_quantised_on_the_cpu_and_in_buffers_only() -> None:
+def test_a_cache_is_quantized_on_the_cpu_and_in_buffers_only() -> None:
     options = {"seqlen": 128 * K, "num_layers_cpu": 8, "gpu_memory": 80 * GIB}
-    full, quantised = plan(**options), plan(**options, quantised=True)
-    assert quantised.memory.cpu_kv * 16384 == full.memory.cpu_kv * 8448
-    assert quantised.memory.staging * 16384 == full.memory.staging * 8448
-    assert quantised.memory.resident_kv == full.memory.resident_kv
+    full, quantized = plan(**options), plan(**options, quantized=True)
+    assert quantized.memory.cpu_kv * 16384 == full.memory.cpu_kv * 8448
+    assert quantized.memory.staging * 16384 == full.memory.staging * 8448
+    assert quantized.memory.resident_kv == full.memory.resident_kv
     saved = 8 * 128 * K * (16384 - 8448)
-    before, after = (one.predictions[Policy.COOPERATIVE].seconds for one in (full, quantised))
+    before, after = (one.predictions[Policy.COOPERATIVE].seconds for one in (full, quantized))
     assert before is not None
     assert after == pytest.approx(before - saved / MACHINES["v100"].cpu_bandwidth)
 
@@ -280,7 +280,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "seqlen": draw(st.integers(1, 1 << 20)),
         "gpu_memory": draw(st.integers(GIB, 100 * GIB)),
         "cpu_memory": draw(st.none() | st.integers(0, 500 * GIB)),
-        "quantised": draw(st.booleans()),
+        "quantized": draw(st.booleans()),
     }
 
 
@@ -302,7 +302,7 @@ def test_caps_are_never_exceeded_and_nothing_is_lost(
     memory = placement.memory
     assert memory.gpu <= options["gpu_memory"]
     assert options["cpu_memory"] is None or memory.cpu_kv <= options["cpu_memory"]
-    workload = OffloadWorkload(model, options["batch_size"], options["seqlen"], options["quantised"])
+    workload = OffloadWorkload(model, options["batch_size"], options["seqlen"], options["quantized"])
     on_gpu = len(model.full_layers) - placement.num_layers_cpu
     assert memory.resident_kv >= on_gpu * workload.gpu_layer_bytes
     newest = placement.num_layers_cpu * workload.cpu_page_bytes

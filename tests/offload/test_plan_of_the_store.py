@@ -33,14 +33,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "STAGING_TOKENS", 64)
 
 
-def workload_of(batch_size: int, seqlen: int, quantised: bool = False) -> OffloadWorkload:
-    return OffloadWorkload(MODEL, batch_size, seqlen, quantised, PAGE_SIZE)
+def workload_of(batch_size: int, seqlen: int, quantized: bool = False) -> OffloadWorkload:
+    return OffloadWorkload(MODEL, batch_size, seqlen, quantized, PAGE_SIZE)
 
 
 def make_store(
     workload: OffloadWorkload, caps: MemoryCaps, device: FakeDevice | None = None, share: float = 0.0
 ) -> CooperativeKVStore:
-    cache_dtype = torch.int8 if workload.quantised else None
+    cache_dtype = torch.int8 if workload.quantized else None
     shape = PageShape(PAGE_SIZE, MODEL.nheads_k, MODEL.headdim, MODEL.headdim_v, torch.float32, cache_dtype)
     device = device or FakeDevice()
     return CooperativeKVStore(MODEL.num_layers, workload.batch_size, shape, device, caps, lambda layers, tokens: share)
@@ -63,15 +63,15 @@ def fill(store: CooperativeKVStore, seqlen: int) -> None:
 
 
 @thin(quick=5, all=4)
-@pytest.mark.parametrize("quantised", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("pages", [70, 100, 150])
-def test_the_store_keeps_as_many_layers_on_the_cpu_as_planned(pages: int, batch_size: int, quantised: bool) -> None:
+def test_the_store_keeps_as_many_layers_on_the_cpu_as_planned(pages: int, batch_size: int, quantized: bool) -> None:
     cache_bytes = pages * workload_of(batch_size, 1).gpu_page_bytes
     budget = Budget(FIXED + cache_bytes, workspace=0)
     seen = set()
     for seqlen in range(2 * CHUNK + 3, 9 * CHUNK, 2 * CHUNK):  # pages are not full at the end
-        workload = workload_of(batch_size, seqlen, quantised)
+        workload = workload_of(batch_size, seqlen, quantized)
         store = make_store(workload, MemoryCaps(cache_bytes, 1 << 24))
         fill(store, seqlen)
         planned = divide(workload, Policy.HYBRID, budget)
@@ -99,7 +99,7 @@ def test_the_store_holds_the_longest_sequence_and_not_a_page_more(batch_size: in
 def test_the_store_has_the_buffers_of_the_plan() -> None:
     for batch_size in (1, 2, 3, 9):
         for pages in (20, 50, 1000):
-            workload = workload_of(batch_size, 1, quantised=True)
+            workload = workload_of(batch_size, 1, quantized=True)
             cache_bytes = pages * workload.gpu_page_bytes
             empty = make_store(workload, MemoryCaps(cache_bytes, 0)).usage.gpu_bytes
             assert empty == workload.staging_bytes(cache_bytes)

@@ -73,7 +73,7 @@ class RandomSteps(RuleBasedStateMachine):
         with suppress(CacheFullError):
             self.pair.append(tokens)
 
-    @precondition(lambda self: self.pair.shape.cache_dtype is None)  # tokens come back rounded from quantised pages
+    @precondition(lambda self: self.pair.shape.cache_dtype is None)  # tokens come back rounded from quantized pages
     @rule(tokens=st.integers(1, 12), at=st.integers(0, 40), late=st.booleans(), attends=st.booleans())
     def interrupted(self, tokens: int, at: int, late: bool, attends: bool) -> None:
         self.pair.device.faults.arm(at, KeyboardInterrupt(), late)

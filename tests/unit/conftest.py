@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from fastattention import dispatch
+from fastattention.attention import dispatch
 from fastattention.backends import registry
 from fastattention.backends.base import Backend
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.common.tile_range import TileRange
 from fastattention.backends.cuda.decode_heuristics import Split
 from fastattention.backends.cuda.kernel_config import KernelConfig
-from fastattention.problem import Layout, Problem
 
 # One query of each head against a long cache.
 DECODE = Problem(

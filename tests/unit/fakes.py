@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.base import Backend
-from fastattention.problem import AttentionOutput, Inputs, Problem
 
 
 class Willing(Backend):

@@ -15,7 +15,8 @@ from conformance.check import check
 from conformance.engines import Engine
 from tiers import Tier, slow, tier_of
 
-from fastattention import backends, dispatch
+from fastattention import backends
+from fastattention.attention import dispatch
 from fastattention.backends import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "adding-a-backend.md").read_text()

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from fastattention import ArgumentError, UnsupportedError
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.backends.ascend import call, vendor
 from fastattention.backends.ascend.backend import AscendBackend, why_not_kernels
 from fastattention.backends.ascend.chips import CHIPS, Chip, find_chip
 from fastattention.backends.ascend.tiling import Tiling
-from fastattention.problem import Inputs, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 CHIP = CHIPS["910B2"]
 TILING = Tiling(outer_tile_m=16, outer_tile_n=64, inner_tile_m=8, preload=1, multibuffer=True)

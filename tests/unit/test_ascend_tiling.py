@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import tiling as tilings
 from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import Tiling, choose_tiling, compiler_options, tiling_for, why_not_fit
-from fastattention.problem import Layout, Problem
 
 CHIP = CHIPS["910B2"]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

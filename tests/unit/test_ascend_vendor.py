@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.vendor.masks import SparseMode, rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, check
 from fastattention.backends.ascend.vendor.prefill import VarlenPlan
-from fastattention.problem import Layout, Problem
 
 DENSE = Problem(
     layout=Layout.DENSE,

@@ -20,9 +20,9 @@ from fastattention import (
     fast_attn_with_kvcache,
     merge_attn_states,
 )
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cpu.backend import CpuBackend
-from fastattention.reference import reference_attention
-from fastattention.validation import Options, prepare_dense
 from unit.functions import CALLS, Call
 
 needs_compiler = pytest.mark.skipif(

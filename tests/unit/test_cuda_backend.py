@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends import registry
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import cache, compiler, module
 from fastattention.gpu_runtime.chips import CHIPS
-from fastattention.problem import Layout, Problem
 
 PROBLEM = Problem(
     layout=Layout.DENSE,

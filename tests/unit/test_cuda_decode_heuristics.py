@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiers import thin
 
+from fastattention.attention.problem import Layout
 from fastattention.backends.cuda import decode_heuristics
 from fastattention.backends.cuda.decode_heuristics import choose_decode, choose_split, is_decode
 from fastattention.backends.cuda.heuristics import padded_headdims
@@ -29,7 +30,6 @@ from fastattention.backends.cuda.variants import (
 )
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import ARCHS, CHIPS
-from fastattention.problem import Layout
 
 from .decode_schedule import DECODE
 
@@ -300,7 +300,7 @@ CALL = replace(DECODE, nheads=32, nheads_k=8, window_right=0)
         ({"layout": Layout.DENSE, "has_bias": True}, True),
         ({"layout": Layout.VARLEN, "page_block_size": 16}, False),
     ],
-    ids=["one query", "many sequences", "16 rows", "prefill", "quantised", "dense", "dense, 16 rows", "dense, 20 rows",
+    ids=["one query", "many sequences", "16 rows", "prefill", "quantized", "dense", "dense, 16 rows", "dense, 20 rows",
          "dense, fewer keys", "dense, few keys", "four keys a query", "fewer keys a query", "bias", "varlen"],
 )  # fmt: skip
 def test_few_rows_are_decodes(call: dict[str, object], decodes: bool) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.cuda.decode_heuristics import Split, choose_decode, choose_split, num_rows
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.gpu_runtime.chips import CHIPS, Limits
-from fastattention.problem import Problem
 
 from .decode_schedule import DECODE, SequenceSpan, TileStream, tiles_of
 

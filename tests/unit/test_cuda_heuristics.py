@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Layout, Problem
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.heuristics import choose_config, multiplies_int8
 from fastattention.backends.cuda.kernel_config import (
@@ -21,7 +22,7 @@ from fastattention.backends.cuda.kernel_config import (
 from fastattention.backends.cuda.variants import (
     DTYPES,
     HEADDIMS,
-    UNQUANTISED,
+    UNQUANTIZED,
     Feature,
     choose_feature,
     choose_variant,
@@ -29,7 +30,6 @@ from fastattention.backends.cuda.variants import (
 )
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import ARCHS, CHIPS, Limits, arch_of
-from fastattention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Layout, Problem
 
 FLAGS = list(itertools.product((False, True), repeat=2))
 
@@ -111,8 +111,8 @@ def test_a_list_has_the_features_that_are_asked_for() -> None:
         variants = variants_of(CHIPS["T4"], headdims=(64,), features=features)
         return {(variant.source, getattr(variant, "cache_format", "")) for variant in variants}
 
-    sources = ("forward.cuh", "decode.cuh", "append.cuh", "merge.cuh", "quantise_rows.cuh")
-    assert kinds(*UNQUANTISED) == {(source, "") for source in sources}
+    sources = ("forward.cuh", "decode.cuh", "append.cuh", "merge.cuh", "quantize_rows.cuh")
+    assert kinds(*UNQUANTIZED) == {(source, "") for source in sources}
     assert kinds(Feature.INT8) == {("decode.cuh", "int8"), ("append.cuh", "int8")}
     assert kinds() == set()
     scores_and_pages = {(config.source, config.modifies_scores, config.paged) for config in kernels_of("T4")}
@@ -324,7 +324,7 @@ def test_modified_scores_get_tiles_with_registers_to_spare(chip: str, headdim: i
 @pytest.mark.parametrize("chip", CHIPS)
 def test_older_code_paths_serve_every_newer_gpu(chip: str) -> None:
     limits = CHIPS[chip]
-    for arch, headdim, feature, seqlen in itertools.product(ARCHS, HEADDIMS, UNQUANTISED, (1, 100, 4096, 16384)):
+    for arch, headdim, feature, seqlen in itertools.product(ARCHS, HEADDIMS, UNQUANTIZED, (1, 100, 4096, 16384)):
         if arch <= limits.target and (feature is not Feature.PRODUCTS or multiplies_int8(arch, headdim)):
             choose_feature(arch, limits, torch.float16, headdim, feature, seqlen)
 

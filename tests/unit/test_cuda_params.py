@@ -13,16 +13,16 @@ import pytest
 import fastattention
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
+from fastattention.backends.cuda.linear.params import StepParams
 from fastattention.backends.cuda.params import (
     AppendParams,
     AttentionParams,
     BackwardParams,
     MergeParams,
-    QuantiseParams,
+    QuantizeParams,
 )
 from fastattention.backends.cuda.plan import divisor
 from fastattention.distributed.transports.all_reduce import AllReduceParams
-from fastattention.linear.backends.cuda.params import StepParams
 
 PACKAGE = Path(fastattention.__file__).parent
 PARAMS = PACKAGE / "backends" / "cuda" / "kernels" / "params.h"
@@ -31,7 +31,7 @@ LINEAR_STEP = PACKAGE / "linear" / "backends" / "cuda" / "kernels" / "step_param
 # BackwardParams holds another struct, and is filled field by field.
 TEMPLATES: dict[type[Params], Path] = {
     AttentionParams: PARAMS,
-    QuantiseParams: PARAMS,
+    QuantizeParams: PARAMS,
     AppendParams: PARAMS,
     MergeParams: PARAMS,
     AllReduceParams: ALL_REDUCE,

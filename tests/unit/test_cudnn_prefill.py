@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattention.attention.dispatch import Explanation
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends import registry
 from fastattention.backends.sdpa import cudnn_prefill, gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
-from fastattention.dispatch import Explanation
-from fastattention.problem import AttentionOutput, Inputs, Problem
-from fastattention.reference import reference_attention
-from fastattention.validation import Options, prepare_dense
 from unit.test_sdpa_gpu_kernels import FULL, LOWER_RIGHT, REFUSED, SQUARE, Kernel
 
 LONG_FULL = replace(FULL, batch_size=1, seqlen_q=1024, seqlen_k=1024, nheads=32, headdim=128, headdim_v=128)

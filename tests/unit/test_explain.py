@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fastattention
 from fastattention import ArgumentError, explain, fast_attn_func, fast_attn_with_kvcache
-from fastattention.problem import Layout, Problem
+from fastattention.attention.problem import Layout, Problem
 from unit.fakes import Absent, Picky, Willing
 
 RegisterBackends = Callable[..., None]

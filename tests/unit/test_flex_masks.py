@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
 
+from fastattention.attention.validation import flex_masks
+from fastattention.attention.validation.flex_masks import FlexBlocks, is_flex_mask, read_flex_mask
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.validation import flex_masks
-from fastattention.validation.flex_masks import FlexBlocks, is_flex_mask, read_flex_mask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -462,7 +462,7 @@ def test_masks_are_told_from_everything_else() -> None:
 def test_flex_attention_is_not_imported_to_look() -> None:
     code = (
         "import sys, torch\n"
-        "from fastattention.validation.flex_masks import is_flex_mask\n"
+        "from fastattention.attention.validation.flex_masks import is_flex_mask\n"
         "assert not is_flex_mask(torch.ones(1, 1, 1, 1, dtype=torch.bool))\n"
         "assert 'torch.nn.attention.flex_attention' not in sys.modules"
     )

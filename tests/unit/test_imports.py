@@ -20,22 +20,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "config", "sizes", "files"),
     ("gpu_runtime",),
-    ("problem", "threads", "quantised", "host_numbers"),
-    ("backends", "reference"),
-    (
-        "validation",
-        "sparse",
-        "eager",
-        "autograd",
-        "dispatch",
-        "merge",
-        "vmap",
-        "flops",
-        "ops",
-        "interface",
-        "kv_store",
-        "",
-    ),
+    ("attention.problem", "linear.problem", "threads", "quantized", "host_numbers"),
+    ("backends", "attention.reference", "linear.reference", "linear.backend"),
+    ("engine", "attention", "sparse", "kv_store", ""),
     ("distributed", "offload", "linear"),
     ("integrations", "cli"),
     ("__main__",),
@@ -70,8 +57,10 @@ def is_module(below: str) -> bool:
 
 
 def layer(module: str) -> int:
-    top = module.split(".")[0]
-    return next(height for height, names in enumerate(LAYERS) if top in names)
+    """Height of the longest prefix of `module` that LAYERS names."""
+    parts = module.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next(height for prefix in prefixes for height, names in enumerate(LAYERS) if prefix in names)
 
 
 def violations(module: str, source: str) -> list[str]:
@@ -96,10 +85,10 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("problem", "from fastattention.interface import explain"),
-        ("errors", "import fastattention.problem"),
-        ("dispatch", "from fastattention import cli"),
-        ("validation.common", "def f():\n    from fastattention.integrations import transformers"),
+        ("attention.problem", "from fastattention.attention.interface import explain"),
+        ("errors", "import fastattention.attention.problem"),
+        ("attention.dispatch", "from fastattention import cli"),
+        ("attention.validation.common", "def f():\n    from fastattention.integrations import transformers"),
         ("backends.sdpa.backend", "from fastattention import fast_attn_func"),
         ("backends.sdpa.masks", "from fastattention.backends.cpu.backend import CpuBackend"),
         ("kv_store.dense", "from fastattention.offload.placement import place"),
@@ -115,7 +104,7 @@ def test_an_import_that_points_up_or_across_is_found(module: str, source: str) -
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("interface", "from fastattention.dispatch import explain_call"),
+        ("attention.interface", "from fastattention.attention.dispatch import explain_call"),
         ("cli.main", "from fastattention import fast_attn_func"),
         ("integrations.transformers", "from fastattention.offload.placement import place"),
         ("backends.sdpa.masks", "from fastattention.backends.common.tile_range import TileRange"),
@@ -137,7 +126,7 @@ def modules_after(statement: str) -> set[str]:
 
 def test_importing_the_package_loads_only_what_it_needs() -> None:
     loaded = modules_after("import fastattention")
-    assert "fastattention.interface" in loaded
+    assert "fastattention.attention.interface" in loaded
     assert not loaded & {"transformers", "matplotlib", "typer", "rich", "click", "flash_attn", "fastattention.cli"}
     assert not [name for name in loaded if re.match(r"fastattention\.backends\.(cpu|sdpa)", name)]
     assert not loaded & {"fastattention.integrations", "fastattention.distributed", "fastattention.offload"}

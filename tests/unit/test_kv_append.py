@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 from fastattention.backends.common.kv_append import append_tokens
-from fastattention.problem import Inputs, Problem
-from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
+from fastattention.quantized import quantize
 
 BATCH_SIZE, SEQLEN_Q, SEQLEN_NEW, NHEADS, NHEADS_K, HEADDIM, CAPACITY = 3, 2, 3, 4, 2, 16, 12
 LENGTHS = (0, 4, 9)
@@ -138,7 +138,7 @@ def test_rotation_keeps_lengths_and_angles_between_positions() -> None:
 @pytest.mark.parametrize("rotary_dim", [0, 8], ids=["plain", "rotary"])
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 @pytest.mark.parametrize("cache", ["dense", "paged"])
-def test_tokens_are_quantised_once_after_rotation(cache: str, cache_dtype: torch.dtype, rotary_dim: int) -> None:
+def test_tokens_are_quantized_once_after_rotation(cache: str, cache_dtype: torch.dtype, rotary_dim: int) -> None:
     """bfloat16 tokens, whose rotation is not rounded to bfloat16 on the way."""
     problem, inputs = prepared(cache, rotary_dim, dtype=torch.bfloat16)
     assert inputs.k_new is not None
@@ -155,7 +155,7 @@ def test_tokens_are_quantised_once_after_rotation(cache: str, cache_dtype: torch
             if rotary_dim:
                 new_k = rotated_by_hand(new_k, inputs, length + index, interleaved=True).float()
             for name, new in (("k", new_k), ("v", inputs.v_new[sequence, index])):
-                wanted, scale = quantise(new, cache_dtype)
+                wanted, scale = quantize(new, cache_dtype)
                 assert torch.equal(getattr(inputs, name)[where].float(), wanted.float())
                 torch.testing.assert_close(getattr(inputs, f"{name}_scale")[where], scale)
                 getattr(before, name)[where] = wanted.float()

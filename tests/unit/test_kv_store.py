@@ -21,11 +21,11 @@ from fastattention import (
     explain,
     fast_attn_with_kvcache,
 )
+from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.base import Backend
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.sdpa.backend import SdpaBackend
-from fastattention.problem import Problem
 from unit.refusals import Refusal, assert_refused, refusals
 
 KINDS = [DenseKVStore, PackedKVStore]

@@ -14,8 +14,8 @@ from fastattention import (
     fast_attn_varlen_func,
     fast_attn_with_kvcache,
 )
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 from fastattention.backends.registry import get_backend
-from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
 from unit.plan_calls import (
     FUNCTIONS,
     Arguments,

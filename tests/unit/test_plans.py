@@ -28,11 +28,11 @@ from fastattention import (
     get_num_threads,
     set_num_threads,
 )
+from fastattention.attention.problem import Inputs, Layout, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
 from fastattention.backends.cpu import plan as cpu_plan
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.registry import get_backend
-from fastattention.problem import Inputs, Layout, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
 from unit.plan_calls import (
     FUNCTIONS,
     Arguments,

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattention import fast_attn_func
-from fastattention.problem import Inputs, Layout, Problem
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
-from fastattention.validation.common import read_options
+from fastattention.attention.problem import Inputs, Layout, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.attention.validation.common import read_options
 
 
 def dense(options: Options = Options()) -> Problem:  # noqa: B008 (immutable)
@@ -83,7 +83,7 @@ def test_kvcache_problem_counts_the_capacity_and_the_new_tokens() -> None:
     assert inputs.v is arguments.v_cache
 
 
-def test_quantised_caches_are_named_and_come_with_their_scales() -> None:
+def test_quantized_caches_are_named_and_come_with_their_scales() -> None:
     stored, scales = torch.zeros(4, 8, 2, 16, dtype=torch.int8), torch.ones(4, 2, 8).transpose(1, 2)
     arguments = KvCacheArguments(
         torch.zeros(4, 3, 6, 16).bfloat16(), stored, stored.clone(), k_scale=scales, v_scale=scales.clone()

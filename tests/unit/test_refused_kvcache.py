@@ -40,7 +40,7 @@ def paged_arguments() -> dict[str, Any]:
     return arguments() | changes
 
 
-def quantised_arguments() -> dict[str, Any]:
+def quantized_arguments() -> dict[str, Any]:
     """The same call with a cache of int8."""
     changes = {
         "k_cache": torch.full((2, 8, 2, 16), 7, dtype=torch.int8),
@@ -63,7 +63,7 @@ def assert_refused_and_unwritten(given: dict[str, Any], refusal: Refusal) -> Non
 
 
 @pytest.mark.parametrize(
-    "given", [arguments(), paged_arguments(), quantised_arguments()], ids=["dense", "paged", "quantised"]
+    "given", [arguments(), paged_arguments(), quantized_arguments()], ids=["dense", "paged", "quantized"]
 )
 def test_the_call_without_changes_is_accepted_and_writes(given: dict[str, Any]) -> None:
     before = given["k_cache"].clone()
@@ -266,7 +266,7 @@ def test_wrong_page_is_refused_before_anything_is_written(refusal: Refusal) -> N
         {"v_cache": torch.ones(2, 8, 2, 24).to(torch.float8_e4m3fn)},
         ("k_cache has dtype torch.int8 and v_cache torch.float8_e4m3fn", "both must be"),
     ),
-    Refusal("one_quantised", {"k_cache": torch.ones(2, 8, 2, 16)}, ("k_cache has dtype torch.float32", "both must be")),
+    Refusal("one_quantized", {"k_cache": torch.ones(2, 8, 2, 16)}, ("k_cache has dtype torch.float32", "both must be")),
     Refusal("k_scale_list", {"k_scale": [1.0]}, ("k_scale must be a torch.Tensor", "list")),
     Refusal("k_scale_dtype", {"k_scale": torch.ones(2, 8, 2).half()}, ("k_scale must be float32", "torch.float16")),
     Refusal("v_scale_meta", {"v_scale": torch.ones(2, 8, 2, device="meta")}, ("v_scale is on meta", "caches on cpu")),
@@ -289,8 +289,8 @@ def test_wrong_page_is_refused_before_anything_is_written(refusal: Refusal) -> N
     ),
 )
 def test_wrong_scale_is_refused_before_anything_is_written(refusal: Refusal) -> None:
-    fast_attn_with_kvcache(**quantised_arguments())
-    assert_refused_and_unwritten(quantised_arguments(), refusal)
+    fast_attn_with_kvcache(**quantized_arguments())
+    assert_refused_and_unwritten(quantized_arguments(), refusal)
 
 
 def test_scales_of_pages_are_named_by_their_axes() -> None:
@@ -303,13 +303,13 @@ def test_scales_of_pages_are_named_by_their_axes() -> None:
 
 
 def test_a_scale_that_is_only_read_may_be_expanded() -> None:
-    given = quantised_arguments() | {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
+    given = quantized_arguments() | {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
     one = torch.ones(1).expand(2, 8, 2)
     assert fast_attn_with_kvcache(**(given | {"k_scale": one, "v_scale": one})).shape == (2, 2, 4, 24)
 
 
 def test_gradients_of_scales_are_refused() -> None:
-    given = quantised_arguments()
+    given = quantized_arguments()
     given["k_scale"].requires_grad_()
     with pytest.raises(UnsupportedError, match="no backward"):
         fast_attn_with_kvcache(**given)
@@ -370,7 +370,7 @@ def test_without_lengths_the_cache_is_full() -> None:
 
 
 def test_keys_and_values_in_one_memory_are_refused_where_tokens_are_appended() -> None:
-    given = quantised_arguments()
+    given = quantized_arguments()
     given["v_cache"], given["v"] = torch.full((2, 8, 2, 16), 7, dtype=torch.int8), torch.ones(2, 2, 2, 16)
     for ours, theirs in (("k_cache", "v_cache"), ("k_scale", "v_scale")):
         assert_refused_and_unwritten(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fastattention import ArgumentError, UnsupportedError, fast_attn_func, merge_attn_states
+from fastattention.attention.problem import MergeProblem, Problem
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends import registry
 from fastattention.backends.base import Backend
-from fastattention.problem import MergeProblem, Problem
-from fastattention.validation import Options, prepare_dense
 from unit.fakes import Absent, Picky, Willing
 
 RegisterBackends = Callable[..., None]

@@ -11,12 +11,12 @@ from tiers import thin
 from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.backends.registry import get_backend
 from fastattention.backends.sdpa import backend as sdpa_backend
 from fastattention.backends.sdpa import fused, gpu_kernels, masks, parts
-from fastattention.problem import AttentionOutput, Inputs, Problem
-from fastattention.reference import reference_attention
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 
 
 def qkv(seqlen_q: int = 37, seqlen_k: int = 53, headdim_v: int = 16, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,9 +13,9 @@ from conformance.case import Bias, Case, DenseCase, KvCacheCase
 from conformance.oracle import assert_lse_matches, assert_out_matches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.sdpa import causal_split, gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
-from fastattention.problem import AttentionOutput, Inputs, Problem
 from unit.test_sdpa_gpu_kernels import LOWER_RIGHT, REFUSED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattention.attention.problem import Layout, Problem
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
-from fastattention.problem import Layout, Problem
-from fastattention.reference import reference_attention
-from fastattention.validation import Options, prepare_dense
 
 FULL = Problem(
     layout=Layout.DENSE,

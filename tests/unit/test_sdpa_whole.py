@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import Problem
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.sdpa import fused, gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
-from fastattention.problem import Problem
-from fastattention.validation import Options, prepare_dense
 
 CAUSAL, FULL = Options(causal=True), Options()
 

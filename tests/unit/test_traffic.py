@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattention import explain, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.common.tile_range import TileRange
 from fastattention.backends.common.traffic import Bytes, Extent, Traffic, io_bound, token_bytes, traffic_of
 from fastattention.backends.cuda.backend import CudaBackend
@@ -17,7 +18,6 @@ from fastattention.backends.cuda.plan import make_plan
 from fastattention.backends.cuda.traffic import tiled_keys
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import CHIPS, Limits
-from fastattention.problem import Layout, Problem
 
 MIB = 2**20
 H100 = CHIPS["H100"]
@@ -111,7 +111,7 @@ def test_a_decode_reads_its_cache_once() -> None:
     assert found.tiled == Bytes(4 * 16 * 256 + (3 * 1001 + 4096) * token, 4 * 16 * 256 + 4 * token)
 
 
-def test_a_quantised_token_has_two_scales() -> None:
+def test_a_quantized_token_has_two_scales() -> None:
     problem = dataclasses.replace(PROBLEM, nheads_k=2, cache_dtype=torch.int8)
     assert token_bytes(problem, Extent({})) == 2 * (128 + 128 + 2 * 4)
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fastattention import config
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.chips import Chip, find_chip
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 
 # The first call on any machine imports this module, to hear that there is no NPU. The rest is for those that have one.
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE, mask_tile
 from fastattention.backends.ascend.simulator.workload import decode_splits, padded
 from fastattention.backends.ascend.tiling import Tiling, compiler_options
 from fastattention.backends.common.results import keyless
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 MAX_HEADDIM = 256
 _MERGED_ELEMENTS = 4096  # of a tile of merge_splits: 16 KB of float32, of which a Vector unit holds several

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.chips import Chip
 from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.tiles import (
@@ -23,7 +24,6 @@ from fastattention.backends.ascend.simulator.tiles import (
 from fastattention.backends.ascend.simulator.whole_chip import estimate_cycles, predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall, padded
 from fastattention.errors import UnsupportedError
-from fastattention.problem import Problem
 
 __all__ = ["BufferUse", "Tiling", "buffer_uses", "choose_tiling", "compiler_options", "tiling_for", "why_not_fit"]
 

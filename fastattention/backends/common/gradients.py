@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastattention.problem import Layout, Problem
+from fastattention.attention.problem import Layout, Problem
 
 COMPUTED = ("q", "k", "v", "sinks")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattention.problem import Inputs, Problem
-from fastattention.quantised import quantise
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.quantized import quantize
 
 
 def append_tokens(problem: Problem, inputs: Inputs) -> Tensor:
     """Writes k_new (rotated) and v_new into the caches in place; returns q, rotated when there are rotary tables.
 
-    Quantised caches get quantised tokens and their scales.
+    Quantized caches get quantized tokens and their scales.
 
     Token i of sequence b goes to cache position cache_seqlens[b] + i and is rotated by that position. Query i is
     rotated by cache_seqlens[b] + i when the mask is causal or windowed, otherwise by cache_seqlens[b].
@@ -24,7 +24,7 @@ def append_tokens(problem: Problem, inputs: Inputs) -> Tensor:
     positions = first + torch.arange(problem.seqlen_new, device=first.device)
     q, k_new = inputs.q, inputs.k_new
     if problem.cache_dtype is not None:
-        k_new = k_new.float()  # rounded once, by being quantised
+        k_new = k_new.float()  # rounded once, by being quantized
     if problem.rotary_dim:
         steps = torch.arange(problem.seqlen_q if problem.has_window else 1, device=first.device)
         q = rotate(problem, inputs, q, first + steps)
@@ -56,11 +56,11 @@ def rotate(problem: Problem, inputs: Inputs, x: Tensor, positions: Tensor) -> Te
 
 
 def _write(cache: Tensor, scale: Tensor | None, where: tuple[Tensor, Tensor], new: Tensor) -> None:
-    """Writes new tokens to their places, quantised when the cache has scales."""
+    """Writes new tokens to their places, quantized when the cache has scales."""
     if scale is None:
         cache.index_put_(where, new)
         return
-    stored, new_scale = quantise(new, cache.dtype)
+    stored, new_scale = quantize(new, cache.dtype)
     cache.view(torch.uint8).index_put_(where, stored.view(torch.uint8))  # not every torch puts float8
     scale.index_put_(where, new_scale)
 

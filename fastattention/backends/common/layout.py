@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fastattention.problem import Inputs
+from fastattention.attention.problem import Inputs
 
 Strides = tuple[object, ...]
 

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
+from fastattention.attention.problem import Inputs
 from fastattention.backends.common.layout import null_of
-from fastattention.problem import Inputs
 
 AnyParams = TypeVar("AnyParams", bound="Params")
 Fields = list[tuple[str, type[Any]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattention.problem import AttentionOutput, Inputs, Problem
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 
 
 def keyless(problem: Problem, inputs: Inputs) -> AttentionOutput:

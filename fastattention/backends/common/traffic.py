@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.tile_range import TileRange
-from fastattention.problem import Inputs, Layout, Problem
 from fastattention.sizes import format_bytes
 
 

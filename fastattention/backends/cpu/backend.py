@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.backends.base import INT8_PRODUCTS, Backend
 from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.plan import CpuPlan
-from fastattention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.threads import get_num_threads
 
 

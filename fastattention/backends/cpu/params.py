@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.layout import first_strides, score_strides, token_strides
 from fastattention.backends.common.params import Params, fields, formats
-from fastattention.problem import Inputs, Layout, Problem
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 

@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.backends.common.layout import contiguous_strides
 from fastattention.backends.common.params import Addresses
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.params import AttentionParams, attention_params, gradient_params
 from fastattention.backends.cpu.prepared import PreparedCall
-from fastattention.problem import AttentionOutput, Inputs, OutputGradients, Problem
 from fastattention.threads import get_num_threads
 
 

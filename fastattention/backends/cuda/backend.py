@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastattention import config
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
 from fastattention.backends.base import INT8_PRODUCTS, Backend
 from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
@@ -27,13 +28,12 @@ from fastattention.backends.cuda.merging import (
 )
 from fastattention.backends.cuda.params import MOST_PARTS
 from fastattention.backends.cuda.plan import Plan, make_plan
-from fastattention.backends.cuda.quantise import Int8Call, why_not_int8
+from fastattention.backends.cuda.quantize import Int8Call, why_not_int8
 from fastattention.backends.cuda.scratch import Scratch, scratch_of
 from fastattention.backends.cuda.traffic import tiled_keys
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
 
 
 class CudaBackend(Backend):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.cuda.backward_heuristics import choose_backward
 from fastattention.backends.cuda.call import Launcher
@@ -19,7 +20,6 @@ from fastattention.backends.cuda.params import AttentionParams, BackwardParams
 from fastattention.backends.cuda.plan import DTYPES, attention_template
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 
 
 def why_not_widths(problem: Problem) -> str | None:

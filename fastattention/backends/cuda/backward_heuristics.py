@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.cuda.heuristics import (
     computed_dtype,
     first_that_fits,
@@ -14,7 +15,6 @@ from fastattention.backends.cuda.heuristics import (
 )
 from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.problem import Problem
 
 
 class _Tiles(NamedTuple):

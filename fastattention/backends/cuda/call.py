@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.common.layout import contiguous_strides
 from fastattention.backends.common.params import Addresses, Params
 from fastattention.backends.common.results import keyless
@@ -18,7 +19,6 @@ from fastattention.backends.cuda.params import AttentionParams
 from fastattention.backends.cuda.plan import Plan, append_params, append_template, attention_template
 from fastattention.backends.cuda.scratch import Scratch
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 Launcher = Callable[[Params], None]
 

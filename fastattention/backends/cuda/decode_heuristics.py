@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from fastattention.attention.problem import MAX_HEADDIM, Layout, Problem
 from fastattention.backends.cuda.heuristics import first_that_fits, modifies_scores, padded_headdims
 from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, COMBINE_TEAMS, WIDEST_OF_A_WARP, KernelConfig
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.problem import MAX_HEADDIM, Layout, Problem
 
 # Keys of a sequence, without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).
 _LEAST_KEYS, _LEAST_KEYS_OF_MANY_ROWS, _LEAST_KEYS_OF_A_QUERY = 256, 1024, 4
@@ -46,19 +46,19 @@ class _Tiles(NamedTuple):
     split_keys_across_warps: bool
     num_value_parts: int = 1
     few: _Few | None = None
-    quantised: bool = False  # for such caches, whose bytes need more warps than they take memory
+    quantized: bool = False  # for such caches, whose bytes need more warps than they take memory
     column_warps: int = 1
 
 
 # For head dimensions up to the key, the candidates, best first: of those with the fewest rows that hold the call's, or
 # with the most if none does, the first that fits the GPU is taken
-# (docs/decisions/0025-swizzle-decode-copies-and-hint-128-bytes.md, and of quantised caches
-# docs/decisions/0029-decode-quantised-caches-with-eight-warps.md).
+# (docs/decisions/0025-swizzle-decode-copies-and-hint-128-bytes.md, and of quantized caches
+# docs/decisions/0029-decode-quantized-caches-with-eight-warps.md).
 _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
     80: {
         128: (
-            _Tiles(16, 32, 8, 2, 1, True, True, quantised=True),
-            _Tiles(16, 32, 4, 2, 2, True, True, quantised=True),
+            _Tiles(16, 32, 8, 2, 1, True, True, quantized=True),
+            _Tiles(16, 32, 4, 2, 2, True, True, quantized=True),
             _Tiles(16, 32, 4, 2, 1, True, True, few=_Few(24576, 16, paged=False)),
             _Tiles(16, 16, 8, 2, 1, True, True, few=_Few(24576, 16, paged=True)),
             _Tiles(16, 16, 4, 2, 2, True, True),
@@ -77,11 +77,11 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
             _Tiles(64, 16, 4, 2, 1, False, False),
         ),
         MAX_HEADDIM: (
-            _Tiles(16, 64, 4, 2, 1, False, False, quantised=True, column_warps=4),
-            _Tiles(16, 32, 2, 2, 1, False, False, quantised=True, column_warps=2),
+            _Tiles(16, 64, 4, 2, 1, False, False, quantized=True, column_warps=4),
+            _Tiles(16, 32, 2, 2, 1, False, False, quantized=True, column_warps=2),
             _Tiles(16, 32, 4, 2, 1, False, False, column_warps=4),
             _Tiles(16, 32, 4, 1, 1, False, False, column_warps=4),
-            _Tiles(64, 64, 8, 2, 1, False, False, quantised=True, column_warps=4),
+            _Tiles(64, 64, 8, 2, 1, False, False, quantized=True, column_warps=4),
             _Tiles(64, 64, 8, 1, 1, False, False, column_warps=4),
             _Tiles(64, 32, 8, 1, 1, False, False, column_warps=2),
             _Tiles(64, 16, 4, 1, 1, False, False, 2),
@@ -145,7 +145,7 @@ def is_decode(problem: Problem, limits: Limits) -> bool:
     if problem.layout is Layout.VARLEN or problem.dropout_p > 0.0 or problem.block_size or problem.qk_dtype:
         return False
     if problem.cache_dtype is not None:
-        return True  # the forward kernel reads no quantised caches
+        return True  # the forward kernel reads no quantized caches
     few_rows = num_rows(problem) <= _MAX_ROWS_IN_PLACE
     if problem.layout is Layout.DENSE:
         of_many = max(_LEAST_KEYS_OF_MANY_ROWS, _LEAST_KEYS_OF_A_QUERY * problem.seqlen_q)
@@ -189,7 +189,7 @@ def configs_for(
     # The smallest tile that holds all rows; where there is none, the largest.
 
     def preference(sizes: _Tiles) -> tuple[bool, int, bool, bool]:
-        return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantised != bool(cache_format), exceeds(sizes.few)
+        return sizes.tile_m < rows, abs(sizes.tile_m - rows), sizes.quantized != bool(cache_format), exceeds(sizes.few)
 
     def exceeds(few: _Few | None) -> bool:
         return few is not None and (few.paged != paged or keys > few.keys or nheads_k > few.nheads_k)

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from fastattention.attention.problem import BLOCK_STEP, MAX_HEADDIM, MAX_HEADDIM_V, Problem
 from fastattention.backends.cuda.kernel_config import (
     WIDEST_OF_A_WARP,
     BackwardConfig,
@@ -19,8 +20,7 @@ from fastattention.backends.cuda.kernel_config import (
 )
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.problem import BLOCK_STEP, MAX_HEADDIM, MAX_HEADDIM_V, Problem
-from fastattention.quantised import KEYS_OF_SCALE
+from fastattention.quantized import KEYS_OF_SCALE
 
 
 class _Tiles(NamedTuple):

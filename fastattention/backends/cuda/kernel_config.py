@@ -8,9 +8,9 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from fastattention.attention.problem import MAX_HEADDIM
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Entry
-from fastattention.problem import MAX_HEADDIM
 
 # Of the kernels that backends call; all of their headers.
 KERNEL_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", Path(__file__).parents[1] / "common")
@@ -47,7 +47,7 @@ APPEND_WARPS = 4  # likewise kernels/append.cuh
 MERGE_WARPS = 4  # likewise kernels/merge.cuh
 MERGE_COLUMNS = 128  # that each of them takes
 DELTA_WARPS = 4  # likewise kernels/delta.cuh
-QUANTISE_THREADS = 128  # likewise kernels/quantise_rows.cuh
+QUANTIZE_THREADS = 128  # likewise kernels/quantize_rows.cuh
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class KernelConfig:
     paged: bool
     drops: bool = False  # dropout may be on
     decodes: bool = False  # rows are those of all heads that share a key head, rather than the tokens of one
-    cache_format: str = ""  # of a quantised cache: "int8" or "float8"
+    cache_format: str = ""  # of a quantized cache: "int8" or "float8"
     split_keys_across_warps: bool = False  # every warp has all rows and keys of its own, in a decode of few rows
     column_warps: int = 1  # warps with the same rows, which share out the columns of v
     values_in_keys: bool = False  # v is the first columns of k, in the same memory
     block_sparse: bool = False  # there is a block mask
     mixes_blocks: bool = False  # rows of a CTA lie in several of its rows
-    int8_products: bool = False  # queries and keys are bytes (kernels/quantise_rows.cuh)
+    int8_products: bool = False  # queries and keys are bytes (kernels/quantize_rows.cuh)
 
     @property
     def source(self) -> str:
@@ -123,7 +123,7 @@ class KernelConfig:
         """Shared memory of a CTA; the kernels assert the same."""
         size = self.element_bytes
         query_pitch = self._pitch(self._key_columns, size)
-        # Asynchronous copies leave a quantised cache as it is.
+        # Asynchronous copies leave a quantized cache as it is.
         cache_size = 1 if self.cache_format and self.arch >= 80 else size
         key_bytes = self._pitch(self._key_columns, cache_size)
         if not self.values_in_keys:
@@ -375,32 +375,32 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
-class QuantiseConfig:
-    """One variant of kernels/quantise_rows.cuh."""
+class QuantizeConfig:
+    """One variant of kernels/quantize_rows.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
     dtype: str  # of queries and keys
     lanes_of_row: int  # neighbours that read a row, eight elements each
 
-    source: ClassVar[str] = "quantise_rows.cuh"
+    source: ClassVar[str] = "quantize_rows.cuh"
 
     @property
     def name(self) -> str:
         """A readable name, unique among variants."""
-        return f"quantise_{self.dtype}_{self.lanes_of_row}"
+        return f"quantize_{self.dtype}_{self.lanes_of_row}"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The sums of keys; then queries and keys become bytes."""
-        names = "fastattention_sum_keys", "fastattention_quantise_rows"
-        return tuple(Entry(name, QUANTISE_THREADS, self._shared_bytes) for name in names)
+        names = "fastattention_sum_keys", "fastattention_quantize_rows"
+        return tuple(Entry(name, QUANTIZE_THREADS, self._shared_bytes) for name in names)
 
     @property
     def _shared_bytes(self) -> int:
-        return QUANTISE_THREADS * 8 * 4
+        return QUANTIZE_THREADS * 8 * 4
 
     def macros(self) -> dict[str, str]:
-        """What kernels/element.cuh and kernels/quantise_rows.cuh are compiled with."""
+        """What kernels/element.cuh and kernels/quantize_rows.cuh are compiled with."""
         return {
             "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
             "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS["int8"],
@@ -415,7 +415,7 @@ class AppendConfig:
 
     include_folders: ClassVar = KERNEL_FOLDERS
     dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
-    cache_format: str = ""  # of a quantised cache: "int8" or "float8"
+    cache_format: str = ""  # of a quantized cache: "int8" or "float8"
     columns: int = WIDEST_OF_A_WARP  # of a row of keys or values, at most; a multiple of 32
 
     @staticmethod

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fastattention import config
+from fastattention.attention.problem import Inputs
 from fastattention.errors import ArgumentError
-from fastattention.problem import Inputs
 
 CHUNK = 8  # elements of 16 bits that are read at once: 16 bytes
 
@@ -18,7 +18,7 @@ def prepared(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     if bias is not None and bias.dtype not in (torch.float32, dtype):
         bias = bias.float()  # not `dtype`: a low bfloat16 would become -infinity in float16
     check_float16_range(dtype, "sdpa", q=inputs.q, k=inputs.k, v=inputs.v)
-    if inputs.v_scale is None:  # no quantised cache
+    if inputs.v_scale is None:  # no quantized cache
         q, k, v = (aligned_as(tensor, dtype) for tensor in (inputs.q, inputs.k, inputs.v))
     else:
         q, k, v = (_aligned(tensor, 2 * CHUNK) for tensor in (inputs.q.to(dtype), inputs.k, inputs.v))

@@ -47,8 +47,8 @@ class BackwardParams(Params):
     ]
 
 
-class QuantiseParams(Params):
-    """Of quantise_rows.cuh."""
+class QuantizeParams(Params):
+    """Of quantize_rows.cuh."""
 
     _fields_ = fields(
         Q="q k cu_seqlens_q cu_seqlens_k sums q_stored k_stored q_scale q_shift k_scale",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.layout import first_strides, pointers, score_strides, token_strides
 from fastattention.backends.common.params import Params
 from fastattention.backends.cuda import decode_heuristics, heuristics
@@ -21,7 +22,6 @@ from fastattention.backends.cuda.kernel_config import (
 from fastattention.backends.cuda.params import AppendParams, AttentionParams
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.problem import Inputs, Layout, Problem
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

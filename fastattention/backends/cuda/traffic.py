@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.common.traffic import Extent, mask_of, token_bytes, visible_keys
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.backends.cuda.plan import Plan
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.problem import Problem
 
 
 def tiled_keys(problem: Problem, extent: Extent, plan: Plan, limits: Limits) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.cuda import decode_heuristics, heuristics
 from fastattention.backends.cuda.backward import make_backward_plan
 from fastattention.backends.cuda.heuristics import multiplies_int8
@@ -18,13 +19,12 @@ from fastattention.backends.cuda.kernel_config import (
     AppendConfig,
     KernelConfig,
     MergeConfig,
-    QuantiseConfig,
+    QuantizeConfig,
     lanes_for,
     stored_columns,
 )
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Variant
-from fastattention.problem import Layout, Problem
 
 HEADDIMS = (32, 64, 96, 128, 192, 256, 512)  # that heuristics.padded_headdims gives, of keys
 DTYPES = (torch.float16, torch.bfloat16)
@@ -39,16 +39,16 @@ class Feature(enum.Enum):
     PAGED = "paged"
     BLOCKS = "blocks"  # a block mask
     PRODUCTS = "products"  # of queries and keys in int8
-    INT8 = "int8"  # a quantised cache
+    INT8 = "int8"  # a quantized cache
     FLOAT8 = "float8"
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
-        """Of a quantised cache, as in Problem."""
+        """Of a quantized cache, as in Problem."""
         return next((dtype for dtype, name in CACHE_FORMATS.items() if name == self.value), None)
 
 
-UNQUANTISED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED, Feature.BLOCKS, Feature.PRODUCTS)
+UNQUANTIZED = (Feature.PLAIN, Feature.SCORES, Feature.PAGED, Feature.BLOCKS, Feature.PRODUCTS)
 _OF_FORWARDS_ALONE = (Feature.BLOCKS, Feature.PRODUCTS)
 
 _CALL = Problem(
@@ -115,7 +115,7 @@ def choose_decode_variant(
 ) -> KernelConfig:
     """Likewise of a decode.
 
-    cache_dtype: of a quantised cache; rows: of queries, that share a key head; keys: of all heads, for each
+    cache_dtype: of a quantized cache; rows: of queries, that share a key head; keys: of all heads, for each
     multiprocessor.
     """
     problem = replace(
@@ -139,7 +139,7 @@ def choose_decode_variant(
 def choose_feature(
     arch: int, limits: Limits, dtype: torch.dtype, headdim: int, feature: Feature, seqlen: int = SEQLEN
 ) -> KernelConfig:
-    """`choose_variant` for equally wide keys and values and one feature, of UNQUANTISED."""
+    """`choose_variant` for equally wide keys and values and one feature, of UNQUANTIZED."""
     return choose_variant(
         arch,
         limits,
@@ -184,7 +184,7 @@ def variants_of(
     arch: the code path; None is the GPU's own.
     """
     arch = arch or limits.arch
-    unquantised = [feature for feature in features if feature in UNQUANTISED]
+    unquantized = [feature for feature in features if feature in UNQUANTIZED]
     seqlens, decodes = heuristics.representative_seqlens(), decode_heuristics.representative_calls()
     formats = [CACHE_FORMATS[feature.cache_dtype] for feature in features]
     columns = dict.fromkeys(AppendConfig.columns_for(headdim, headdim) for headdim in headdims)
@@ -192,7 +192,7 @@ def variants_of(
     variants: Iterator[Variant] = itertools.chain(
         (
             choose_feature(arch, limits, dtype, headdim, feature, seqlen)
-            for dtype, headdim, feature, seqlen in itertools.product(dtypes, headdims, unquantised, seqlens)
+            for dtype, headdim, feature, seqlen in itertools.product(dtypes, headdims, unquantized, seqlens)
             if feature is not Feature.PRODUCTS or multiplies_int8(arch, headdim)
         ),
         (
@@ -200,7 +200,7 @@ def variants_of(
             for dtype, headdim, feature, (rows, keys) in itertools.product(dtypes, headdims, features, decodes)
             if feature not in _OF_FORWARDS_ALONE
         ),
-        _quantisers_of(names, headdims if Feature.PRODUCTS in features and multiplies_int8(arch) else ()),
+        _quantizers_of(names, headdims if Feature.PRODUCTS in features and multiplies_int8(arch) else ()),
         (AppendConfig(*append) for append in itertools.product(names, formats, columns)),
         _merges_of(names) if Feature.PLAIN in features else (),
     )
@@ -231,11 +231,11 @@ def training_variants_of(
     return list(dict.fromkeys(variants))
 
 
-def _quantisers_of(dtypes: Sequence[str], headdims: Sequence[int]) -> Iterator[QuantiseConfig]:
+def _quantizers_of(dtypes: Sequence[str], headdims: Sequence[int]) -> Iterator[QuantizeConfig]:
     """Of the dtypes in which a GPU computes, which may be fewer."""
     for dtype, headdim in itertools.product(dtypes, headdims):
         if headdim <= WIDEST_OF_A_WARP:
-            yield QuantiseConfig(dtype, lanes_for(stored_columns(headdim)))
+            yield QuantizeConfig(dtype, lanes_for(stored_columns(headdim)))
 
 
 def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:

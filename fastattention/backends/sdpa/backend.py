@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.sdpa import causal_split, cudnn_prefill, fused, gpu_kernels, math
 from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, aligned, join, split
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 
 class SdpaBackend(Backend):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.sdpa import gpu_kernels
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
 
 _LEAST_QUERIES = 512  # that pay for a second launch and a merge; fewer are one call of FlashAttention
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch.backends import cuda as switches
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.parts import are_aligned
-from fastattention.problem import AttentionOutput, Inputs, Problem
 
 # Floating-point operations from which a call goes there. Causal ones are prompts, and most have a length of their own;
 # others are encoders and images, whose lengths return.

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.sdpa import gpu_kernels
 from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, Mask, chunk_mask, chunks, hides_nothing, sees_everything
 from fastattention.backends.sdpa.parts import Part, aligned, are_aligned, fold_groups, unfold_groups
-from fastattention.problem import Inputs, Layout, Problem
 
 # Elements a head dimension is padded to off the CPU: other sizes send torch to its kernel that stores all scores.
 _HEADDIM_MULTIPLE = 8

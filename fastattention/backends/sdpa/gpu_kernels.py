@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda as switches
 
-from fastattention.problem import AttentionOutput, Layout, Problem
+from fastattention.attention.problem import AttentionOutput, Layout, Problem
 
 HAS_ENABLE_GQA = torch.__version__ >= "2.5"  # whether torch's functions know of heads that share keys
 _HEADDIM_MULTIPLE = 8  # that both kernels take

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.common.tile_range import TileKind, TileRange
 from fastattention.backends.sdpa.parts import Part
-from fastattention.problem import Problem
 
 # Elements of one chunk's score matrix. 32 MiB in float32: a few such temporaries fit any machine, and matrix products
 # of this size run at full speed.

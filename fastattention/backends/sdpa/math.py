@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Problem
 from fastattention.backends.common import dropout
 from fastattention.backends.sdpa.chunked import compute_chunked
 from fastattention.backends.sdpa.masks import Chunk, chunk_mask, chunks
 from fastattention.backends.sdpa.parts import Part, fold_groups, unfold_groups
-from fastattention.problem import AttentionOutput, Problem
 
 
 def attend(problem: Problem, part: Part, seed: Tensor | None) -> AttentionOutput:

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
 from fastattention.backends.common.results import keyless
-from fastattention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.quantised import dequantise
+from fastattention.quantized import dequantize
 
 
 class Part(NamedTuple):
@@ -126,12 +126,12 @@ def _cached(problem: Problem, inputs: Inputs, q: Tensor) -> Iterator[Part]:
 def _cached_tokens(
     cache: Tensor, scale: Tensor | None, inputs: Inputs, index: int, row: int, begin: int, end: int
 ) -> Tensor:
-    """Tokens begin to end - 1 of sequence `index`, in `row` of a dense cache or in its pages; dequantised."""
+    """Tokens begin to end - 1 of sequence `index`, in `row` of a dense cache or in its pages; dequantized."""
 
     def read(x: Tensor) -> Tensor:
         return x[row, begin:end] if inputs.block_table is None else _from_pages(x, inputs, index, begin, end)
 
-    return read(cache) if scale is None else dequantise(read(cache), read(scale))
+    return read(cache) if scale is None else dequantize(read(cache), read(scale))
 
 
 def _from_pages(pages: Tensor, inputs: Inputs, index: int, begin: int, end: int) -> Tensor:

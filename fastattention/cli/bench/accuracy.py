@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.cli.bench.workload import BenchWorkload, Tensors, make_gradient, sequences
-from fastattention.reference import reference_attention
-from fastattention.validation import Options, prepare_dense
 
 # Rows of each sequence: evenly spread, the first and the last among them. All heads are compared.
 SAMPLED_ROWS = 16

@@ -24,13 +24,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_func
+from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
 from fastattention.backends.base import Backend
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.console import MESSAGES, OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.gpu_runtime.chips import ARCHS, arch_of
-from fastattention.validation import Options, prepare_dense, prepare_varlen
 
 FULL_SEQLENS, QUICK_SEQLENS = (1024, 2048, 4096, 8192, 16384), (1024, 4096)
 TOKENS, HIDDEN = 16384, 2048

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from fastattention import fast_attn_func
+from fastattention.attention.problem import OutputGradients
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.bench.gpu import (
     HIDDEN,
@@ -38,8 +40,6 @@ from fastattention.cli.bench.gpu import (
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
-from fastattention.problem import OutputGradients
-from fastattention.validation import Options, prepare_dense
 
 PEAK_SEQLENS = (16384, 32768, 65536)
 

@@ -1,6 +1,6 @@
 """The question "gpu_decode": the speed of one query per sequence against its cache on a GPU.
 
-float16, heads of 128. Beside torch's kernels for the same call: pages of several sizes in random order, quantised
+float16, heads of 128. Beside torch's kernels for the same call: pages of several sizes in random order, quantized
 caches, and the code paths of older GPUs. Calls are captured in graphs and replayed, so that the processor does not
 count; caches take turns where one would stay in the L2 cache. Rates are those of the bytes of keys and values
 that are read. Medians of interleaved rounds, timed by the GPU.
@@ -22,14 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_with_kvcache
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.bench.gpu import Call, processor_microseconds, show_reasons, write_report
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.chips import ARCHS, arch_of
-from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options, prepare_kvcache
+from fastattention.quantized import quantize
 
 HEADDIM = 128
 PEERS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -102,7 +102,7 @@ Way = Callable[[Shape, Tensor, Tensor], Call]
 
 
 def variations() -> dict[str, Way]:
-    """Pages, quantised caches, and the code paths of older GPUs."""
+    """Pages, quantized caches, and the code paths of older GPUs."""
     newest = arch_of(10 * torch.cuda.get_device_capability()[0])
     ways: dict[str, Way] = {f"pages of {size}": partial(in_pages, size) for size in PAGES}
     ways |= {f"{name} cache": partial(in_bytes, stored) for name, stored in STORED.items()}
@@ -203,8 +203,8 @@ def in_pages(size: int, shape: Shape, k: Tensor, v: Tensor) -> Call:
 
 
 def in_bytes(stored: torch.dtype, shape: Shape, k: Tensor, v: Tensor) -> Call:
-    """A quantised cache."""
-    (k_stored, k_scale), (v_stored, v_scale) = quantise(k, stored), quantise(v, stored)
+    """A quantized cache."""
+    (k_stored, k_scale), (v_stored, v_scale) = quantize(k, stored), quantize(v, stored)
     return ours(shape, k_stored, v_stored, k_scale=k_scale, v_scale=v_scale)
 
 

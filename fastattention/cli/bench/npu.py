@@ -19,6 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.ascend.chips import find_chip
 from fastattention.backends.ascend.mask_tile import mask_tile
@@ -29,8 +31,6 @@ from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, recor
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
-from fastattention.problem import Inputs, Problem
-from fastattention.validation import Options, prepare_dense
 
 DEVICE = "npu"
 ONE_HEAD_SEQLENS = (1024, 2048, 4096, 8192, 16384, 32768)

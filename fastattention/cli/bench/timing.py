@@ -47,7 +47,7 @@ def interleaved(
         for name in repeated:
             samples[name] += _turn(calls[name], counts[name])
         on_progress((done + 1) / rounds)
-    return {name: summarise(taken if len(taken) == 1 else taken[1:]) for name, taken in samples.items()}
+    return {name: summarize(taken if len(taken) == 1 else taken[1:]) for name, taken in samples.items()}
 
 
 def time_call(call: Callable[[], object]) -> float:
@@ -57,7 +57,7 @@ def time_call(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def summarise(samples: list[float]) -> Timing:
+def summarize(samples: list[float]) -> Timing:
     """Median and quartiles of seconds."""
     if len(samples) == 1:
         return Timing(samples[0], samples[0], samples[0], 1)

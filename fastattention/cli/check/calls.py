@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.cli.check.cases import Case
-from fastattention.problem import Inputs, Problem
-from fastattention.quantised import quantise
-from fastattention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
+from fastattention.quantized import quantize
 
 BLOCK = 64  # tokens of a block of a block mask, in both directions
 SPARE = 3  # tokens of a cache beyond its longest sequence
@@ -154,7 +154,7 @@ class _Draw:
         return tensors
 
     def _hide_unused(self, tensors: dict[str, Tensor]) -> None:
-        """Makes every slot of a cache NaN that no token has, and quantises it."""
+        """Makes every slot of a cache NaN that no token has, and quantizes it."""
         case = self.case
         used = torch.zeros(tensors["k_cache"].shape[:2], dtype=torch.bool, device=_CPU)
         for index, length in enumerate(case.seqlens_k):
@@ -168,7 +168,7 @@ class _Draw:
         for name in ("k", "v"):
             cache = tensors[f"{name}_cache"]
             if case.stored is not None:
-                cache, scale = quantise(cache, case.stored)
+                cache, scale = quantize(cache, case.stored)
                 tensors[f"{name}_cache"], tensors[f"{name}_scale"] = cache, scale
                 cache = scale
             cache[~used] = torch.nan

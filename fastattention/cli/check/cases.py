@@ -38,7 +38,7 @@ class Case:
     leftpad: tuple[int, ...] | None = None
     seqlen_new: int = 0
     rotary_dim: int = 0
-    stored: torch.dtype | None = None  # of quantised caches
+    stored: torch.dtype | None = None  # of quantized caches
     values_in_keys: bool = False  # v_cache is the first columns of k_cache
     # Of a causal prompt too long for a whole reference: rows begin to end - 1, which see the keys before `end` alone.
     spans: tuple[tuple[int, int], ...] = ()

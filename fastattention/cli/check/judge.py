@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.reference import apply_rotary, reference_attention
 from fastattention.backends.common.dropout import kept
 from fastattention.cli.check.calls import CACHES, DIFFERENTIATED, Call, build_call, spans_of
 from fastattention.cli.check.cases import Case
-from fastattention.quantised import LARGEST_STORED, dequantise
-from fastattention.reference import apply_rotary, reference_attention
+from fastattention.quantized import LARGEST_STORED, dequantize
 
 SEED = 0  # of torch's generator before each call
 FACTOR, FACTOR_OF_TORCH_GRADIENTS = 2.0, 3.0  # of the error of torch
@@ -92,7 +92,7 @@ def results_of(case: Case, given: Call, call: Call, out: Tensor, lse: Tensor | N
         for name in ("k", "v"):
             cache = call.tensors[f"{name}_cache"].cpu()
             if case.stored is not None:
-                cache = dequantise(cache, call.tensors[f"{name}_scale"].cpu())
+                cache = dequantize(cache, call.tensors[f"{name}_scale"].cpu())
             found[f"{name}_cache"] = cache
     if case.gradients:
         names = [name for name in DIFFERENTIATED if name in given.tensors]

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 
 from fastattention import explain
+from fastattention.attention.dispatch import forget_plans
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.base import Backend
 from fastattention.backends.registry import ORDER, Verdict, get_backend, select_backend
 from fastattention.cli.check.calls import Call, build_call
@@ -19,8 +21,6 @@ from fastattention.cli.check.cases import Case
 from fastattention.cli.check.judge import SEED, results_of, wanted_of
 from fastattention.cli.check.report import Entry, Note, Report
 from fastattention.cli.console import first_line
-from fastattention.dispatch import forget_plans
-from fastattention.problem import AttentionOutput, Inputs, Problem
 
 
 class Implementation(NamedTuple):

@@ -35,7 +35,7 @@ class Options:
     cpu_memory: str | None  # of the whole host
     policy: str
     num_layers_cpu: int | None
-    quantised: bool
+    quantized: bool
     bandwidths: dict[str, str]  # fields of Hardware that replace the preset's
 
 
@@ -78,7 +78,7 @@ def read(options: Options) -> Callable[[int, str], Placement]:
         cpu_memory=cpu_memory,
         policy=policy,
         num_layers_cpu=options.num_layers_cpu,
-        quantised=options.quantised,
+        quantized=options.quantized,
     )
 
 
@@ -92,7 +92,7 @@ def _summary(placement: Placement, options: Options) -> Table:
         "host memory": hardware.dram_bandwidth,
     }
     gpus = f", one of {options.tp} GPUs" if options.tp > 1 else ""
-    cache = ", quantised on the CPU" if placement.quantised else ""
+    cache = ", quantized on the CPU" if placement.quantized else ""
     rows = {
         "model": f"{placement.model.name}{gpus}, {placement.batch_size} x {placement.seqlen} tokens{cache}",
         "assumed GB/s": ", ".join(f"{name} {rate / 1e9:.4g}" for name, rate in rates.items()),

@@ -8,6 +8,7 @@ import torch
 from rich import box
 from rich.table import Table
 
+from fastattention.attention.problem import MAX_HEADDIM_V, Layout, Problem
 from fastattention.backends.common.traffic import Bytes, Extent, Traffic, traffic_of
 from fastattention.backends.cuda.kernel_config import KernelConfig
 from fastattention.backends.cuda.plan import make_plan
@@ -15,7 +16,6 @@ from fastattention.backends.cuda.traffic import resident_ctas, tiled_keys
 from fastattention.cli.console import OUTPUT
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.chips import CHIPS, Limits
-from fastattention.problem import MAX_HEADDIM_V, Layout, Problem
 from fastattention.sizes import format_bytes
 
 NOTE = (

@@ -22,12 +22,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
+from fastattention.attention.interface import fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.integrations.transformers.attention import fast_attention_forward
 from fastattention.integrations.transformers.block_sparse import refuse_pattern
 from fastattention.integrations.transformers.mask_function import fast_attention_mask
 from fastattention.integrations.transformers.page_allocators import FullPages, SlidingPages
 from fastattention.integrations.transformers.versions import NAME
-from fastattention.interface import fast_attn_varlen_func, fast_attn_with_kvcache
 
 # What a model is set to while it is batched. Names with "flash" get no memory for masks that nobody makes, and CUDA
 # graphs; without a 2 or 3 behind it nobody looks for a kernel of that name.

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from fastattention.attention.interface import fast_attn_func
+from fastattention.attention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, check_block_mask, read_block_size
+from fastattention.attention.validation.common import Options, read_int, signature
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.transformers.masks import AT_ONCE, DenseMask, Functions, SequenceMask, Window
 from fastattention.integrations.transformers.stored import StoredTokens
-from fastattention.interface import fast_attn_func
-from fastattention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, check_block_mask, read_block_size
-from fastattention.validation.common import Options, read_int, signature
 
 
 class PrefillLayer(NamedTuple):

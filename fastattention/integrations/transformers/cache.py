@@ -31,7 +31,7 @@ from fastattention.offload.prediction import (
     seconds_per_token_in_halves,
     upload_fraction,
 )
-from fastattention.quantised import LARGEST_STORED
+from fastattention.quantized import LARGEST_STORED
 from fastattention.sizes import read_bytes
 
 HOST_SHARE = 0.8  # of the memory that is free on the host, by default
@@ -57,7 +57,7 @@ class FastAttentionCache(Cache):
     - `cpu_memory`: what they may take of host memory; by default four fifths of what is free
     - `policy`: what is done about layers in host memory. "classical" uploads them for every token, "cooperative" lets
         the CPU attend to them, "hybrid" does both, each for a part. "auto" takes the policy that is predicted fastest.
-    - `cpu_cache_dtype`: torch.int8 or torch.float8_e4m3fn keeps host memory quantised: half the bytes, not exact
+    - `cpu_cache_dtype`: torch.int8 or torch.float8_e4m3fn keeps host memory quantized: half the bytes, not exact
     - `workspace`: GPU memory for everything else that the model computes. Default: about what 8192 tokens of a prompt
         take, which is what prefill_chunk_size=8192 gives the model at once.
     - `hardware`: bandwidths for the prediction, a `fastattention.offload.hardware.Hardware`; measured by default

@@ -22,9 +22,9 @@ from transformers.integrations import hub_kernels
 from transformers.utils import logging
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
+from fastattention.attention.validation.common import DTYPES
 from fastattention.linear import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from fastattention.linear.validation import MAX_HEADDIM
-from fastattention.validation.common import DTYPES
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 

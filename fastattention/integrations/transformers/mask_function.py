@@ -23,7 +23,7 @@ from fastattention.integrations.transformers.masks import (
     Window,
 )
 from fastattention.integrations.transformers.model_source import matrix_needed, require_dispatch
-from fastattention.integrations.transformers.patterns import BIDIRECTIONAL, CAUSAL, Pattern, recognise
+from fastattention.integrations.transformers.patterns import BIDIRECTIONAL, CAUSAL, Pattern, recognize
 
 
 def fast_attention_mask(
@@ -77,7 +77,7 @@ def fast_attention_mask(
         assert mask is not None
         return mask
 
-    pattern = recognise(mask_function)
+    pattern = recognize(mask_function)
     decodes = q_length == 1 and pattern == CAUSAL and kv_offset == 0 and not torch.is_grad_enabled()
     if isinstance(q_offset, Tensor) and decodes and attention_mask is None and not needed:
         # Nobody may read how full a static cache is while a CUDA graph is captured, or torch.compile traces.
@@ -108,7 +108,7 @@ def _fitting(attention_mask: Tensor, batch_size: int) -> Tensor:
 
 
 class _Call(NamedTuple):
-    """A recognised pattern, and where its queries and keys are."""
+    """A recognized pattern, and where its queries and keys are."""
 
     shape: tuple[int, int, int, int]  # (batch_size, 1, q_length, kv_length)
     q_offset: int

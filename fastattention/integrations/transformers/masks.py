@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fastattention.attention.interface import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.errors import ArgumentError, UnsupportedError
-from fastattention.interface import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 
 AnyMask = TypeVar("AnyMask", bound="SequenceMask")
 Window = tuple[int, int]  # keys seen to the left and to the right, -1 unlimited

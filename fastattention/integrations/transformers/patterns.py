@@ -1,6 +1,6 @@
-"""Recognises what Transformers' mask functions compute.
+"""Recognizes what Transformers' mask functions compute.
 
-Transformers describes a mask by a function of indices, composed out of a few of its own. Such a function is recognised
+Transformers describes a mask by a function of indices, composed out of a few of its own. Such a function is recognized
 only when every piece is known, told by its code object. Anything else is a pattern of its own, and None.
 """
 
@@ -33,10 +33,10 @@ CAUSAL = Pattern(causal=True, window=(-1, 0))
 BIDIRECTIONAL = Pattern(causal=False, window=(-1, -1))
 
 
-def recognise(mask_function: Callable[..., Any]) -> Pattern | None:
+def recognize(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern of a mask function of Transformers, or None for any other function.
 
-    While torch.compile traces, only those are recognised that are not composed: it cannot look into functions.
+    While torch.compile traces, only those are recognized that are not composed: it cannot look into functions.
     """
     if mask_function is masking_utils.causal_mask_function:
         return CAUSAL
@@ -54,7 +54,7 @@ def _recognise_intersection(overlay: Callable[..., Any], base: Callable[..., Any
     """The pattern of and_masks(overlay, base)."""
     if _made_by(overlay, masking_utils.packed_sequence_mask_function):
         return _recognise_packed_sequences(overlay, base)
-    inner, size = recognise(base), _captured(overlay).get("sliding_window")
+    inner, size = recognize(base), _captured(overlay).get("sliding_window")
     if not isinstance(size, int) or size < 1:
         return None
     if _made_by(overlay, masking_utils.sliding_window_overlay) and inner is CAUSAL:
@@ -68,7 +68,7 @@ def _recognise_packed_sequences(overlay: Callable[..., Any], base: Callable[...,
     """Several sequences in a row. Positions run through each of them, so its pattern is the one that was remapped."""
     if not _made_by(base, masking_utils.remap_positions_for_packed_sequence):
         return None
-    inner, sequence_ids = recognise(_captured(base)["mask_function"]), _captured(overlay).get("packed_sequence_mask")
+    inner, sequence_ids = recognize(_captured(base)["mask_function"]), _captured(overlay).get("packed_sequence_mask")
     if inner is None or inner.sequence_ids is not None or not isinstance(sequence_ids, Tensor):
         return None
     return inner._replace(sequence_ids=sequence_ids)

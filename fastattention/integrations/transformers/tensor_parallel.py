@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from fastattention.attention.interface import fast_attn_func
 from fastattention.distributed.deferred import DeferredAttention, deferred_attn, deferred_attn_with_kvcache
 from fastattention.distributed.style import PlanOf, TiledForward, Tiling, check_options
 from fastattention.errors import UnsupportedError
@@ -24,7 +25,6 @@ from fastattention.integrations.transformers.mask_function import fast_attention
 from fastattention.integrations.transformers.masks import AT_ONCE, Functions, SequenceMask
 from fastattention.integrations.transformers.model_source import refuse_tables
 from fastattention.integrations.transformers.stored import StoredTokens
-from fastattention.interface import fast_attn_func
 
 NAME = "fast_attention_tiled"
 

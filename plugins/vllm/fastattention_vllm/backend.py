@@ -42,7 +42,7 @@ class FastAttentionBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Adds the bytes of a quantised cache's scales: one float32 a token and head for keys, one for values."""
+        """Adds the bytes of a quantized cache's scales: one float32 a token and head for keys, one for values."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         content = spec.head_size + spec.head_size_v + 2 * SCALE_BYTES  # a byte an element
@@ -70,7 +70,7 @@ class FastAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: quantised caches are read by the host's query lengths."""
+        """False: quantized caches are read by the host's query lengths."""
         return False
 
 
@@ -130,11 +130,11 @@ def run_attention(
     - `metadata`: None when vLLM warms up or measures memory; output is then zeros
     - `output_scale`, `output_block_scale`: must be None
 
-    Returns output. Raises UnsupportedError for fused quantisation of the output, and as PagedAttention.attend does.
+    Returns output. Raises UnsupportedError for fused quantization of the output, and as PagedAttention.attend does.
     """
     for name, scale in (("output_scale", output_scale), ("output_block_scale", output_block_scale)):
         if scale is not None:
-            raise UnsupportedError(f"{name} is given; fused quantisation of the output is not supported, pass None")
+            raise UnsupportedError(f"{name} is given; fused quantization of the output is not supported, pass None")
     if metadata is None:
         return output.zero_()
     paged.attend(query, kv_cache, metadata, output)

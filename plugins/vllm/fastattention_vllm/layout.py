@@ -5,7 +5,7 @@ contiguous run of memory. Within such a run we put
 
     keys (block_size, head_size) | values (block_size, head_size)
 
-as vLLM's own CPU backend does, and for quantised caches the scales behind them, in the bytes that they add to content:
+as vLLM's own CPU backend does, and for quantized caches the scales behind them, in the bytes that they add to content:
 
     ... | scales of keys (block_size,) | scales of values (block_size,)     float32
 
@@ -23,7 +23,7 @@ from torch import Tensor
 BLOCK_SIZE_MULTIPLE = 16
 SCALE_BYTES = 4  # float32
 
-# The largest number that the elements of a quantised cache are scaled to, as fastattention's own append has it.
+# The largest number that the elements of a quantized cache are scaled to, as fastattention's own append has it.
 LARGEST_STORED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -32,7 +32,7 @@ class CachePages(NamedTuple):
 
     k: Tensor  # (num_blocks, block_size, num_kv_heads, head_size)
     v: Tensor  # as k
-    k_scale: Tensor | None  # float32 (num_blocks, block_size, num_kv_heads) of a quantised cache
+    k_scale: Tensor | None  # float32 (num_blocks, block_size, num_kv_heads) of a quantized cache
     v_scale: Tensor | None  # as k_scale
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -48,33 +48,33 @@ class CachePages(NamedTuple):
             if scales is None:
                 pages[where] = tokens
             else:
-                stored, scales[where] = quantise(tokens, pages.dtype)
+                stored, scales[where] = quantize(tokens, pages.dtype)
                 pages.view(torch.int8)[where] = stored.view(torch.int8)  # torch's CPU indexing does not take float8
 
 
-def cache_pages(kv_cache: Tensor, head_size: int, quantised_dtype: torch.dtype | None) -> CachePages:
+def cache_pages(kv_cache: Tensor, head_size: int, quantized_dtype: torch.dtype | None) -> CachePages:
     """Views of keys, values and scales in `kv_cache`, (num_blocks, num_kv_heads, block_size, content).
 
-    - `quantised_dtype`: what a quantised cache stores; None for one in the dtype of kv_cache
+    - `quantized_dtype`: what a quantized cache stores; None for one in the dtype of kv_cache
 
     Raises ArgumentError when kv_cache has another layout.
     """
-    content = 2 * head_size + (2 * SCALE_BYTES if quantised_dtype is not None else 0)
+    content = 2 * head_size + (2 * SCALE_BYTES if quantized_dtype is not None else 0)
     _check(kv_cache, content)
     num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
     runs = kv_cache.view(num_blocks, num_kv_heads, -1)  # (num_blocks, num_kv_heads, block_size * content)
-    if quantised_dtype is not None:
-        runs = runs.view(quantised_dtype)
+    if quantized_dtype is not None:
+        runs = runs.view(quantized_dtype)
     size = block_size * head_size
     by_head = (num_blocks, num_kv_heads, block_size, head_size)
     k, v = (runs[..., start : start + size].view(by_head).transpose(1, 2) for start in (0, size))
-    if quantised_dtype is None:
+    if quantized_dtype is None:
         return CachePages(k, v, None, None)
     k_scale, v_scale = runs[..., 2 * size :].view(torch.float32).transpose(1, 2).chunk(2, dim=1)
     return CachePages(k, v, k_scale, v_scale)
 
 
-def quantise(x: Tensor, stored_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, stored_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(stored, scale) of x (..., head_size), by the formula of `fast_attn_with_kvcache`'s append.
 
     scale, float32 (...), is the largest |element| / 127 for int8, / 448 for float8, and stored is x / scale, rounded

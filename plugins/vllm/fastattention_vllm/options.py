@@ -13,9 +13,9 @@ MAX_HEAD_SIZE = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # vLLM's names of cache dtypes with one scale a token and head, and what is stored.
-QUANTISED = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
+QUANTIZED = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.float8_e4m3fn}
 PLAIN = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-KV_CACHE_DTYPES = (*PLAIN, *QUANTISED)
+KV_CACHE_DTYPES = (*PLAIN, *QUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class LayerOptions:
             raise ArgumentError(f"scale={self.scale} must be finite")
 
     @property
-    def quantised_dtype(self) -> torch.dtype | None:
-        """What a quantised cache stores, int8 or float8_e4m3fn; None for a cache in `dtype`."""
-        return QUANTISED.get(self.kv_cache_dtype)
+    def quantized_dtype(self) -> torch.dtype | None:
+        """What a quantized cache stores, int8 or float8_e4m3fn; None for a cache in `dtype`."""
+        return QUANTIZED.get(self.kv_cache_dtype)
 
     def _check_heads(self) -> None:
         if not 1 <= self.head_size <= MAX_HEAD_SIZE:
@@ -83,7 +83,7 @@ class LayerOptions:
         if name not in KV_CACHE_DTYPES:
             raise UnsupportedError(
                 f"kv_cache_dtype={name!r} is not supported; allowed are {', '.join(KV_CACHE_DTYPES)}. fastattention's "
-                "quantised caches have one scale a token and head; vLLM's other quantised caches have other scales"
+                "quantized caches have one scale a token and head; vLLM's other quantized caches have other scales"
             )
         stored = PLAIN.get(name)
         if stored is not None and stored is not self.dtype:

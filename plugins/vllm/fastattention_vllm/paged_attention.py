@@ -53,7 +53,7 @@ class PagedAttention:
         pages = self._pages(kv_cache)
         shared = self._shared_arguments(metadata.causal)
         if pages.k_scale is not None:
-            _attend_quantised(query, pages, metadata, output, shared)
+            _attend_quantized(query, pages, metadata, output, shared)
         elif metadata.is_decode:
             q = query.unsqueeze(1)  # (num_reqs, 1, num_heads, head_size)
             out = fast_attn_with_kvcache(
@@ -68,10 +68,10 @@ class PagedAttention:
             output.copy_(out)
 
     def _pages(self, kv_cache: Tensor) -> CachePages:
-        quantised_dtype = self.options.quantised_dtype
-        if quantised_dtype is None and kv_cache.dtype is not self.options.dtype:
+        quantized_dtype = self.options.quantized_dtype
+        if quantized_dtype is None and kv_cache.dtype is not self.options.dtype:
             raise ArgumentError(f"kv_cache has dtype {kv_cache.dtype}; the layer was made for {self.options.dtype}")
-        return cache_pages(kv_cache, self.options.head_size, quantised_dtype)
+        return cache_pages(kv_cache, self.options.head_size, quantized_dtype)
 
     def _shared_arguments(self, causal: bool) -> dict[str, Any]:
         """What both functions of fastattention take."""
@@ -88,7 +88,7 @@ class PagedAttention:
         }
 
 
-def _attend_quantised(
+def _attend_quantized(
     query: Tensor, pages: CachePages, metadata: PagedMetadata, output: Tensor, shared: dict[str, Any]
 ) -> None:
     """As PagedAttention.attend. Only fast_attn_with_kvcache takes scales, and one call has one number of new tokens.

@@ -11,7 +11,7 @@ from oracle import attention
 from torch import Tensor
 
 from fastattention_vllm.metadata import PagedMetadata
-from fastattention_vllm.options import QUANTISED, LayerOptions
+from fastattention_vllm.options import QUANTIZED, LayerOptions
 from fastattention_vllm.paged_attention import PagedAttention
 
 # What a layer is made of: our class for CPUs; our class for GPUs, on CPU tensors; the computation of both on a GPU.
@@ -98,7 +98,7 @@ class Batch:
 
     def _poisoned_cache(self, num_blocks: int) -> Tensor:
         """The cache of one layer in layout LBHNC. Bytes of ones are NaN in every floating dtype."""
-        stored = QUANTISED.get(self.kv_cache_dtype)
+        stored = QUANTIZED.get(self.kv_cache_dtype)
         element = (stored or self.dtype).itemsize
         content = 2 * self.head_size * element + (8 if stored else 0)
         page = self.num_kv_heads * self.block_size * content

@@ -96,7 +96,7 @@ def save_model(name: str, folder: Path) -> Path:
 def eager_model(folder: Path, cache_dtype: torch.dtype | None = None) -> Any:
     """The folder's model with Transformers' eager attention in float32.
 
-    - `cache_dtype`: None, or int8 or float8_e4m3fn: keys and values are rounded as in a quantised cache
+    - `cache_dtype`: None, or int8 or float8_e4m3fn: keys and values are rounded as in a quantized cache
     """
     name = "eager" if cache_dtype is None else f"eager_{cache_dtype}"
     if cache_dtype is not None:
@@ -113,7 +113,7 @@ def eager_model(folder: Path, cache_dtype: torch.dtype | None = None) -> Any:
 
 
 def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
-    """x (..., head_size) as a quantised cache with a scale a token and head gives it back."""
+    """x (..., head_size) as a quantized cache with a scale a token and head gives it back."""
     scale = x.abs().amax(-1, keepdim=True) / {torch.int8: 127, torch.float8_e4m3fn: 448}[cache_dtype]
     stored = (x / scale).nan_to_num()
     return (stored.round() if cache_dtype is torch.int8 else stored.to(cache_dtype).float()) * scale

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from fastattention_vllm.backend import FastAttentionBackend, FastAttentionMetadataBuilder
 from fastattention_vllm.cpu import FastAttentionCpuBackend, FastAttentionCpuImpl, FastAttentionCpuMetadataBuilder
 from fastattention_vllm.cuda import FastAttentionCudaBackend, FastAttentionCudaImpl
-from fastattention_vllm.options import QUANTISED
+from fastattention_vllm.options import QUANTIZED
 
 # Our class and the one of vLLM whose methods it must match.
 PAIRS: dict[str, tuple[type, type]] = {
@@ -96,11 +96,11 @@ def test_metadata_has_the_fields_that_are_read() -> None:
     assert needed <= {field.name for field in fields(CommonAttentionMetadata)}
 
 
-def test_spec_of_a_quantised_cache_has_room_for_scales() -> None:
+def test_spec_of_a_quantized_cache_has_room_for_scales() -> None:
     assert {"head_size", "head_size_v", "kv_quant_mode", "state_content_bytes"} <= {
         field.name for field in fields(AttentionSpec)
     }
-    for name, stored in QUANTISED.items():
+    for name, stored in QUANTIZED.items():
         allocated = STR_DTYPE_TO_TORCH_DTYPE[name]
         assert allocated.itemsize == stored.itemsize == 1
         spec = FullAttentionSpec(

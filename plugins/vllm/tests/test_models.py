@@ -103,7 +103,7 @@ def speculated_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]
     [("int8_per_token_head", torch.int8), ("fp8_per_token_head", torch.float8_e4m3fn)],
     ids=["int8", "fp8"],
 )
-def test_quantised_cache_gives_tokens_of_rounded_eager(
+def test_quantized_cache_gives_tokens_of_rounded_eager(
     folders: dict[str, Path], kv_cache_dtype: str, stored: torch.dtype
 ) -> None:
     model = eager_model(folders["mistral"], stored)

@@ -11,7 +11,7 @@ from batches import TARGETS, Batch, make_layer
 from fastattention import fast_attn_with_kvcache
 from torch import Tensor
 
-from fastattention_vllm.layout import cache_pages, quantise
+from fastattention_vllm.layout import cache_pages, quantize
 
 DECODE = {"query_lens": [1, 1, 1, 1], "seq_lens": [1, 16, 17, 133]}
 MIXED = {"query_lens": [1, 37, 5, 1, 64], "seq_lens": [50, 37, 33, 1, 131]}
@@ -141,7 +141,7 @@ def test_padding_writes_nothing_but_slot_0(target: str) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "fp8_per_token_head"], ids=["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("block_size", [16, 48])
-def test_quantised_cache(
+def test_quantized_cache(
     target: str, shape: dict[str, Any], kv_cache_dtype: str, dtype: torch.dtype, block_size: int
 ) -> None:
     batch = make_batch(
@@ -150,20 +150,20 @@ def test_quantised_cache(
     options = {"scale": 0.2, "sliding_window": 30, "logits_soft_cap": 6.0}
     out = run(target, batch, **options)
     stored = torch.int8 if kv_cache_dtype.startswith("int8") else torch.float8_e4m3fn
-    keys, values = ([dequantised(x, stored) for x in tensors] for tensors in (batch.keys, batch.values))
+    keys, values = ([dequantized(x, stored) for x in tensors] for tensors in (batch.keys, batch.values))
     compare(out, batch, keys=keys, values=values, **options)
     # Within what the cache's dtype loses, half a step of 1/127 or three bits of mantissa, of the values' range.
     unrounded = batch.expected(torch.float64, **options)
     assert (out - unrounded).abs().max() < (0.05 if stored is torch.int8 else 0.2)
 
 
-def dequantised(x: Tensor, stored: torch.dtype) -> Tensor:
-    numbers, scale = quantise(x, stored)
+def dequantized(x: Tensor, stored: torch.dtype) -> Tensor:
+    numbers, scale = quantize(x, stored)
     return numbers.double() * scale.double().unsqueeze(-1)
 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
-def test_quantises_as_the_append_of_fastattention(stored: torch.dtype) -> None:
+def test_quantizes_as_the_append_of_fastattention(stored: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, 1, 2, 40, generator=generator) * torch.tensor([1e-30, 1e-3, 1.0, 1e4, 0.0])[:, None, None, None]
     x[1, 0, 1, 7] = torch.inf
@@ -172,6 +172,6 @@ def test_quantises_as_the_append_of_fastattention(stored: torch.dtype) -> None:
     fast_attn_with_kvcache(
         torch.zeros_like(x), cache, cache.clone(), x, x, cache_seqlens=lengths, k_scale=scale, v_scale=scale.clone()
     )
-    numbers, scales = quantise(x, stored)
+    numbers, scales = quantize(x, stored)
     assert torch.equal(numbers.float(), cache[:, :1].float())
     torch.testing.assert_close(scales, scale[:, :1], rtol=0, atol=0, equal_nan=True)

@@ -75,10 +75,10 @@ def test_gpus_take_decoders_only(attn_type: AttentionType) -> None:
 
 @pytest.mark.parametrize("target", MODES)
 @pytest.mark.parametrize("name", ["output_scale", "output_block_scale"])
-def test_fused_output_quantisation_is_refused(target: str, name: str) -> None:
+def test_fused_output_quantization_is_refused(target: str, name: str) -> None:
     batch = Batch([1], [5])
     impl = make_impl(target)
-    with pytest.raises(UnsupportedError, match=f"{name} is given; fused quantisation"):
+    with pytest.raises(UnsupportedError, match=f"{name} is given; fused quantization"):
         impl.forward(None, batch.query, None, None, batch.kv_cache, None, batch.query, **{name: torch.ones(1)})
 
 

@@ -15,7 +15,7 @@ test_gradient_refusals.py which gradients are refused; needs no torch_npu
 test_calls.py            the arguments against real schemas and real shape inference; what must never be called
 test_int8.py             int8 caches: their scales as they are handed over, and when they are copied
 test_linear_all_reduce.py the product with its all-reduce
-test_projection.py       the same as the projection of a module that torch has parallelised
+test_projection.py       the same as the projection of a module that torch has parallelized
 test_host_npu.py         the device npu in host memory
 test_transformers.py     models of Transformers on it, with our kernels and the vendor's operators
 test_kernels.py          the kernels for tensors on a CPU refuse what they should

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from conformance.engines import RegisteredEngine
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.problem import Problem
 
 
 class VendorBackend(AscendBackend):

@@ -13,10 +13,10 @@ from conformance.test_gradients import FACTOR, GRADIENT_CASES, has_gradients, na
 from torch import Tensor
 
 from ascend.vendor.cases import MORE
+from fastattention.attention.problem import Inputs, Problem
+from fastattention.attention.reference import reference_attention
 from fastattention.backends.ascend import vendor
 from fastattention.backends.common.gradients import COMPUTED
-from fastattention.problem import Inputs, Problem
-from fastattention.reference import reference_attention
 
 Attention = Callable[[Call], Tensor]
 

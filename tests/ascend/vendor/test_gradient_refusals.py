@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ascend.vendor.engine import VendorBackend
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.backend import AscendBackend, why_not_kernels
 from fastattention.backends.ascend.vendor.limits import why_not_inference
-from fastattention.problem import Layout, Problem
 
 DENSE = Problem(
     layout=Layout.DENSE,

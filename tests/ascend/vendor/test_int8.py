@@ -86,7 +86,7 @@ def test_scales_are_copied_unless_they_lie_heads_first(page_block_size: int | No
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_a_quantised_cache_that_is_not_served_is_refused(case: dict[str, Any], dtype: torch.dtype, named: str) -> None:
+def test_a_quantized_cache_that_is_not_served_is_refused(case: dict[str, Any], dtype: torch.dtype, named: str) -> None:
     words = {"name": "refused", "stored": "int8", "cache_seqlens": (40, 50), **case}
     problem, _ = build_call(KvCacheCase(**words), dtype).prepare()
     assert named in (vendor.why_not(problem) or "served")

@@ -32,14 +32,14 @@ from integrations.models import assert_same, deep, make_cache, padding_mask, pai
 from offload.fake_device import FakeDevice  # noqa: E402
 
 from ascend.executor import execute  # noqa: E402
+from fastattention.attention.dispatch import forget_plans  # noqa: E402
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem  # noqa: E402
 from fastattention.backends.ascend.backend import AscendBackend  # noqa: E402
 from fastattention.backends.ascend.call import Launch  # noqa: E402
 from fastattention.backends.sdpa.backend import SdpaBackend  # noqa: E402
-from fastattention.dispatch import forget_plans  # noqa: E402
 from fastattention.errors import ArgumentError  # noqa: E402
 from fastattention.integrations.transformers import FastAttentionCache  # noqa: E402
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT  # noqa: E402
-from fastattention.problem import AttentionOutput, Inputs, Problem  # noqa: E402
 
 # torch_npu's own, when a model is copied to the device.
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")

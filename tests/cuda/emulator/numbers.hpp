@@ -1,4 +1,4 @@
-// 16-bit numbers, converted in integer arithmetic: exact, on every processor, and simple enough to be vectorised.
+// 16-bit numbers, converted in integer arithmetic: exact, on every processor, and simple enough to be vectorized.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ inline std::uint32_t bits_of_float(float x) {
 }
 
 inline float float16_to_float(std::uint16_t x) {
-    // Exponents differ by 112. The product is exact and normalises what was subnormal.
+    // Exponents differ by 112. The product is exact and normalizes what was subnormal.
     const float magnitude = float_of_bits(static_cast<std::uint32_t>(x & 0x7fffu) << 13) * 0x1p112f;
     const std::uint32_t special = (x & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;  // infinity and NaN
     return float_of_bits(bits_of_float(magnitude) | special | static_cast<std::uint32_t>(x & 0x8000u) << 16);

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 LAUNCH_CYCLES = 10_900  # published: from the host's launch to the first block
 DISPATCH_CYCLES = 2_000  # published: of a block; the model pays it for every row block, on a persistent grid too
-HANDOVER_CYCLES = 220  # published: a synchronisation, by the vendor's simulator; its fit to hardware has up to 1000
+HANDOVER_CYCLES = 220  # published: a synchronization, by the vendor's simulator; its fit to hardware has up to 1000
 WRITE_SHARE = 0.958  # fitted to Q K^T: of the nominal rate of writes to the L2 cache
 SLICE_CYCLES = 52.0  # fitted to the softmax: a slice's seven Vector instructions filling their pipeline, row statistics
 SOFTMAX_PASSES = 5  # over a slice at the Vector's plain rate: scale, row maximum, difference, row sum, conversion

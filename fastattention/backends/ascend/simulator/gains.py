@@ -88,7 +88,7 @@ def causes(workload: SimulatedCall, tiling: Tiling, chip: Chip) -> list[Cause]:
     sliced = replace(large, inner_tile_m=tiling.inner_tile_m)
     chain: list[tuple[str, Tiling, Costs]] = [
         ("", unified, DEFAULT_COSTS),
-        ("number of synchronisations", unified, syncs),
+        ("number of synchronizations", unified, syncs),
         ("number of write-backs and updates of O", unified, products),
         ("row blocks of another height: other cores have work", blocks, products),
         ("overlap of pipes: longer stages of the Cube", large, DEFAULT_COSTS),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.mask_tile import MASK_TILE
 from fastattention.backends.ascend.simulator.tiles import FLOAT32_BYTES, Shape
-from fastattention.problem import Problem
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 

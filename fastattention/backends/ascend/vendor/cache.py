@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import INFERENCE, Call, check_size, mask_arguments, run
 from fastattention.backends.common.results import keyless
 from fastattention.host_numbers import read_numbers
-from fastattention.problem import AttentionOutput, Inputs, Problem
 
 _TOKENS = ("pre_tokens", "next_tokens")
 MAX_PAGED_ELEMENTS = 2**31 - 1  # of all pages: a decode counts them in int32 (torch_npu's documentation)

@@ -6,11 +6,11 @@ import dataclasses
 
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.vendor import cache, limits, prefill
 from fastattention.backends.ascend.vendor.gradients import Results, backward_dense, backward_varlen
 from fastattention.backends.ascend.vendor.masks import rows_without_keys
 from fastattention.backends.common.results import keyless
-from fastattention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 
 
 def forward(problem: Problem, inputs: Inputs) -> AttentionOutput:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import Inputs, Problem
 from fastattention.backends.ascend.vendor import prefill
 from fastattention.backends.ascend.vendor.masks import rows_without_keys
 from fastattention.backends.ascend.vendor.operators import GRADIENT, STATISTICS, Call, run
-from fastattention.problem import Inputs, Problem
 
 
 class Results(NamedTuple):

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.common.gradients import why_not_backward
-from fastattention.problem import Layout, Problem
 
 MAX_HEADS = 256  # [T], [I]: of queries
 MAX_TOKENS = 2**20  # [T]: "1M" tokens of a sequence; [V]: and of all variable-length sequences
@@ -48,7 +48,7 @@ def why_not(problem: Problem) -> str | None:
     if (reason := why_not_features(problem)) is not None:
         return reason
     if problem.layout is Layout.KVCACHE:
-        return why_not_inference(problem) or _why_not_quantised(problem)
+        return why_not_inference(problem) or _why_not_quantized(problem)
     if problem.layout is Layout.VARLEN:
         return _why_not_varlen(problem)
     if why_not_inference(problem) is None:
@@ -158,8 +158,8 @@ def _why_not_page(problem: Problem, decode_step: int) -> str | None:
     return None
 
 
-def _why_not_quantised(problem: Problem) -> str | None:
-    """What it does not take of quantised caches with a scale for every token and head."""
+def _why_not_quantized(problem: Problem) -> str | None:
+    """What it does not take of quantized caches with a scale for every token and head."""
     if problem.cache_dtype is None:
         return None
     if problem.cache_dtype is not torch.int8:

@@ -20,7 +20,7 @@ from fastattention.errors import ArgumentError
 OPERATOR = "npu_mm_all_reduce_base"
 
 _RANKS = (1, 2, 4, 8)  # [M]: on the Atlas A2, all linked by HCCS
-_DTYPES = (torch.float16, torch.bfloat16)  # [M]: without quantisation
+_DTYPES = (torch.float16, torch.bfloat16)  # [M]: without quantization
 _MAX_SIZE = 2**31 - 1  # [M]: of m, k and n
 _DEFAULT_TURN = 0  # comm_turn; [M] takes no other
 

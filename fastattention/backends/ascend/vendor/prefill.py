@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.ascend.vendor.limits import MAX_TOKENS
 from fastattention.backends.ascend.vendor.masks import rows_without_keys, sparse_mask
 from fastattention.backends.ascend.vendor.operators import TRAINING, Call, check_size, mask_arguments, run
 from fastattention.backends.common.results import keyless
 from fastattention.host_numbers import read_numbers
-from fastattention.problem import AttentionOutput, Inputs, Problem
 
 _TOKENS = ("pre_tockens", "next_tockens")  # as npu_fusion_attention spells them
 

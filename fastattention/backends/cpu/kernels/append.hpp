@@ -38,12 +38,12 @@ static void append_key(const FaAttentionParams& p, const Sequence& s, int64_t to
 // Writes one head of a new key or value, given as floats, and its scale.
 template <class Stored>
 FA_INLINE void store_token(const float* wide, int64_t n, Stored* to, char* scale_to) {
-    const float scale = quantise_row(wide, n, to);
+    const float scale = quantize_row(wide, n, to);
     memcpy(scale_to, &scale, sizeof(scale));
 }
 
 // Writes new token `token` of a sequence, all of its heads, behind what the cache holds; keys are rotated on the way, and
-// both are quantised, from floats, where the cache is.
+// both are quantized, from floats, where the cache is.
 template <class Element, class Stored>
 static void append_token(const Call& call, const Sequence& s, int64_t token) {
     const FaAttentionParams& p = *call.params;
@@ -53,7 +53,7 @@ static void append_token(const Call& call, const Sequence& s, int64_t token) {
     auto* v_to = reinterpret_cast<Stored*>(s.v(row));
     for (int64_t head = 0; head < p.nheads_k; ++head) {
         const Element* value = new_value<Element>(p, s, token, head);
-        if constexpr (kQuantised<Stored>) {
+        if constexpr (kQuantized<Stored>) {
             float wide[kMaxHeaddim + Vec::kWidth];
             load_new_key<Element>(p, s, token, head, wide);
             store_token(wide, p.headdim, k_to + head * p.k_stride_head, call.key_scales(s, head)(row));

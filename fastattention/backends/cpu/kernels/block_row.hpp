@@ -6,7 +6,7 @@
 
 namespace fastattention {
 
-// Tokens of a block are a multiple of it; fastattention/problem.py says the same.
+// Tokens of a block are a multiple of it; fastattention/attention/problem.py says the same.
 constexpr int64_t kBlockStep = 64;
 
 // The keys that a block mask leaves to the queries of one row of blocks.

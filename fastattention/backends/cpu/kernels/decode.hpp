@@ -169,7 +169,7 @@ public:
         if (kind == TileKind::kSkipped) return;
         const int64_t padded = round_up(block.n * kGroup, Vec::kWidth);
         score_block<kGroup>(Dot{}, block, head, queries_, query_stride_, call_->params->headdim, scores_);
-        if constexpr (kQuantised<Element>) scale_scores(block, head, padded);
+        if constexpr (kQuantized<Element>) scale_scores(block, head, padded);
         if (score_units_.modified) score_mod(block);
         for (int64_t i = block.n * kGroup; i < padded; ++i) scores_[i] = -kInfinity;
         if (kind == TileKind::kPartial) apply_mask(block);
@@ -222,7 +222,7 @@ private:
         for (int i = g; i < Vec::kWidth; i += kGroup) query_units_[i] = unit;
     }
 
-    // Scores of a quantised cache are products with what it stores; values likewise, so that their scales join the
+    // Scores of a quantized cache are products with what it stores; values likewise, so that their scales join the
     // probabilities.
     void scale_scores(const KeyBlock<Element>& block, int64_t head, int64_t padded) {
         block.load_scales(head, key_scales_, value_scales_);
@@ -288,7 +288,7 @@ private:
         for (int64_t i = 0; i < padded; i += Vec::kWidth) {
             Vec p = exp2<Dot::kPrecise>(fma(load(scores_ + i), scale, shift));
             sum = sum + p;
-            if constexpr (kQuantised<Element>) p = p * repeat_each<kGroup>(value_scales_ + i / kGroup);
+            if constexpr (kQuantized<Element>) p = p * repeat_each<kGroup>(value_scales_ + i / kGroup);
             Dot::template store_probabilities<kGroup>(probabilities_, i, p);
         }
         Dot::template finish_probabilities<kGroup>(probabilities_, padded, units_);
@@ -316,8 +316,8 @@ private:
     alignas(64) float scores_[Dot::kBlock * kGroup + Vec::kWidth];
     alignas(64) float probabilities_[Dot::kBlock * kGroup + Vec::kWidth];
     // Of the block's keys; past its last key anything finite.
-    float key_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
-    float value_scales_[kQuantised<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
+    float key_scales_[kQuantized<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
+    float value_scales_[kQuantized<Element> ? kBlockKeys + Vec::kWidth : 1] = {};
 };
 
 template <class Element, class Dot, int kGroup>
@@ -345,7 +345,7 @@ static void decode_rows(const Call& call, const DecodeSplit* splits, int64_t num
     block.values.head_stride = call.params->v_stride_head;
     block.keys.headdim = call.params->headdim;
     block.values.headdim = call.params->headdim_v;
-    if constexpr (kQuantised<Element>)
+    if constexpr (kQuantized<Element>)
         block.scales = {call.key_scales(s, split.kv_head), call.value_scales(s, split.kv_head),
                         call.params->k_scale_stride_head, call.params->v_scale_stride_head};
     // Keys that all rows see.

@@ -16,7 +16,7 @@ struct Wide {
     static constexpr bool kRuns = false;        // has score_run and accumulate_run, for equally spaced rows
     // Keys of a block and by which prefetching runs ahead; keys of a block of heads that take turns.
     static constexpr int64_t kBlock = kBlockKeys, kAhead = kAheadKeys;
-    static constexpr int64_t kTurn = kQuantised<Element> ? kQuantisedTurnKeys : kTurnKeys;
+    static constexpr int64_t kTurn = kQuantized<Element> ? kQuantizedTurnKeys : kTurnKeys;
     FA_INLINE Vec load_chunk(const Element* p) { return load(p); }
     FA_INLINE Vec load_chunk_partial(const Element* p, int n) { return load_partial(p, n); }
     // Of a key with a query, and of columns of values with a probability.

@@ -11,10 +11,10 @@ static constexpr int64_t kAheadKeys = 64;
 // Rows of more bytes come in blocks of half as many keys, prefetched half as far ahead, so that the L2 cache holds as much of
 // them as of shorter ones: with keys and values in the same memory, a block's keys are still there when they are its values.
 static constexpr int64_t kLongRow = 1024;
-// Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantised cache are fewer,
+// Heads that take turns need short blocks: each is fetched whole before it begins. The bytes of a quantized cache are fewer,
 // and each of its blocks ends by adding integer sums to floats
 // (docs/decisions/0005-read-neighbouring-heads-together.md).
-static constexpr int64_t kTurnKeys = 16, kQuantisedTurnKeys = 64;
+static constexpr int64_t kTurnKeys = 16, kQuantizedTurnKeys = 64;
 
 // Where the rows of one block lie, and those to prefetch; past the last key they repeat it. Short blocks share a table.
 template <class Element>
@@ -42,7 +42,7 @@ struct KeyBlockRows {
     }
 };
 
-// Where the scales of a quantised cache lie, of the first of a block's heads.
+// Where the scales of a quantized cache lie, of the first of a block's heads.
 struct ScaleRows {
     Rows keys, values;
     int64_t key_head_stride, value_head_stride;  // in floats

@@ -270,7 +270,7 @@ private:
         const int64_t bytes = p_.headdim * static_cast<int64_t>(sizeof(Stored));
         NextRows first_half(block_.addresses + kLatentKeys, kHalf, bytes);
         Products::score(keys, stride, queries_, geometry_.key_units, scores_, rows_, first_half);
-        if constexpr (kQuantised<Stored>) scale_scores();
+        if constexpr (kQuantized<Stored>) scale_scores();
         if (units_.modified) score_mod();
         for (int64_t j = n_; j < kLatentKeys; ++j) hide(j, 0, rows_);
         if (kind == TileKind::kPartial) apply_mask();
@@ -327,7 +327,7 @@ private:
         for (int64_t r = begin; r < end; ++r) scores_[key * rows_ + r] = -kInfinity;
     }
 
-    // Of a quantised cache.
+    // Of a quantized cache.
     void scale_scores() {
         load_scales(call_.key_scales(sequence_, split_.kv_head), first_, n_, key_scales_);
         load_scales(call_.value_scales(sequence_, split_.kv_head), first_, n_, value_scales_);
@@ -370,7 +370,7 @@ private:
         auto weight = [&](int64_t j) __attribute__((always_inline)) {
             const Vec p = exp2<!kPairs>(fma(load(scores + j * rows_), exponent.scale, exponent.shift));
             sum = sum + p;
-            if constexpr (kQuantised<Stored>) return p * broadcast(j < n_ ? value_scales_[j] : 0.0f);
+            if constexpr (kQuantized<Stored>) return p * broadcast(j < n_ ? value_scales_[j] : 0.0f);
             return p;
         };
         for (int64_t j = 0; j < kLatentKeys; j += Unit::kElements) {

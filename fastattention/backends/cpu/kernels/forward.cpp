@@ -182,7 +182,7 @@ private:
     bool prefill() {
         std::vector<PrefillJob> jobs;
         const PanelGeometry g = kernels_.panel_geometry(p_);
-        const int64_t scales = is_quantised(p_) ? 2 : multiplies_int8(p_) ? 1 : 0;  // of a key and its value
+        const int64_t scales = is_quantized(p_) ? 2 : multiplies_int8(p_) ? 1 : 0;  // of a key and its value
         const int64_t mean = multiplies_int8(p_) ? divide_up(p_.headdim, 16) * 16 : 0;
         for (int64_t i = 0; i < p_.batch_size; ++i) {
             const Sequence& s = sequences_[i];
@@ -245,7 +245,7 @@ private:
         job.head.keys = memory - job.first_panel * g.panel * g.key_units;
         job.head.values = memory + keys * g.key_units - job.first_panel * g.panel / g.keys_per_unit * g.value_stride;
         float* scales = memory + keys * (g.key_units + g.value_stride / g.keys_per_unit) - job.first_panel * g.panel;
-        if (is_quantised(p_)) {
+        if (is_quantized(p_)) {
             job.head.key_scales = scales;
             job.head.value_scales = scales + keys;
         }

@@ -1,10 +1,10 @@
-// Queries and keys that are multiplied in int8, as fastattention/quantised.py says: each query has a scale, each group of keys
+// Queries and keys that are multiplied in int8, as fastattention/quantized.py says: each query has a scale, each group of keys
 // another, keys lose their mean first, and scores get it back as the product of the query with it.
 #pragma once
 
 namespace FA_NAMESPACE {
 
-// Keys that share a scale; fastattention/quantised.py says the same.
+// Keys that share a scale; fastattention/quantized.py says the same.
 static constexpr int64_t kKeysOfScale = 64;
 static_assert(kKeysOfScale % kPanel == 0, "a panel has one");
 
@@ -74,12 +74,12 @@ static Scaled scale_of_group(const Call& call, const HeadPanels& head, int64_t f
 
 // Writes a key without the mean as quads. Returns what sums of its products begin with.
 template <class Quad, class Element>
-FA_INLINE int32_t quantise_key(const char* from, const float* mean, float factor, float* quads, int64_t n) {
+FA_INLINE int32_t quantize_key(const char* from, const float* mean, float factor, float* quads, int64_t n) {
     const int64_t padded = round_up(n, Vec::kWidth);
     float key[kMaxHeaddim + Vec::kWidth];
     load_smoothed<Element>(from, mean, key, n, padded);
     auto* stored = reinterpret_cast<Int8*>(quads);
-    store_quantised(key, padded, factor, stored);
+    store_quantized(key, padded, factor, stored);
     int32_t sum = 0;
     for (int64_t i = 0; i < padded; ++i) sum += stored[i].value;
     return -Quad::kOffset * sum;
@@ -93,7 +93,7 @@ struct QueryScale {
 
 // Writes a query as quads, `units` of them; room for a whole vector more is there.
 template <class Element, class Quad>
-static QueryScale quantise_query(const Call& call, const Sequence& s, QueryRow at, const float* mean, float* quads,
+static QueryScale quantize_query(const Call& call, const Sequence& s, QueryRow at, const float* mean, float* quads,
                                  int64_t units) {
     const int64_t padded = round_up(call.params->headdim, Vec::kWidth);
     float query[kMaxHeaddim + Vec::kWidth];
@@ -101,7 +101,7 @@ static QueryScale quantise_query(const Call& call, const Sequence& s, QueryRow a
     Vec of_mean = zero();
     for (int64_t c = 0; c < padded; c += Vec::kWidth) of_mean = fma(load(query + c), load(mean + c), of_mean);
     memset(quads, 0, units * sizeof(float));
-    const float scale = quantise_row(query, padded, reinterpret_cast<Int8*>(quads));
+    const float scale = quantize_row(query, padded, reinterpret_cast<Int8*>(quads));
     auto* bytes = reinterpret_cast<uint8_t*>(quads);
     for (int64_t i = 0; i < units * Quad::kElements; ++i) bytes[i] += Quad::kOffset;
     return {scale, reduce_add(of_mean)};

@@ -17,7 +17,7 @@ using namespace fastattention;
 #include "scores.hpp"
 #include "rows.hpp"
 #include "dropout.hpp"
-#include "quantise.hpp"
+#include "quantize.hpp"
 #include "append.hpp"
 #include "gemm.hpp"
 #ifdef FA_HAS_AMX
@@ -76,17 +76,17 @@ FA_INLINE auto with_path(const FaAttentionParams& p, Use&& use) {
     return with_path_of(p.dtype, use);
 }
 
-// What prefill multiplies queries and keys as. Quantised caches have quantised keys already, which it does not quantise again.
+// What prefill multiplies queries and keys as. Quantized caches have quantized keys already, which it does not quantize again.
 template <class Stored, class Unit, class Use>
 FA_INLINE auto with_key_unit([[maybe_unused]] const FaAttentionParams& p, Use&& use) {
 #ifdef FA_HAS_QUADS
-    if constexpr (!kQuantised<Stored>)
+    if constexpr (!kQuantized<Stored>)
         if (multiplies_int8(p)) return use(KeyQuad{});
 #endif
     return use(Unit{});
 }
 
-// What the caches hold: elements of q's type, or those of a quantised cache.
+// What the caches hold: elements of q's type, or those of a quantized cache.
 template <class Element, class Use>
 FA_INLINE auto with_stored(const FaAttentionParams& p, Use&& use) {
     if (p.cache_dtype == FA_INT8) return use(Int8{});

@@ -1,6 +1,6 @@
 // Linear attention in chunks of tokens: a chunk is a few matrix products, and the state passes from one to the next.
 //
-// fastattention/linear/backends/torch_form.py has the formulas. Weights between tokens, products of the gates between them,
+// fastattention/backends/torch/linear.py has the formulas. Weights between tokens, products of the gates between them,
 // grow row by row from gates, so that strong ones neither overflow nor lose digits. With a gate for every key dimension a chunk
 // consists of parts of 16 tokens. Within a part scores are summed up one by one. Between two, queries carry the gates from the
 // beginning of theirs on, keys those up to the end of theirs, and queries those of the parts in between.

@@ -33,7 +33,7 @@ typedef struct FaAttentionParams {
     const int64_t* dropout_seed;     // one number, or null
     const void* attn_bias;           // (batch_size, nheads, seqlen_q, seqlen_k), varlen (1, nheads, total_q, max_seqlen_k)
     const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept, or null
-    float* k_scale;  // of a quantised cache, as k without headdim; written when k_new is given
+    float* k_scale;  // of a quantized cache, as k without headdim; written when k_new is given
     float* v_scale;
     int64_t dtype;        // of q, k_new, v_new, out and the rotary tables
     int64_t cache_dtype;  // of k and v: dtype, or FA_INT8 or FA_FLOAT8 (e4m3) with scales

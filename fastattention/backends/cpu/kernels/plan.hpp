@@ -61,7 +61,7 @@ FA_HOST_DEVICE inline bool values_in_keys(const FaAttentionParams& p) {
            p.k_stride_row == p.v_stride_row && (p.nheads_k == 1 || p.k_stride_head == p.v_stride_head);
 }
 
-FA_HOST_DEVICE inline bool is_quantised(const FaAttentionParams& p) { return p.k_scale != nullptr; }
+FA_HOST_DEVICE inline bool is_quantized(const FaAttentionParams& p) { return p.k_scale != nullptr; }
 
 // Whether queries and keys are multiplied in int8.
 FA_HOST_DEVICE inline bool multiplies_int8(const FaAttentionParams& p) { return p.qk_dtype == FA_INT8; }
@@ -71,7 +71,7 @@ struct Sequence {
     TileRange mask;  // also holds seqlen_q and seqlen_k, the keys after an append
     const char* q;
     Rows k, v;
-    Rows k_scale, v_scale;  // of a quantised cache
+    Rows k_scale, v_scale;  // of a quantized cache
     char* out;
     float* lse;             // null when not asked for
     const char* bias;       // null without
@@ -147,8 +147,8 @@ struct HeadPanels {
     int64_t kv_head;
     float* keys;    // panels of `panel` keys: (panels, units of headdim, panel)
     float* values;  // (units of keys, PanelGeometry::value_stride)
-    float* key_scales;  // of a quantised cache, or of keys in int8, one a key; zeros past the end
-    float* value_scales;  // of a quantised cache
+    float* key_scales;  // of a quantized cache, or of keys in int8, one a key; zeros past the end
+    float* value_scales;  // of a quantized cache
     float* key_mean;      // taken from keys in int8: (headdim), zeros behind it up to a whole vector
 };
 
@@ -163,7 +163,7 @@ struct PanelGeometry {
     int64_t scratch_floats;  // working memory of a thread
 };
 
-// The partial result of one split of a decode: `rows` running maxima (in log2 units), sums and unnormalised outputs.
+// The partial result of one split of a decode: `rows` running maxima (in log2 units), sums and unnormalized outputs.
 struct DecodeSplit {
     int64_t sequence;
     int64_t kv_head;

@@ -77,7 +77,7 @@ struct PanelRows {
 // The scales of a panel's keys and values; 0 past the end.
 template <class Stored>
 FA_INLINE void pack_scales(const Call& call, const HeadPanels& head, int64_t first, int64_t n) {
-    if constexpr (kQuantised<Stored>) {
+    if constexpr (kQuantized<Stored>) {
         const Sequence& s = call.sequences[head.sequence];
         load_scales(call.key_scales(s, head.kv_head), first, n, head.key_scales + first);
         load_scales(call.value_scales(s, head.kv_head), first, n, head.value_scales + first);
@@ -136,7 +136,7 @@ static void pack_keys(const Call& call, const HeadPanels& head, char* const* row
         memset(key, 0, round_up(units, Vec::kWidth) * sizeof(float));
         if constexpr (KeyUnit::kElements == 4) {
             const int32_t start =
-                j < n ? quantise_key<KeyUnit, Stored>(rows[j], head.key_mean, scaled.factor, key, headdim) : 0;
+                j < n ? quantize_key<KeyUnit, Stored>(rows[j], head.key_mean, scaled.factor, key, headdim) : 0;
             head.key_scales[first + j] = j < n ? scaled.scale : 0.0f;
             if (kStart) memcpy(panel + j, &start, sizeof(start));
         } else if (j < n) {
@@ -175,7 +175,7 @@ static void pack_values(char* const* rows, float* values, int64_t n, int64_t hea
 }
 #endif
 
-// Packs one panel of keys and the values of the same keys. Numbers of a quantised cache stay without their scales, which join
+// Packs one panel of keys and the values of the same keys. Numbers of a quantized cache stay without their scales, which join
 // the scores and the probabilities: floats and bfloat16 hold them exactly.
 template <class Stored, class KeyUnit, class Unit>
 static void pack_panel(const Call& call, const HeadPanels& head, int64_t panel) {
@@ -299,7 +299,7 @@ private:
     void load_query_units(int64_t row, float* query) {
         if constexpr (kInt8) {
             query_scales_[row] =
-                quantise_query<Element, KeyUnit>(call_, sequence_, at(row), head_.key_mean, query, query_units_);
+                quantize_query<Element, KeyUnit>(call_, sequence_, at(row), head_.key_mean, query, query_units_);
         } else {
             load_query<Element>(call_, sequence_, at(row), query, query_units_ * KeyUnit::kElements);
             // In place, into the first half: what is written is never ahead of what is still to be read.

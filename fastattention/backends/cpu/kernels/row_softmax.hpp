@@ -11,7 +11,7 @@ struct RunningRow {
     int64_t columns;  // of acc_o, a multiple of the vector width
 };
 
-// What a tile's scores and weights are multiplied with, null for nothing: the scales of keys and values in a quantised cache,
+// What a tile's scores and weights are multiplied with, null for nothing: the scales of keys and values in a quantized cache,
 // or what dropout does to weights. As many as scores, whole vectors.
 struct TileScales {
     const float* keys = nullptr;

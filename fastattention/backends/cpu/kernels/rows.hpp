@@ -3,7 +3,7 @@
 
 namespace FA_NAMESPACE {
 
-// As MAX_HEADDIM and MAX_HEADDIM_V of fastattention/validation/common.py.
+// As MAX_HEADDIM and MAX_HEADDIM_V of fastattention/attention/validation/common.py.
 static constexpr int64_t kMaxHeaddim = 576, kMaxHeaddimV = 512;
 
 // to[0..n) = from[0..n); `to` is padded with zeros up to `padded`.

@@ -54,7 +54,7 @@ Sequence make_sequence(const Call& call, int64_t batch) {
     s.out = static_cast<char*>(p.out) + (batch * p.out_stride_batch + first_q * p.out_stride_row) * element_size;
     s.k = cache_rows(p, p.k, p.k_stride_batch, p.k_stride_row, batch, call.cache_element_size);
     s.v = cache_rows(p, p.v, p.v_stride_batch, p.v_stride_row, batch, call.cache_element_size);
-    if (is_quantised(p)) {
+    if (is_quantized(p)) {
         s.k_scale = cache_rows(p, p.k_scale, p.k_scale_stride_batch, p.k_scale_stride_row, batch, sizeof(float));
         s.v_scale = cache_rows(p, p.v_scale, p.v_scale_stride_batch, p.v_scale_stride_row, batch, sizeof(float));
     }

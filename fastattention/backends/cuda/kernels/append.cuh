@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cache.cuh"
-#include "quantise.cuh"
+#include "quantize.cuh"
 
 namespace fastattention {
 

@@ -27,7 +27,7 @@ using Element = Float16;
 // What caches hold: 0, elements; otherwise one byte of a number that its token's scale multiplies, 1 int8 or 2 float8
 // (e4m3).
 constexpr int kCacheFormat = FA_CACHE_FORMAT;
-constexpr bool kQuantised = kCacheFormat != 0;
+constexpr bool kQuantized = kCacheFormat != 0;
 constexpr bool kInt8 = kCacheFormat == 1;
 
 template <bool kIsByte>
@@ -38,6 +38,6 @@ template <>
 struct CacheItemOf<true> {
     using Type = uint8_t;
 };
-using CacheItem = CacheItemOf<kQuantised>::Type;
+using CacheItem = CacheItemOf<kQuantized>::Type;
 
 }  // namespace fastattention

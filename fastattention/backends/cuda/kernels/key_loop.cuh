@@ -141,7 +141,7 @@ private:
             const int next = tiles_.next(key);
             const bool more = next < tiles_.end();
             if constexpr (kColumnWarps > 1) {
-                if constexpr (kQuantised) {  // scales come with the values
+                if constexpr (kQuantized) {  // scales come with the values
                     scales_copy_.finish(scales_shared(0));
                     arrive(v_copy_, v_shared(0));
                 }

@@ -101,12 +101,12 @@ public:
     }
 
 private:
-    // The highest score of a row, or, with a quantised cache, the highest score and scale of a value together, since that is
+    // The highest score of a row, or, with a quantized cache, the highest score and scale of a value together, since that is
     // what becomes 16 bits wide.
     FA_DEVICE float highest_weight(const Scores& scores, const LaneScales& scales, int step, int which) const {
         if constexpr (kScoresHaveOrigin)
             return (highest_score(scores, step, which) - as_float(kInt8Origin)) * max_of_score(step, which);
-        if constexpr (!kQuantised) return highest_score(scores, step, which) * max_of_score(step, which);
+        if constexpr (!kQuantized) return highest_score(scores, step, which) * max_of_score(step, which);
         float highest = -infinity();
 #pragma unroll
         for (int n = 0; n < kWarpKeys / 8; ++n)

@@ -27,7 +27,7 @@ struct AttentionParams {
     const int64_t* dropout_seed;     // null without
     const uint8_t* block_mask;       // (batch_size, nheads, blocks of queries, blocks of keys), 1 where kept; null without
 
-    const float* k_scale;  // of a quantised cache, as k without its last axis; of keys multiplied in int8, one a group
+    const float* k_scale;  // of a quantized cache, as k without its last axis; of keys multiplied in int8, one a group
     const float* v_scale;
     const float* q_scale;  // of queries multiplied in int8, as lse
     const float* q_shift;  // what their products lack: those with the mean of keys; null where nobody asks
@@ -90,11 +90,11 @@ struct BackwardParams {
     float exponents_of_lse;  // what lse is multiplied with
 };
 
-// Keys that share a scale in products in int8; fastattention/quantised.py says the same.
+// Keys that share a scale in products in int8; fastattention/quantized.py says the same.
 constexpr int kKeysOfScale = 64;
 
-// Of quantise_rows.cuh. What it writes is contiguous.
-struct QuantiseParams {
+// Of quantize_rows.cuh. What it writes is contiguous.
+struct QuantizeParams {
     const uint16_t* q;  // as in AttentionParams
     const uint16_t* k;
     const int32_t* cu_seqlens_q;  // null when sequences are equally long

@@ -1,5 +1,5 @@
 // Partial results of a decode: who left which, and how they are merged, exactly. Those of a row have a maximum, a sum and an
-// unnormalised result each.
+// unnormalized result each.
 #pragma once
 
 #include "results.cuh"

@@ -1,4 +1,4 @@
-// From maxima, sums and unnormalised results of rows to out and lse.
+// From maxima, sums and unnormalized results of rows to out and lse.
 #pragma once
 
 #include "scores.cuh"

@@ -1,4 +1,4 @@
-// Scales of a quantised cache: a key's multiplies its scores, a value's its probabilities. Nothing of this remains in
+// Scales of a quantized cache: a key's multiplies its scores, a value's its probabilities. Nothing of this remains in
 // kernels for other caches.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace fastattention {
 
 // Copies the scales of one tile of keys and values after the other.
-template <class Arch, class Team, bool kIsQuantised = kQuantised>
+template <class Arch, class Team, bool kIsQuantized = kQuantized>
 class TileScales {
 public:
     static constexpr int kBytes = 0;
@@ -45,7 +45,7 @@ private:
 };
 
 // Those of the keys that a lane has scores of.
-template <class Arch, bool kIsQuantised = kQuantised>
+template <class Arch, bool kIsQuantized = kQuantized>
 struct ScalesOfLane {
     FA_DEVICE explicit ScalesOfLane(uint32_t) {}
     FA_DEVICE float scaled_score(float s, int, int) const { return s; }

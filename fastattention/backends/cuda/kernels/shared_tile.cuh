@@ -126,7 +126,7 @@ FA_DEVICE Words4 as_operands(Words4 chunk) {
     return chunk;
 }
 
-// Eight of the sixteen bytes of a chunk of a quantised cache as operands.
+// Eight of the sixteen bytes of a chunk of a quantized cache as operands.
 FA_DEVICE Words4 widen_half(Words4 chunk, int half) {
     const uint32_t low = chunk.word[2 * half], high = chunk.word[2 * half + 1];
     return {widen_bytes<0, 1>(low), widen_bytes<2, 3>(low), widen_bytes<0, 1>(high), widen_bytes<2, 3>(high)};

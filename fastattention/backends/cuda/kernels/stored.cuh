@@ -1,4 +1,4 @@
-// From the bytes of a quantised cache to operands of matrix products.
+// From the bytes of a quantized cache to operands of matrix products.
 //
 // Both formats become float16 in a few instructions: int8, its sign bit inverted, is the low half of a float16 between 1024
 // and 1279; float8 has float16's layout with fewer bits, and is 2^-8 of its number there, which kStoredFactor makes up for.

@@ -6,7 +6,7 @@
 
 namespace fastattention {
 
-// Tokens of a block are a multiple of it; fastattention/problem.py says the same.
+// Tokens of a block are a multiple of it; fastattention/attention/problem.py says the same.
 constexpr int kBlockStep = 64;
 
 // Those of a CTA, one sequence and one head of queries.

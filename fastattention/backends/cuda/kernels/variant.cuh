@@ -16,7 +16,7 @@ constexpr int kStages = FA_STAGES;              // tiles of keys, and of values,
 constexpr bool kModifiesScores = FA_MODIFIES;   // softcap, ALiBi or bias may be on
 constexpr bool kDrops = FA_DROPS;
 constexpr bool kPaged = FA_PAGED;
-// Queries and keys are bytes, with a scale for each row and for each group of keys (quantise_rows.cuh).
+// Queries and keys are bytes, with a scale for each row and for each group of keys (quantize_rows.cuh).
 constexpr bool kInt8Products = FA_INT8_PRODUCTS;
 constexpr bool kBlockSparse = FA_BLOCK_SPARSE;  // there is a block mask
 constexpr bool kMixesBlocks = FA_MIXES_BLOCKS;  // rows of a CTA lie in several of its rows; those of a warp never do

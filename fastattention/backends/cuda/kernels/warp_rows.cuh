@@ -72,7 +72,7 @@ public:
     // Everything up to the exponentials: score_mod, mask, and the running maxima of the online softmax.
     FA_DEVICE void prepare_scores(Scores& scores, const LaneScales& scales, int tile_key, TileKind kind) {
         const int key = tile_key + first_warp_key();
-        if constexpr (kQuantised) scale(scores, scales);
+        if constexpr (kQuantized) scale(scores, scales);
         if constexpr (kInt8Products) scale_products(scores);
         if constexpr (kModifiesScores) score_mod(scores, key);
         if (kind != TileKind::kFull)

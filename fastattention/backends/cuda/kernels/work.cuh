@@ -124,12 +124,12 @@ FA_DEVICE SourceRows<float, kPaged> value_scales(const AttentionParams& p, const
 struct Sources {
     SourceRows<uint16_t, kGroupedRows> q;
     SourceRows<CacheItem, kPaged> k, v;
-    SourceRows<float, kPaged> k_scale, v_scale;  // of a quantised cache
+    SourceRows<float, kPaged> k_scale, v_scale;  // of a quantized cache
 };
 
 FA_DEVICE Sources sources_of(const AttentionParams& p, const Work& w, int num_rows, int key_end) {
     Sources sources{query_rows(p, w, num_rows), key_rows(p, w, key_end), value_rows(p, w, key_end), {}, {}};
-    if constexpr (kQuantised) {
+    if constexpr (kQuantized) {
         sources.k_scale = key_scales(p, w, key_end);
         sources.v_scale = value_scales(p, w, key_end);
     }

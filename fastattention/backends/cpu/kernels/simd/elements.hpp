@@ -18,7 +18,7 @@ struct Bfloat16 {
 struct Float16 {
     uint16_t bits;
 };
-// Quantised: numbers to be multiplied with a scale.
+// Quantized: numbers to be multiplied with a scale.
 struct Int8 {
     int8_t value;
 };
@@ -27,11 +27,11 @@ struct Float8 {
 };
 
 template <class Element>
-constexpr bool kQuantised = false;
+constexpr bool kQuantized = false;
 template <>
-constexpr bool kQuantised<Int8> = true;
+constexpr bool kQuantized<Int8> = true;
 template <>
-constexpr bool kQuantised<Float8> = true;
+constexpr bool kQuantized<Float8> = true;
 
 static constexpr float kInfinity = __builtin_inff();
 static constexpr float kNan = __builtin_nanf("");

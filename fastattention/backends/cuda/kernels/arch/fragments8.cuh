@@ -1,4 +1,4 @@
-// Tiles of a quantised cache in shared memory as they lie in global memory, a byte a number, widened when they are loaded.
+// Tiles of a quantized cache in shared memory as they lie in global memory, a byte a number, widened when they are loaded.
 //
 // ldmatrix moves pairs of bytes where it moves numbers of 16 bits otherwise. Of keys, a lane gets four neighbouring columns
 // where a product of 16 columns wants two and two that are eight further on; queries are read in that order too. Of values,
@@ -63,7 +63,7 @@ struct Fragments8 : Fragments16<Mma> {
     // acc_s += q k^T
     template <int kSteps, int kColumns, int kTiles>
     static FA_DEVICE void multiply_rows(float (&acc_s)[kSteps][kTiles][4], const Rows<kSteps, kColumns>& q, uint32_t k) {
-        static_assert(kTiles % 2 == 0 || !kQuantised, "a load has 16 keys");
+        static_assert(kTiles % 2 == 0 || !kQuantized, "a load has 16 keys");
         const int lane = opaque(lane_index());
         const LaneRow<pitch_of<1>(kColumns)> row(k, first_warp_key() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll

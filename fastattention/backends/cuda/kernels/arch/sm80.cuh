@@ -26,7 +26,7 @@ struct MmaM16N8K32Int8 {
     }
 };
 
-template <bool kIsQuantised, bool kIsInt8>
+template <bool kIsQuantized, bool kIsInt8>
 struct FragmentsOf {
     using Type = Fragments16<MmaM16N8K16>;
 };
@@ -39,7 +39,7 @@ struct FragmentsOf<false, true> {
     using Type = Fragments16<MmaM16N8K16, MmaM16N8K32Int8>;
 };
 
-struct Arch : FragmentsOf<kQuantised, kInt8Products>::Type {
+struct Arch : FragmentsOf<kQuantized, kInt8Products>::Type {
     static constexpr bool kAsyncCopy = true;
     static constexpr bool kSeparateFullTiles = false;  // it costs registers, and slots of instructions are not short
 };

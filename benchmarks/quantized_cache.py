@@ -1,0 +1,227 @@
+"""What does a quantized cache cost in accuracy, and what does it gain in time?
+
+    python benchmarks/quantized_cache.py
+
+Accuracy: errors of out against float64 on the numbers before they are stored, for caches in int8, float8, float16 and
+bfloat16. q is float32, so that nothing else is rounded. The numbers are
+
+- those of the demo model, layer by layer: queries, keys after rotary embedding and values of a source file;
+- normal ones, in which four channels of the keys, or of the values, are 20 to 50 times the others, as known of language
+  models. Queries are as much smaller where keys are larger: each channel contributes alike to the scores. Of values
+  with large channels, the other channels are also looked at by themselves.
+
+Arithmetic: errors of a decode on backend cpu against float64 on the same stored numbers, by dtype of q.
+
+Time: one query against a long cache, bfloat16, float8 and int8 in turns, stored heads first and tokens first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor, nn
+
+import fastattention
+from fastattention import fast_attn_with_kvcache
+from fastattention.attention.reference import reference_attention
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.timing import interleaved
+from fastattention.cli.bench.workload import DTYPES
+from fastattention.cli.console import OUTPUT
+from fastattention.cli.machine import describe_machine
+from fastattention.quantized import quantize
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGE = Path(fastattention.__file__).parent
+MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "float16": torch.float16, "bfloat16": torch.bfloat16}
+QUERIES = 256  # the last ones of a sequence
+OUTLIERS = torch.tensor([20.0, 30.0, 40.0, 50.0])
+HEADS_FIRST = (True, False)
+
+
+class Numbers(NamedTuple):
+    """q (1, queries, nheads, headdim), k and v (1, seqlen, nheads_k, headdim) in float32: the last queries, causal."""
+
+    name: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ordinary: Tensor | None = None  # bool (nheads, headdim): where out is compared; everywhere if None
+
+
+def main(tokens: int = 8192, keys: int = 16384, seconds: float = 10.0, output: Path = RESULTS) -> None:
+    """Use up to `tokens` of text; spend about `seconds` on each timing; write quantized_cache.json into `output`."""
+    errors = [
+        {"numbers": numbers.name, "cache": cache, **cache_error(numbers, cache)}
+        for numbers in (*model_numbers(tokens), *outlier_numbers(min(tokens, 4096)))
+        for cache in STORED
+    ]
+    show_errors(errors)
+    arithmetic = [arithmetic_error(dtype, cache) for dtype in DTYPES for cache in ("as q", "int8", "float8")]
+    show_arithmetic(arithmetic)
+    times = [
+        decode_times(seqlen, nheads, nheads_k, heads_first, seconds)
+        for seqlen, nheads, nheads_k in ((keys, 32, 32), (8 * keys, 32, 4))
+        for heads_first in HEADS_FIRST
+    ]
+    show_times(times)
+    machine = describe_machine()
+    OUTPUT.print(title(machine))
+    output.mkdir(parents=True, exist_ok=True)
+    answers = {"errors": errors, "arithmetic": arithmetic, "times": times}
+    record = {"schema": SCHEMA, "question": "quantized_cache", "machine": machine, **answers}
+    (output / "quantized_cache.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def model_numbers(tokens: int) -> Iterator[Numbers]:
+    """What every layer of the demo model attends to when it reads a source file."""
+    from transformers import AttentionInterface, LlamaForCausalLM
+
+    layers: list[Numbers] = []
+
+    def capture(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        layers.append(Numbers(f"demo model, layer {len(layers)}", q[:, -QUERIES:], k, v))
+        return fastattention.fast_attn_func(q, k, v, causal=True), None
+
+    AttentionInterface.register("capture", capture)
+    model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="capture")
+    text = torch.tensor([[0, *TEXT.read_bytes()]])[:, :tokens]
+    with torch.no_grad():
+        model(text)
+    yield from layers
+
+
+def outlier_numbers(seqlen: int) -> Iterator[Numbers]:
+    """8 query heads on 2 key heads of 128; the large channels differ from head to head."""
+    for name in ("no outliers", "outliers in keys", "outliers in values"):
+        generator = torch.Generator().manual_seed(0)
+        ordinary = torch.ones(8, 128, dtype=torch.bool)
+        q = torch.randn(1, min(QUERIES, seqlen), 8, 128, generator=generator)
+        k, v = (torch.randn(1, seqlen, 2, 128, generator=generator) for _ in range(2))
+        for head in range(2):
+            channels = torch.randperm(128, generator=generator)[: len(OUTLIERS)]
+            query_heads = torch.arange(4 * head, 4 * head + 4).unsqueeze(1)
+            if name == "outliers in keys":
+                k[:, :, head, channels] *= OUTLIERS
+                q[:, :, query_heads, channels] /= OUTLIERS
+            if name == "outliers in values":
+                v[:, :, head, channels] *= OUTLIERS
+                ordinary[query_heads, channels] = False
+        yield Numbers(name, q, k, v)
+        if not ordinary.all():
+            yield Numbers(f"{name}, other channels", q, k, v, ordinary)
+
+
+def cache_error(numbers: Numbers, cache: str) -> dict[str, float]:
+    """Largest error of out and its root mean square, and that of out itself."""
+    q, k, v = numbers.q, numbers.k, numbers.v
+    exact = reference_attention(*prepare_dense(q, k, v, Options(causal=True))).out
+    out = fast_attn_with_kvcache(q, **stored(k, v, cache), causal=True)
+    if numbers.ordinary is not None:
+        out, exact = out[:, :, numbers.ordinary], exact[:, :, numbers.ordinary]
+    error = out.double() - exact
+    return {"max": float(error.abs().max()), "rms": rms(error), "rms_out": rms(exact)}
+
+
+def stored(k: Tensor, v: Tensor, cache: str) -> dict[str, Any]:
+    """The arguments that stand for k and v: numbers of `cache`, as float32 where they have no scales."""
+    dtype = STORED[cache]
+    if cache in ("float16", "bfloat16"):
+        return {"k_cache": k.to(dtype).float(), "v_cache": v.to(dtype).float()}
+    (k, k_scale), (v, v_scale) = quantize(k, dtype), quantize(v, dtype)
+    return {"k_cache": k, "v_cache": v, "k_scale": k_scale, "v_scale": v_scale}
+
+
+def arithmetic_error(dtype: str, cache: str) -> dict[str, Any]:
+    """Errors of a decode of 4096 standard normal keys, 32 heads on 8 of 128, against its own stored numbers."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 32, 128, generator=generator).to(DTYPES[dtype])
+    k, v = (torch.randn(1, 4096, 8, 128, generator=generator) for _ in range(2))
+    arguments = {"k_cache": k.to(q.dtype), "v_cache": v.to(q.dtype)} if cache == "as q" else stored(k, v, cache)
+    exact = reference_attention(*prepare_kvcache(KvCacheArguments(q, **arguments), Options())).out
+    error = fast_attn_with_kvcache(q, **arguments, backend="cpu").double() - exact
+    return {"dtype": dtype, "cache": cache, "max": float(error.abs().max()), "rms": rms(error)}
+
+
+def rms(x: Tensor) -> float:
+    """Root mean square."""
+    return float(x.square().mean().sqrt())
+
+
+def decode_times(seqlen: int, nheads: int, nheads_k: int, heads_first: bool, seconds: float) -> dict[str, Any]:
+    """Seconds of one bfloat16 query of headdim 128 against each kind of cache, on backend cpu."""
+    kinds = ("bfloat16", "float8", "int8")
+    calls = {cache: decode_call(seqlen, nheads, nheads_k, heads_first, cache) for cache in kinds}
+    for call in calls.values():
+        call()
+    timings = interleaved(calls, seconds)
+    heads = f"{nheads}:{nheads_k}" if nheads != nheads_k else str(nheads)
+    return {
+        "call": f"{seqlen} keys, {heads} heads of 128, {'heads' if heads_first else 'tokens'} first",
+        "cache_bytes": {cache: 2 * seqlen * nheads_k * 128 * STORED[cache].itemsize for cache in calls},
+        "seconds": {cache: timing.median for cache, timing in timings.items()},
+        "lower_quartile": {cache: timing.lower_quartile for cache, timing in timings.items()},
+        "rounds": {cache: timing.calls for cache, timing in timings.items()},
+    }
+
+
+def decode_call(seqlen: int, nheads: int, nheads_k: int, heads_first: bool, cache: str) -> Callable[[], Tensor]:
+    """A decode against a cache of its own."""
+    shape = (1, nheads_k, seqlen, 128) if heads_first else (1, seqlen, nheads_k, 128)
+    arguments: dict[str, Any] = {}
+    for name in ("k", "v"):
+        numbers, scale = torch.randn(shape), None
+        numbers, scale = quantize(numbers, STORED[cache]) if cache != "bfloat16" else (numbers.bfloat16(), None)
+        arguments[f"{name}_cache"] = numbers.transpose(1, 2) if heads_first else numbers
+        if scale is not None:
+            arguments[f"{name}_scale"] = scale.transpose(1, 2) if heads_first else scale
+    q = torch.randn(1, 1, nheads, 128).bfloat16()
+    return lambda: fast_attn_with_kvcache(q, **arguments, backend="cpu")
+
+
+def show_errors(errors: list[dict[str, Any]]) -> None:
+    """One row for each set of numbers: largest error and, in brackets, root mean square, in units of that of out."""
+    table = Table("numbers", *STORED, title="largest error of out (root mean square), in units of out's")
+    for name in dict.fromkeys(error["numbers"] for error in errors):
+        cells = {error["cache"]: error for error in errors if error["numbers"] == name}
+        table.add_row(name, *(f"{e['max'] / e['rms_out']:.1e} ({e['rms'] / e['rms_out']:.1e})" for e in cells.values()))
+    OUTPUT.print(table)
+
+
+def show_arithmetic(errors: list[dict[str, Any]]) -> None:
+    """One row for each dtype of q."""
+    caches = list(dict.fromkeys(error["cache"] for error in errors))
+    table = Table("q", *caches, title="largest error of a decode (root mean square), given what is stored")
+    for dtype in DTYPES:
+        table.add_row(dtype, *(f"{e['max']:.1e} ({e['rms']:.1e})" for e in errors if e["dtype"] == dtype))
+    OUTPUT.print(table)
+
+
+def show_times(times: list[dict[str, Any]]) -> None:
+    """One row for each call: milliseconds, GB/s, and how many times as fast as with bfloat16."""
+    caches = list(times[0]["seconds"])
+    table = Table("decode", *caches, title="median time, speed of reading, against bfloat16")
+    for row in times:
+        seconds, size = row["seconds"], row["cache_bytes"]
+        table.add_row(
+            row["call"],
+            *(
+                f"{seconds[cache] * 1e3:.2f} ms, {size[cache] / seconds[cache] / 1e9:.1f} GB/s, "
+                f"{seconds['bfloat16'] / seconds[cache]:.2f}x"
+                for cache in caches
+            ),
+        )
+    OUTPUT.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Attention: its public functions, problem, validation and reference."""

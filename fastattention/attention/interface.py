@@ -1,0 +1,484 @@
+"""The public functions: flash-attn 2.8's names, argument order and semantics, for any device a backend serves.
+
+All of them compute
+
+    out = softmax(softcap(q @ k^T * softmax_scale) + alibi + attn_bias, masked) @ v
+
+in one pass, without storing the seqlen_q x seqlen_k matrix. Where torch has no kernel for a call, the `sdpa` backend
+computes it in chunks of rows. With gradients it computes each chunk once more. A backward of ours, as the cpu and
+cuda backends have, keeps q, k, v, out and lse.
+
+q, k and v are float16, bfloat16 or float32, all of one dtype and on one device (caches may be quantized, see
+`fast_attn_with_kvcache`). headdim is 1 to 576, headdim_v 1 to 512, and they may differ; nheads_k divides nheads. Any
+strides are served in place; a strided last axis is copied first.
+
+Shared arguments, in flash-attn's order:
+
+- `softmax_scale`: factor on q @ k^T. Default headdim ** -0.5.
+- `causal`: True hides the keys after each query. The mask is aligned to the bottom right, as drawn below.
+- `window_size`: (left, right), both inclusive, -1 unlimited. Query i sees the keys from i + seqlen_k - seqlen_q - left
+    to i + seqlen_k - seqlen_q + right. A tensor of two integers is read. `causal` sets right to 0.
+- `softcap`: scores become softcap * tanh(score / softcap) before bias and mask; 0 turns it off.
+- `alibi_slopes`: float (nheads,) or (batch_size, nheads); adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
+- `dropout_p`: probability with which a softmax weight is dropped; others are divided by 1 - dropout_p. A seed is drawn
+    from torch's generator, so torch.manual_seed repeats it; for a seed all backends drop the same weights. Use 0.0 in
+    inference.
+- `deterministic`: asks for a deterministic backward. The forward always is, and so is a backward of ours.
+- `return_attn_probs`: also returns lse and the dropout mask: (out, lse, S_dmask). S_dmask is None without dropout.
+    Otherwise it holds the softmax weights, negative where dropped: (batch_size, nheads, seqlen_q, seqlen_k) in the
+    dtype of q. For varlen calls the lengths are the longest ones, and 0 fills the rest.
+
+Shared arguments beyond flash-attn's, keyword-only:
+
+- `attn_bias`: added to the scores after softcap; float32 or the dtype of q; -inf masks a key out. Broadcasts to
+    (batch_size, nheads, seqlen_q, seqlen_k), for varlen calls to (nheads, total_q, max_seqlen_k).
+- `sinks`: float (nheads,), one logit a head that takes part in the softmax without a value. lse includes it, so a row
+    without keys has lse = sink.
+- `block_mask`: bool (batch_size or 1, nheads or 1, seqlen_q / block_m, seqlen_k / block_n), rounded up: True where a
+    block of scores is kept. Exact: scores outside kept blocks are hidden, and kernels skip them. It joins the other
+    masks. Blocks are counted from query 0 and key 0; of varlen calls each sequence has its own, and the last two sizes
+    are those of the longest. A row whose blocks are all hidden gives out 0 and lse -inf. A dense call also takes a
+    `BlockMask` of torch.nn.attention.flex_attention whose mask_mod is a causal mask or a window. `fastattention.sparse`
+    makes masks. Caches take none.
+- `block_size`: (block_m, block_n) in tokens, or one number for both; multiples of 64. Default 128.
+- `qk_dtype`: "int8" multiplies queries and keys as 8-bit integers: approximate, and faster for long prompts. Few
+    queries are slower, since all keys become int8 first (docs/benchmarks/int8-products.md has times). No other argument
+    trades exactness, and this is never chosen for you. Keys lose their mean over a sequence's tokens, which no softmax
+    sees. Then each query, and each 64 keys of a head, are rounded to multiples of their largest element / 127. Values
+    and weights stay as they are. On CPUs with VNNI or AMX, and GPUs from Turing on; without gradients.
+    docs/internals/numerics.md has the errors.
+- `return_lse`: also returns lse, float32 (batch_size, nheads, seqlen_q), for varlen calls (nheads, total_q): the
+    natural logarithm of the softmax's denominator, which `merge_attn_states` needs.
+- `backend`: "auto", or the name of the only backend to use (`fastattention info` lists them).
+
+With `causal`, query i sees key j if and only if j <= i + seqlen_k - seqlen_q. A row without keys gives out 0 and lse
+-inf:
+
+    seqlen_q=2, seqlen_k=4:      seqlen_q=4, seqlen_k=2:
+        1 1 1 0                      0 0
+        1 1 1 1                      0 0
+                                     1 0
+                                     1 1
+
+All functions work under torch.compile, where a call becomes one operator. Only the dropout mask of return_attn_probs
+is not available there. docs/guides/pytorch.md lists other tracers, transforms and kinds of tensors.
+
+They raise `ArgumentError` (a ValueError) for a wrong argument, and `UnsupportedError` (a NotImplementedError) with
+every backend's reason when none can serve the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fastattention.attention import ops
+from fastattention.attention.dispatch import (
+    Explanation,
+    explain_call,
+    kvcache_signature,
+    plan_kvcache,
+    plan_prefill,
+    prefill_signature,
+)
+from fastattention.attention.problem import AttentionOutput, Inputs
+from fastattention.attention.validation import KvCacheArguments
+from fastattention.attention.validation.blocks import BlockSize, read_block_mask
+from fastattention.attention.validation.common import Options, is_functionalizing, read_options, require_tensor
+from fastattention.attention.validation.kinds import check_kinds, check_readable
+from fastattention.attention.validation.prefill import MaxSeqlens
+from fastattention.backends.registry import check_name
+from fastattention.engine.eager import runs_eagerly
+from fastattention.errors import ArgumentError, UnsupportedError
+
+if TYPE_CHECKING:  # its import takes seconds
+    from torch.nn.attention.flex_attention import BlockMask
+
+WindowSize = Sequence[int] | Tensor
+
+
+def fast_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    block_mask: Tensor | BlockMask | None = None,
+    block_size: BlockSize = None,
+    qk_dtype: str | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Exact attention: softmax(q @ k^T * softmax_scale) @ v.
+
+    - `q`: (batch_size, seqlen_q, nheads, headdim)
+    - `k`: (batch_size, seqlen_k, nheads_k, headdim)
+    - `v`: (batch_size, seqlen_k, nheads_k, headdim_v)
+
+    The other arguments, the mask and the errors are those that all functions share (the docstring of this module).
+
+    Returns out (batch_size, seqlen_q, nheads, headdim_v); with return_lse (out, lse); with return_attn_probs
+    (out, lse, S_dmask).
+    """
+    with_lse = return_lse or return_attn_probs
+    options = read_options(
+        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
+    )
+    blocks: Tensor | None = None
+    if block_mask is not None or block_size is not None:
+        blocks, options = read_block_mask(block_mask, block_size, q, k, options)
+    given = Inputs(
+        q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks,
+        dropout_seed=_dropout_seed(q) if options.dropout_p else None, block_mask=blocks,
+    )  # fmt: skip
+    result = _attend(given, None, options, backend, return_attn_probs)
+    return _returned(result, return_lse, return_attn_probs) if with_lse else result.out
+
+
+def fast_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """`fast_attn_func` with q, k and v in one tensor. Views, no copies.
+
+    - `qkv`: (batch_size, seqlen, 3, nheads, headdim)
+    - `keyword_only`: the keyword-only arguments of `fast_attn_func`
+
+    Returns what `fast_attn_func` returns.
+    """
+    q, k, v = _unstack("qkv", qkv, 3, 5)
+    return fast_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """`fast_attn_func` with keys and values in one tensor. Views, no copies.
+
+    - `q`: (batch_size, seqlen_q, nheads, headdim)
+    - `kv`: (batch_size, seqlen_k, 2, nheads_k, headdim)
+    - `keyword_only`: the keyword-only arguments of `fast_attn_func`
+
+    Returns what `fast_attn_func` returns.
+    """
+    k, v = _unstack("kv", kv, 2, 5)
+    return fast_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    block_mask: Tensor | None = None,
+    block_size: BlockSize = None,
+    qk_dtype: str | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Exact attention over a varlen batch: sequences of any lengths, concatenated without padding.
+
+    - `q`: (total_q, nheads, headdim)
+    - `k`: (total_k, nheads_k, headdim), or pages (num_blocks, page_block_size, nheads_k, headdim) with block_table
+    - `v`: as k, with headdim_v
+    - `cu_seqlens_q`, `cu_seqlens_k`: int32 (batch_size + 1,), offsets from 0: sequence b is tokens cu_seqlens[b] to
+        cu_seqlens[b + 1] - 1. Sequences may be empty.
+    - `max_seqlen_q`, `max_seqlen_k`: lengths of the longest sequences. None derives them, which synchronizes on a GPU.
+    - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
+        read.
+
+    The other arguments, the mask (aligned per sequence) and the errors are those that all functions share
+    (`fastattention.attention.interface`).
+
+    Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
+    """
+    with_lse = return_lse or return_attn_probs
+    options = read_options(
+        softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
+    )
+    if block_mask is not None or block_size is not None:
+        block_mask, options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
+    given = Inputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes, attn_bias=attn_bias,
+        sinks=sinks, dropout_seed=_dropout_seed(q) if options.dropout_p else None, block_mask=block_mask,
+    )  # fmt: skip
+    max_seqlens = (max_seqlen_q, max_seqlen_k)
+    return _returned(_attend(given, max_seqlens, options, backend, return_attn_probs), return_lse, return_attn_probs)
+
+
+def fast_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """`fast_attn_varlen_func` with q, k and v in one tensor. Views, no copies.
+
+    - `qkv`: (total, 3, nheads, headdim)
+    - `cu_seqlens`, `max_seqlen`: as cu_seqlens_q and max_seqlen_q of `fast_attn_varlen_func`
+    - `keyword_only`: the keyword-only arguments of `fast_attn_varlen_func`
+
+    Returns what `fast_attn_varlen_func` returns.
+    """
+    q, k, v = _unstack("qkv", qkv, 3, 4)
+    return fast_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keyword_only: Any,
+) -> Any:
+    """`fast_attn_varlen_func` with keys and values in one tensor. Views, no copies.
+
+    - `q`: (total_q, nheads, headdim)
+    - `kv`: (total_k, 2, nheads_k, headdim)
+    - `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q`, `max_seqlen_k`: as in `fast_attn_varlen_func`
+    - `keyword_only`: the keyword-only arguments of `fast_attn_varlen_func`
+
+    Returns what `fast_attn_varlen_func` returns.
+    """
+    k, v = _unstack("kv", kv, 2, 4)
+    return fast_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs, **keyword_only,
+    )  # fmt: skip
+
+
+def fast_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """Appends k and v to the caches in place, rotates q and k, and attends to what the caches then hold.
+
+    - `q`: (batch_size, seqlen_q, nheads, headdim)
+    - `k_cache`: (batch_size_cache, seqlen_cache, nheads_k, headdim), or with block_table pages
+        (num_blocks, page_block_size, nheads_k, headdim); written in place when k is given
+    - `v_cache`: as k_cache, with headdim_v; or `k_cache[..., :headdim_v]`, as in latent attention, and then `v` must be
+        `k[..., :headdim_v]`, and no rotary tables are allowed
+    - `k`, `v`: (batch_size, seqlen_new, nheads_k, headdim or headdim_v), tokens to append at cache_seqlens[b], or None
+    - `rotary_cos`, `rotary_sin`: (seqlen_rotary, rotary_dim / 2), dtype of q; needs k. k[:, i] is rotated by position
+        cache_seqlens[b] + i, and so is q[:, i] when causal or windowed; otherwise all of q by cache_seqlens[b].
+    - `rotary_interleaved`: True pairs elements 0 and 1, 2 and 3 (GPT-J); False pairs 0 and rotary_dim / 2 (GPT-NeoX,
+        Llama).
+    - `cache_seqlens`: int32 (batch_size,) or one int: tokens in the cache before this call; None means the cache is
+        full.
+    - `cache_batch_idx`: int32 (batch_size,), the row of the cache of each sequence; must not repeat when appending.
+    - `cache_leftpad`: int32 (batch_size,), first token of each sequence within its cache row, counted in cache_seqlens.
+    - `block_table`: int32 (batch_size, max_blocks_per_seq), pages of each sequence; entries past its length are not
+        read.
+    - `num_splits`: parts the keys are split into in decoding (split-KV); 0 chooses.
+    - `k_scale`, `v_scale`: float32, shaped as the caches without their last axis, any strides: the scales of quantized
+        caches, which hold int8 or float8_e4m3fn, both the same. A key is k_cache * k_scale.
+
+    The other arguments and the errors are those that all functions share (the docstring of this module). There is no
+    backward.
+
+    Returns out (batch_size, seqlen_q, nheads, headdim_v), with return_softmax_lse or return_lse (out, lse).
+
+    **Masks.** Query i of seqlen_q is token cache_seqlens[b] + seqlen_new - seqlen_q + i: causal and window_size are
+    aligned to the bottom right of the cache as it is after the append. attn_bias broadcasts to (batch_size, nheads,
+    seqlen_q, capacity); alibi_slopes and attn_bias count keys from cache_leftpad.
+
+    **Quantized caches.** Appended tokens are quantized after rotary embedding, and their scales are written in place:
+    amax / 127 (int8) or amax / 448 (float8), where amax is the largest |element| of the token in that head. A token
+    with an element that is not finite gets scale NaN.
+
+    **Errors.** When an error is raised, the caches are as they were. A sequence whose cache has no room for the append
+    is an error on the CPU. On a GPU only the device knows the lengths: the cache is left as it was, and out and lse of
+    that sequence are NaN. The same holds for invalid values in cache_seqlens or cache_leftpad, and for rotary tables
+    that are too short. FASTATTENTION_CHECK_NUMBERS=1 makes all of these errors there too, and every call then waits for
+    the GPU. So does every call that the `sdpa` backend serves: it reads the lengths, and CUDA graphs cannot capture it.
+    """
+    with_lse = return_softmax_lse or return_lse
+    options = read_options(softmax_scale, causal, window_size, softcap, return_lse=with_lse)
+    arguments = KvCacheArguments(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, attn_bias, sinks, k_scale, v_scale,
+    )  # fmt: skip
+    signature = kvcache_signature(arguments, options, rotary_interleaved, num_splits, backend)
+    if signature is not None or runs_eagerly(*arguments):
+        plan, inputs = plan_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend)
+        result = plan.run(inputs)
+        if plan.problem.seqlen_new:
+            _count_writes(k_cache, v_cache, k_scale, v_scale)
+    else:
+        _check_traceable(arguments._asdict(), backend)
+        if is_functionalizing():
+            raise UnsupportedError(
+                "torch.func.functionalize does not follow operators that write their caches in place"
+            )
+        result = ops.call_attention_kvcache(arguments, options, rotary_interleaved, num_splits, backend)
+    return _returned(result, with_lse, False)
+
+
+def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs: Any) -> Explanation:
+    """Every backend's verdict on the call `function(*args, **kwargs)`, which is validated but not computed.
+
+    - `function`: any attention function of the package. Its caches are not written.
+
+    Its `traffic` counts bytes of main memory: `tiled` of our CUDA kernels, `lower_bound` of any algorithm, `standard`
+    of attention that keeps scores in memory. Lengths are read from their device.
+
+    Raises ArgumentError as the call would, and under torch.compile, where a call cannot be explained.
+    """
+    if not callable(function):
+        raise ArgumentError(f"function={function!r} must be one of fastattention's")
+    return explain_call(lambda: function(*args, **kwargs))
+
+
+def _attend(
+    given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str, return_attn_probs: bool
+) -> AttentionOutput:
+    """A call without a cache, now or as an operator. max_seqlens: None for a dense one."""
+    signature = prefill_signature(given, max_seqlens, options, backend)
+    if signature is not None or runs_eagerly(*given):
+        plan, inputs = plan_prefill(signature, given, max_seqlens, options, backend)
+        return plan.run(inputs)
+    tensors = {name: tensor for name, tensor in given._asdict().items() if name != "dropout_seed"}
+    _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
+    return ops.call_attention(given, max_seqlens or (None, None), options, backend)
+
+
+def _dropout_seed(q: Tensor) -> Tensor:
+    """A seed from torch's generator. A tensor, so that a traced call draws a new one each time it runs."""
+    require_tensor("q", q)
+    return torch.randint(2**62, (), dtype=torch.int64, device=q.device)
+
+
+def _count_writes(*written: Tensor | None) -> None:
+    """Tells autograd of writes in place, as torch does of its own: a backward that needs what was there is an error."""
+    increment_version([tensor for tensor in written if tensor is not None and not tensor.is_inference()])
+
+
+def _check_traceable(
+    tensors: Mapping[str, object], backend: str, dropout_p: float = 0.0, return_attn_probs: bool = False
+) -> None:
+    """Raises for what the operators cannot take or give. They make all other checks when they run."""
+    require_tensor("q", tensors["q"])
+    check_name(backend)
+    if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
+        check_kinds(tensors)
+    if dropout_p and return_attn_probs:
+        raise UnsupportedError(
+            f"return_attn_probs with dropout_p={dropout_p} gives the dropout mask, which a traced call cannot return; "
+            "use return_lse, or call outside torch.compile"
+        )
+
+
+def _returned(result: AttentionOutput, return_lse: bool, return_attn_probs: bool) -> Any:
+    if return_attn_probs:
+        return result.out, result.lse, result.dropout_mask
+    return (result.out, result.lse) if return_lse else result.out
+
+
+def _unstack(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
+    """Views of the `count` tensors stacked on the third axis from the end."""
+    require_tensor(name, packed)
+    try:
+        if packed.dim() != rank or packed.shape[-3] != count:
+            axes = f"{'batch_size, seqlen, ' if rank == 5 else 'total, '}{count}, nheads, headdim"
+            raise ArgumentError(f"{name} must be ({axes}), got shape {tuple(packed.shape)}")
+        return packed.unbind(-3)
+    except RuntimeError:
+        check_readable({name: packed})
+        raise

@@ -1,0 +1,194 @@
+"""Problem: everything about one attention call except its tensors. Inputs: those tensors.
+
+The package `validation` makes a Problem from a call's arguments. It is frozen and hashable, and is all a backend needs
+to say whether it can serve the call. Scalars arrive normalized: a backend never sees a default, a negative window other
+than -1, or a causal flag that disagrees with the window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_HEADDIM, MAX_HEADDIM_V = 576, 512  # of keys; of values
+BLOCK_STEP = 64  # sizes of blocks of a block mask are multiples: tiles of kernels are within a block, or of whole ones
+
+
+class Layout(enum.Enum):
+    """How the sequences of a batch lie in memory."""
+
+    DENSE = "dense"  # q (batch_size, seqlen_q, nheads, headdim), k and v (batch_size, seqlen_k, nheads_k, headdim)
+    VARLEN = "varlen"  # q (total_q, nheads, headdim), k and v (total_k, nheads_k, headdim) or pages
+    KVCACHE = "kvcache"  # q as dense; k and v are caches with per-sequence lengths, dense or pages
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Frozen shapes, dtype and mask of one call.
+
+    `seqlen_q` and `seqlen_k` are the longest of the batch: for VARLEN the given or derived maxima, for KVCACHE
+    `seqlen_k` is the capacity of the cache in tokens.
+    """
+
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    batch_size: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int  # query tokens of the whole batch
+    nheads: int
+    nheads_k: int
+    headdim: int
+    headdim_v: int
+    softmax_scale: float
+    window_left: int  # keys visible to the left of the diagonal; -1 unlimited
+    window_right: int  # keys visible to the right of it; -1 unlimited, 0 when causal
+    softcap: float = 0.0  # 0 is off
+    has_alibi: bool = False
+    has_bias: bool = False
+    has_sinks: bool = False
+    block_size: tuple[int, int] | None = None  # (block_m, block_n) of the block mask in tokens; None without one
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    qk_dtype: torch.dtype | None = None  # of numbers that q @ k^T multiplies: int8; None when they have `dtype`
+    grads: tuple[str, ...] = ()  # fields of Inputs whose gradients autograd will ask for
+    in_transform: bool = False  # torch.func or forward-mode differentiation follows the call
+    return_lse: bool = False
+    return_mask: bool = False  # with dropout: also what flash-attn calls S_dmask
+    page_block_size: int | None = None  # tokens a page; None when k and v are not paged
+    panel_size: int = 0  # tokens of a panel of a cache in panels (backends/common/panel_cache.py); 0: rows
+    seqlen_new: int = 0  # tokens appended to the cache by this call
+    rotary_dim: int = 0  # leading elements of headdim that are rotated; 0 is off
+    rotary_interleaved: bool = True
+    num_splits: int = 0  # parts the keys of a decode are split into; 0 lets the backend choose
+    cache_dtype: torch.dtype | None = None  # of quantized caches: int8 or float8_e4m3fn; None when they have `dtype`
+
+    def __hash__(self) -> int:
+        """Computed once: every call looks its problem up several times, and hashing it costs as much as a launch."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which another process computes differently."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+    @property
+    def needs_grad(self) -> bool:
+        """True when the call is differentiated in any way."""
+        return bool(self.grads) or self.in_transform
+
+    @property
+    def keeps_lse(self) -> bool:
+        """True when a backend with a backward returns lse: asked for, or for that backward."""
+        return self.return_lse or bool(self.grads)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.nheads // self.nheads_k
+
+    @property
+    def is_causal(self) -> bool:
+        """True when the mask is exactly the bottom-right aligned triangle."""
+        return self.window_left == -1 and self.window_right == 0
+
+    @property
+    def has_window(self) -> bool:
+        """True when either side of the diagonal is bounded (causal included)."""
+        return self.window_left != -1 or self.window_right != -1
+
+    @property
+    def is_paged(self) -> bool:
+        """True when k and v are pages that a block table puts in order."""
+        return self.page_block_size is not None
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """(total_q, nheads, headdim_v) when varlen, else (batch_size, seqlen_q, nheads, headdim_v)."""
+        if self.layout is Layout.VARLEN:
+            return (self.total_q, self.nheads, self.headdim_v)
+        return (self.batch_size, self.seqlen_q, self.nheads, self.headdim_v)
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """(nheads, total_q, seqlen_k) when varlen, else (batch_size, nheads, seqlen_q, seqlen_k)."""
+        if self.layout is Layout.VARLEN:
+            return (self.nheads, self.total_q, self.seqlen_k)
+        return (self.batch_size, self.nheads, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def blocks_shape(self) -> tuple[int, int, int, int]:
+        """Of a block mask: (batch_size, nheads, rows of blocks, columns of blocks), as many as the longest takes."""
+        assert self.block_size is not None
+        block_m, block_n = self.block_size
+        return (self.batch_size, self.nheads, -(-self.seqlen_q // block_m), -(-self.seqlen_k // block_n))
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(nheads, total_q) when varlen, else (batch_size, nheads, seqlen_q)."""
+        if self.layout is Layout.VARLEN:
+            return (self.nheads, self.total_q)
+        return (self.batch_size, self.nheads, self.seqlen_q)
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, validated against its Problem. Shapes as in the public functions, or of panels."""
+
+    q: Tensor
+    k: Tensor  # keys, or the key cache
+    v: Tensor  # values, or the value cache
+    cu_seqlens_q: Tensor | None = None  # int32 (batch_size + 1,)
+    cu_seqlens_k: Tensor | None = None  # int32 (batch_size + 1,)
+    cache_seqlens: Tensor | None = None  # int32 (batch_size,), tokens in the cache before this call appends
+    cache_batch_idx: Tensor | None = None  # int32 (batch_size,)
+    cache_leftpad: Tensor | None = None  # int32 (batch_size,)
+    block_table: Tensor | None = None  # int32 (batch_size, max_blocks_per_seq)
+    k_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim)
+    v_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim_v)
+    rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2), dtype of q
+    rotary_sin: Tensor | None = None
+    alibi_slopes: Tensor | None = None  # float32 (nheads,) or (batch_size, nheads)
+    attn_bias: Tensor | None = None  # expanded: (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
+    sinks: Tensor | None = None  # float32 (nheads,)
+    dropout_seed: Tensor | None = None  # int64 scalar: of dropout (backends/common/dropout.py)
+    block_mask: Tensor | None = None  # bool, expanded: Problem.blocks_shape, any strides; True where a block is kept
+    # float32, as k without its last axis: the scales of a quantized cache. Of keys that a backend has made int8 for
+    # products in it, one for KEYS_OF_SCALE of them (quantized.py): (batch_size, groups, nheads_k).
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    q_scale: Tensor | None = None  # float32, as lse: of queries that a backend has made int8 for products in it
+    q_shift: Tensor | None = None  # likewise: their products with the mean that keys have lost
+
+
+class OutputGradients(NamedTuple):
+    """What a backward starts from; either may be None, but not both. Backends get contiguous ones."""
+
+    out: Tensor | None  # as AttentionOutput.out
+    lse: Tensor | None  # as AttentionOutput.lse
+
+
+class MergeProblem(NamedTuple):
+    """One call of merge_attn_states without its numbers; any number of parts."""
+
+    out_shape: tuple[int, ...]  # (batch_size, seqlen_q, nheads, headdim_v), or (total_q, nheads, headdim_v)
+    dtype: torch.dtype  # of out
+    device: torch.device
+    needs_grad: bool
+
+
+class AttentionOutput(NamedTuple):
+    """What a backend returns."""
+
+    out: Tensor  # Problem.out_shape, dtype of q, contiguous
+    lse: Tensor | None  # float32 Problem.lse_shape, contiguous, or None when not asked for
+    # With Problem.return_mask: weights, negative where dropped; (batch_size, nheads, seqlen_q, seqlen_k), dtype of q.
+    dropout_mask: Tensor | None = None

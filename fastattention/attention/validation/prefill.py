@@ -1,0 +1,193 @@
+"""fast_attn_func and fast_attn_varlen_func: arguments to (Problem, Inputs)."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fastattention.attention.problem import Inputs, Layout, Problem
+from fastattention.attention.validation import lengths
+from fastattention.attention.validation.blocks import check_block_mask
+from fastattention.attention.validation.common import (
+    Differentiation,
+    Options,
+    Signature,
+    as_kernels_read,
+    check_bias,
+    check_index,
+    check_options,
+    check_qkv,
+    check_rank,
+    check_score_tensors,
+    differentiation,
+    require_tensors,
+    signature,
+)
+from fastattention.attention.validation.kinds import check_readable
+from fastattention.errors import ArgumentError
+
+PAGED_AXES = "num_blocks, page_block_size, nheads_k, headdim"
+
+
+MaxSeqlens = tuple[int | None, int | None]
+
+
+def prepare_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    block_mask: Tensor | None = None,
+) -> tuple[Problem, Inputs]:
+    """Problem and Inputs of fast_attn_func."""
+    given = Inputs(
+        q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
+        block_mask=block_mask,
+    )  # fmt: skip
+    return prepare_prefill(given, None, options)
+
+
+def prepare_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    options: Options,
+    *,
+    block_table: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    block_mask: Tensor | None = None,
+) -> tuple[Problem, Inputs]:
+    """Problem and Inputs of fast_attn_varlen_func."""
+    given = Inputs(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
+        attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed, block_mask=block_mask,
+    )  # fmt: skip
+    return prepare_prefill(given, (max_seqlen_q, max_seqlen_k), options)
+
+
+def prepare_prefill(given: Inputs, max_seqlens: MaxSeqlens | None, options: Options) -> tuple[Problem, Inputs]:
+    """Problem and Inputs of a call without a cache. max_seqlens: of a varlen one, each may be None; else None."""
+    if max_seqlens is None:
+        require_tensors(q=given.q, k=given.k, v=given.v)
+    try:
+        required = ("q", "k", "v") if max_seqlens is None else _Signatures._fields[:5]
+        tensors = [(name, getattr(given, name)) for name in _Signatures._fields]
+        signatures = _Signatures(
+            *(signature(name, x) if x is not None or name in required else None for name, x in tensors)  # type: ignore[arg-type]
+        )
+        longest = None
+        if max_seqlens is not None:
+            _check_varlen_shapes(signatures)
+            longest = lengths.check_varlen(given, max_seqlens)
+        problem = _problem(signatures, longest, options, differentiation(**given._asdict()))
+        return problem, as_kernels_read(problem, given)
+    except (RuntimeError, TypeError):
+        check_readable(given._asdict())
+        raise
+
+
+class _Signatures(NamedTuple):
+    q: Signature
+    k: Signature
+    v: Signature
+    cu_seqlens_q: Signature | None
+    cu_seqlens_k: Signature | None
+    block_table: Signature | None
+    alibi_slopes: Signature | None
+    attn_bias: Signature | None
+    sinks: Signature | None
+    block_mask: Signature | None
+
+
+def _check_varlen_shapes(s: _Signatures) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table = s[:6]
+    assert cu_seqlens_q is not None
+    assert cu_seqlens_k is not None
+    check_rank("q", q, "total_q, nheads, headdim")
+    if block_table is None:
+        check_rank("k", k, "total_k, nheads_k, headdim")
+        check_rank("v", v, "total_k, nheads_k, headdim_v")
+    else:
+        check_rank("k", k, PAGED_AXES)
+        check_rank("v", v, PAGED_AXES + "_v")
+    check_qkv(q, k, v)
+    if v.shape[:-2] != k.shape[:-2]:
+        raise ArgumentError(f"k and v must hold the same tokens, got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+    check_index("cu_seqlens_q", cu_seqlens_q, q, (-1,), "batch_size + 1")
+    if cu_seqlens_q.shape[0] < 1:
+        raise ArgumentError("cu_seqlens_q must be (batch_size + 1,), got no elements; an empty batch is [0]")
+    check_index("cu_seqlens_k", cu_seqlens_k, q, (cu_seqlens_q.shape[0],), "batch_size + 1")
+    if block_table is not None:
+        batch_size = cu_seqlens_q.shape[0] - 1
+        check_index("block_table", block_table, q, (batch_size, -1), "batch_size, max_blocks_per_seq")
+        if k.shape[1] < 1:
+            raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
+
+
+def _check_dense_shapes(q: Signature, k: Signature, v: Signature) -> None:
+    check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
+    check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")
+    check_rank("v", v, "batch_size, seqlen_k, nheads_k, headdim_v")
+    check_qkv(q, k, v)
+    batch_size = q.shape[0]
+    if k.shape[0] != batch_size or v.shape[0] != batch_size:
+        raise ArgumentError(f"q, k and v must have one batch_size, got {batch_size}, {k.shape[0]} and {v.shape[0]}")
+    if v.shape[1] != k.shape[1]:
+        raise ArgumentError(f"v has seqlen_k {v.shape[1]} and k has {k.shape[1]}; they must be the same")
+
+
+# Tensor-parallel calls with biases, slopes, sinks or given blocks are not known by a signature.
+@functools.lru_cache(maxsize=4096)
+def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, wanted: Differentiation) -> Problem:
+    """longest: checked maxima of a varlen call; None for a dense one, whose shapes are checked here."""
+    q, k, v = s.q, s.k, s.v
+    bias_shape: tuple[int, ...]
+    if longest is None:
+        _check_dense_shapes(q, k, v)
+        nheads, headdim = q.shape[-2:]
+        batch_size, seqlen_q = q.shape[:2]
+        seqlen_k, total_q = k.shape[1], batch_size * seqlen_q
+        bias_shape, bias_axes = (batch_size, nheads, seqlen_q, seqlen_k), "batch_size, nheads, seqlen_q, seqlen_k"
+    else:
+        assert s.cu_seqlens_q is not None
+        nheads, headdim = q.shape[-2:]
+        batch_size, total_q = s.cu_seqlens_q.shape[0] - 1, q.shape[0]
+        seqlen_q, seqlen_k = longest
+        bias_shape, bias_axes = (nheads, total_q, seqlen_k), "nheads, total_q, max_seqlen_k"
+    check_score_tensors(q, batch_size, nheads, s.alibi_slopes, s.sinks)
+    check_bias(s.attn_bias, q, bias_shape, bias_axes)
+    block_size = check_block_mask(s.block_mask, q, nheads, batch_size, (seqlen_q, seqlen_k), options)
+    return Problem(
+        layout=Layout.DENSE if longest is None else Layout.VARLEN,
+        device=q.device,
+        dtype=q.dtype,
+        batch_size=batch_size,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        total_q=total_q,
+        nheads=nheads,
+        nheads_k=k.shape[-2],
+        headdim=headdim,
+        headdim_v=v.shape[-1],
+        has_alibi=s.alibi_slopes is not None,
+        has_bias=s.attn_bias is not None,
+        has_sinks=s.sinks is not None,
+        block_size=block_size,
+        **wanted._asdict(),
+        page_block_size=None if s.block_table is None else k.shape[1],
+        **check_options(options, headdim, seqlen_q, seqlen_k)._asdict(),
+    )

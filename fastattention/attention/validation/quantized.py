@@ -1,0 +1,55 @@
+"""Checks quantized caches and their scales, from shapes, dtypes and devices alone."""
+
+from __future__ import annotations
+
+import torch
+
+from fastattention.attention.validation.common import Signature, check_shape
+from fastattention.errors import ArgumentError
+from fastattention.quantized import LARGEST_STORED
+
+_STORED = " or ".join(str(dtype) for dtype in LARGEST_STORED)
+
+
+def check_cache_dtype(
+    k_cache: Signature, v_cache: Signature, k_scale: Signature | None, v_scale: Signature | None
+) -> torch.dtype | None:
+    """The dtype of quantized caches, None for caches in the dtype of q; raises when caches and scales do not agree."""
+    quantized = [dtype for dtype in (k_cache.dtype, v_cache.dtype) if dtype in LARGEST_STORED]
+    if (k_scale is None) != (v_scale is None):
+        raise ArgumentError(f"k_scale and v_scale must be given together, got only {_given(k_scale)}")
+    if k_scale is None or v_scale is None:
+        if quantized:
+            raise ArgumentError(
+                f"k_cache has dtype {k_cache.dtype} and v_cache {v_cache.dtype}, got no k_scale and v_scale; a "
+                "quantized cache needs them: float32, one number a token and key head"
+            )
+        return None
+    if len(quantized) < 2 or k_cache.dtype is not v_cache.dtype:
+        raise ArgumentError(
+            f"k_cache has dtype {k_cache.dtype} and v_cache {v_cache.dtype}; with k_scale and v_scale both must be "
+            f"{_STORED}"
+        )
+    return k_cache.dtype
+
+
+def check_scale(name: str, scale: Signature, cache: Signature, axes: str) -> None:
+    """Raises unless `scale` is float32, on the device of its cache and shaped like it without the last axis.
+
+    axes: names of the cache's axes.
+    """
+    if scale.dtype is not torch.float32:
+        raise ArgumentError(f"{name} must be float32, got {scale.dtype}")
+    if scale.device != cache.device:
+        raise ArgumentError(f"{name} is on {scale.device} and the caches on {cache.device}; they must be the same")
+    check_shape(name, scale, tuple(cache.shape[:-1]), axes.rpartition(", ")[0])
+
+
+def check_not_expanded(name: str, shape: torch.Size, strides: tuple[int, ...]) -> None:
+    """Raises when several places of a tensor that is written share memory."""
+    if any(step == 0 and size > 1 for step, size in zip(strides, shape, strict=True)):
+        raise ArgumentError(f"{name} is expanded, got strides {strides}; appended tokens need memory of their own")
+
+
+def _given(k_scale: Signature | None) -> str:
+    return "v_scale" if k_scale is None else "k_scale"

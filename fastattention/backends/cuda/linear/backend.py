@@ -1,0 +1,68 @@
+"""The cuda backend of linear attention: what it serves, and by which kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fastattention import config
+from fastattention.backends.common.gradients import why_not_in_transform
+from fastattention.backends.common.params import Params
+from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
+from fastattention.backends.cuda.linear.heuristics import choose_step, num_ctas
+from fastattention.backends.cuda.linear.step import StepCall
+from fastattention.gpu_runtime import device, module
+from fastattention.gpu_runtime.chips import Limits
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.linear.backend import LinearBackend, Serve
+from fastattention.linear.problem import LinearInputs, LinearProblem
+
+_MOST_CTAS = 2**31 - 1  # of a launch
+
+
+class CudaLinearBackend(LinearBackend):
+    """Our kernels for GPUs from Pascal on."""
+
+    name = "cuda"
+
+    def why_unavailable(self) -> str | None:
+        """Why no kernel can run here."""
+        return device.why_unavailable()
+
+    def why_not(self, problem: LinearProblem) -> str | None:
+        """Refuses gradients, chunks of float32, and more states than a launch has CTAs for."""
+        if (reason := self._why_not_device(problem)) is not None:
+            return reason
+        if problem.grads:
+            return "gradients are computed by backend 'torch'; use it or torch.no_grad()"
+        if problem.in_transform:
+            return why_not_in_transform("torch")
+        if problem.chunked and problem.dtype is torch.float32:
+            return "chunks of float32 are not served; use float16, bfloat16, the recurrent function or backend='torch'"
+        num_states = problem.num_sequences * problem.nheads
+        if num_ctas(problem, choose_step(problem, self._limits(problem).num_sms).columns) > _MOST_CTAS:
+            return f"{num_states} states are more than one launch takes; divide the batch, or use backend='torch'"
+        return None
+
+    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+        """Three launches for chunks, one token by token."""
+        limits = self._limits(problem)
+
+        def launcher(launch: KernelLaunch) -> Callable[[Params], None]:
+            return self._launcher(launch, problem)
+
+        if problem.chunked:
+            return ChunkedCall(problem, config.cuda_arch() or limits.arch, limits, launcher)
+        return StepCall(problem, inputs, limits, launcher)
+
+    # What the emulator of the tests does its own way.
+
+    def _why_not_device(self, problem: LinearProblem) -> str | None:
+        return device.why_not(problem.device)
+
+    def _limits(self, problem: LinearProblem) -> Limits:
+        return module.device_limits(device.index_of(problem.device))
+
+    def _launcher(self, launch: KernelLaunch, problem: LinearProblem) -> Callable[[Params], None]:
+        return device.launcher(launch, problem.device)

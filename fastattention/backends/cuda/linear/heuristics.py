@@ -1,0 +1,28 @@
+"""Chooses the variant of a kernel for a problem and a GPU. Needs no GPU."""
+
+from __future__ import annotations
+
+from fastattention.backends.cuda.linear.config import STEP_COLUMNS, STEP_WARPS, WARP_ROWS, StepConfig
+from fastattention.linear.problem import LinearProblem
+
+
+def choose_step(problem: LinearProblem, num_sms: int) -> StepConfig:
+    """The variant that goes token by token.
+
+    A row of 32 columns fills the 128 bytes that a GPU likes to read at once. Tiles of 16 make up for few states: twice
+    the CTAs, where some multiprocessors would have none.
+    """
+    narrow, wide = STEP_COLUMNS
+    num_warps = next(warps for warps in STEP_WARPS if warps * WARP_ROWS >= problem.headdim_k)
+    is_narrow = problem.headdim_v <= narrow or num_ctas(problem, wide) < num_sms
+    return StepConfig(problem.dtype, problem.gate_per_key, narrow if is_narrow else wide, num_warps)
+
+
+def num_ctas(problem: LinearProblem, columns: int) -> int:
+    """CTAs that share out the columns of all states."""
+    return problem.num_sequences * problem.nheads * column_tiles(problem, columns)
+
+
+def column_tiles(problem: LinearProblem, columns: int) -> int:
+    """CTAs that share out the columns of one state."""
+    return -(-problem.headdim_v // columns)

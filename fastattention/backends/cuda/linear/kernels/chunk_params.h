@@ -1,0 +1,52 @@
+// The arguments of the kernels of chunked linear attention; chunk_params.py mirrors them. Strides are in elements.
+#pragma once
+
+#include "integers.h"
+
+namespace fastattention {
+
+// Scratch has a slot for every chunk of tokens (chunk.cuh), slots of a head one behind the other, and of each:
+//
+//     scores    (chunk, chunk)      what an output takes of updates of its own chunk
+//     inverse   (chunk, chunk)      of the delta rule
+//     factors                       of tokens, or gates of keys
+//     q_scaled, k_scaled  (chunk, columns of a tile)    with a gate for every key dimension
+//     states    (columns of v, columns of a tile)   as they were before the chunk
+//     updates   (columns of v, chunk)               of the delta rule
+struct ChunkParams {
+    const uint16_t* q;  // rows of q, k, v and out are aligned to 16 bytes
+    const uint16_t* k;
+    const uint16_t* v;
+    const void* g;
+    const void* beta;
+    const float* initial_state;  // null for zeros
+    const int32_t* cu_seqlens;   // null where sequences are rows of the batch
+    uint16_t* out;               // contiguous
+    float* final_state;          // contiguous, null where nobody asks for it
+    uint16_t* scores;
+    uint16_t* inverse;
+    float* factors;
+    uint16_t* q_scaled;
+    uint16_t* k_scaled;
+    uint16_t* states;
+    uint16_t* updates;
+
+    int64_t q_stride_batch, q_stride_head;
+    int64_t k_stride_batch, k_stride_head;
+    int64_t v_stride_batch, v_stride_head;
+    int64_t g_stride_batch, g_stride_row, g_stride_head;
+    int64_t beta_stride_batch, beta_stride_row, beta_stride_head;
+    int64_t state_stride_sequence, state_stride_head, state_stride_key;  // of the initial state
+
+    int32_t q_stride_row, k_stride_row, v_stride_row;
+    int32_t num_sequences, seqlen, num_slots;
+    int32_t nheads, group_size;
+    int32_t headdim_k, headdim_v;  // of states
+    int32_t columns_k, columns_v;  // of rows of q and k, of v and out: multiples of 8, zeros beyond the headdim
+    int32_t gate_format, beta_format;  // 0 float32, 1 float16, 2 bfloat16
+    int32_t normalizes;            // queries and keys
+
+    float scale;
+};
+
+}  // namespace fastattention

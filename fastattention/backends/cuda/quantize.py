@@ -1,0 +1,107 @@
+"""Products of queries and keys in int8: before attention both become bytes, with scales.
+
+Attention takes bytes in pairs, as numbers of 16 bits that are half as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fastattention.attention.problem import AttentionOutput, Inputs, Problem
+from fastattention.backends.common.layout import pointers, token_strides
+from fastattention.backends.cuda.call import Launcher, PlannedCall
+from fastattention.backends.cuda.heuristics import modifies_scores, multiplies_int8
+from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantizeConfig, lanes_for, stored_columns
+from fastattention.backends.cuda.memory import prepared
+from fastattention.backends.cuda.params import QuantizeParams
+from fastattention.gpu_runtime.module import KernelLaunch
+from fastattention.quantized import KEYS_OF_SCALE
+
+_CHUNK_TOKENS = 512  # keys that are summed up together; kernels/quantize_rows.cuh says the same
+
+
+def why_not_int8(problem: Problem, arch: int) -> str | None:
+    """Why the kernels of a code path do not multiply the queries and keys of a call in int8; None where they do."""
+    if problem.qk_dtype is None:
+        return None
+    if not multiplies_int8(arch):
+        return (
+            "qk_dtype='int8' needs the matrix instructions of Turing (7.5) or newer; a V100 multiplies bytes at half "
+            "the rate of float16 (62 TOPS, 125 TFLOPS), a P100 not at all; leave it out"
+        )
+    if problem.is_paged:
+        return "qk_dtype with pages is not served; leave it out, or give keys and values without a block_table"
+    if not multiplies_int8(arch, problem.headdim):
+        return f"qk_dtype with headdim={problem.headdim} is not served; up to {WIDEST_OF_A_WARP} it is; leave it out"
+    return None
+
+
+class Int8Call:
+    """Attention of a problem with qk_dtype, to tensors with the strides of a signature.
+
+    dtype: in which attention reads and writes; launcher: gives what enqueues a kernel; planned: plans attention to the
+    tensors that it is given, whose queries and keys are bytes
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        dtype: torch.dtype,
+        launcher: Callable[[KernelLaunch], Launcher],
+        planned: Callable[[Problem, Inputs], PlannedCall],
+    ) -> None:
+        self._problem, self._dtype, self._planned = problem, dtype, planned
+        self._keeps_shift = problem.return_lse or problem.has_sinks or modifies_scores(problem)
+        self._calls: dict[tuple[int, ...], PlannedCall] = {}  # by strides of v: one that is not aligned is copied
+        self._num_chunks = -(-problem.seqlen_k // _CHUNK_TOKENS)
+        self._tiles = tuple(-(-tokens // KEYS_OF_SCALE) for tokens in (problem.seqlen_q, problem.seqlen_k))
+        q_tiles, k_tiles = self._tiles
+        config = QuantizeConfig(str(dtype).removeprefix("torch."), lanes_for(stored_columns(problem.headdim)))
+        chunks = problem.batch_size * problem.nheads_k * self._num_chunks
+        tiles = problem.batch_size * (problem.nheads * q_tiles + problem.nheads_k * k_tiles)
+        self._launchers = [
+            launcher(KernelLaunch(config, entry, num_ctas))
+            for entry, num_ctas in enumerate((chunks, tiles))
+            if num_ctas
+        ]
+
+    def __call__(self, inputs: Inputs) -> AttentionOutput:
+        """Two kernels that make bytes of queries and keys, then attention."""
+        problem, dtype = self._problem, self._dtype
+        quantized = self._quantized(prepared(inputs, dtype))
+        strides = quantized.v.stride()
+        call = self._calls.get(strides)
+        if call is None:
+            as_prepared = replace(problem, dtype=dtype, headdim_v=quantized.v.shape[-1])
+            call = self._calls[strides] = self._planned(as_prepared, quantized)
+        out, lse, _ = call(quantized)
+        out = out[..., : problem.headdim_v].to(problem.dtype, memory_format=torch.contiguous_format)
+        return AttentionOutput(out, lse)
+
+    def _quantized(self, inputs: Inputs) -> Inputs:
+        q, k, problem = inputs.q, inputs.k, self._problem
+        columns = stored_columns(q.shape[-1])
+        q_stored, k_stored = (x.new_empty((*x.shape[:-1], columns), dtype=torch.int8) for x in (q, k))
+        *batch, tokens, nheads, _ = q.shape
+        q_scale = q.new_empty((*batch, nheads, tokens), dtype=torch.float32)
+        q_shift = torch.empty_like(q_scale) if self._keeps_shift else None
+        k_scale = q_scale.new_empty(problem.batch_size, problem.nheads_k, self._tiles[1])
+        sums = q_scale.new_empty(problem.batch_size, self._num_chunks, problem.nheads_k, columns)
+        params = QuantizeParams.make(
+            QuantizeParams.template(
+                *token_strides(q), *token_strides(k), problem.batch_size, problem.seqlen_q, problem.seqlen_k,
+                tokens, problem.nheads, problem.nheads_k, q.shape[-1], columns, self._num_chunks, *self._tiles,
+            ),
+            *pointers(
+                q, k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, sums, q_stored, k_stored, q_scale, q_shift, k_scale
+            ),
+        )  # fmt: skip
+        for launch in self._launchers:
+            launch(params)
+        return inputs._replace(
+            q=q_stored.view(self._dtype), k=k_stored.view(self._dtype), q_scale=q_scale, q_shift=q_shift,
+            k_scale=k_scale.transpose(1, 2),
+        )  # fmt: skip

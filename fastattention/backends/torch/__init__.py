@@ -1,0 +1,1 @@
+"""Operators in plain PyTorch, for any device: the fallback of linear attention."""

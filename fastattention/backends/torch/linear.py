@@ -1,0 +1,138 @@
+"""The torch backend: linear attention in operations of torch, on any device, which autograd follows.
+
+A chunk of tokens is a few matrix products, and one state passes from chunk to chunk. With a(i, j) the product of the
+gates of tokens j+1 to i of a chunk, S the state before it, and everything per head:
+
+    gated delta rule        u_i = beta_i (v_i - a(i, -1) S^T k_i - sum_{j<i} a(i, j) (k_i . k_j) u_j)
+    gated linear attention  u_i = v_i
+    both                    out_i = a(i, -1) S^T q_i + sum_{j<=i} a(i, j) (q_i . k_j) u_j
+                            S' = a(last, -1) S + sum_j a(last, j) k_j u_j^T
+
+where -1 stands for all tokens of the chunk up to i. Sums of gates are formed for each pair, never as a difference of
+two sums: neither strong gates nor long chunks lose digits, and a gate of -inf forgets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastattention.linear.backend import LinearBackend, Serve
+from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+from fastattention.linear.reference import l2norm, spans
+
+# Tokens of a chunk, by gate_per_key: with such gates (chunk, chunk, headdim_k) numbers should fit into caches.
+_CHUNK = {False: 64, True: 16}
+
+
+class TorchBackend(LinearBackend):
+    """Computes in float32, or in float64 for tests, and rounds once."""
+
+    name = "torch"
+
+    def why_unavailable(self) -> str | None:
+        """Never: torch is always there."""
+        return None
+
+    def why_not(self, problem: LinearProblem) -> str | None:
+        """Serves everything."""
+        return None
+
+    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+        """Nothing is prepared."""
+        chunk = _CHUNK[problem.gate_per_key] if problem.chunked else 1
+
+        def serve(inputs: LinearInputs) -> LinearOutput:
+            # Autocast would round operands of products to 16 bits, which no other backend does.
+            with torch.autocast(problem.device.type, enabled=False):
+                return linear_attention(problem, inputs, chunk)
+
+        return serve
+
+
+class _Tokens(NamedTuple):
+    """Tensors of tokens, heads first: (batch_size, nheads, seqlen, ...)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+
+    def part(self, first: int, last: int) -> _Tokens:
+        """Tokens first to last - 1 of each sequence."""
+        beta = None if self.beta is None else self.beta[:, :, first:last]
+        return _Tokens._make([*(tensor[:, :, first:last] for tensor in self[:4]), beta])
+
+
+def linear_attention(
+    problem: LinearProblem, inputs: LinearInputs, chunk: int, dtype: torch.dtype = torch.float32
+) -> LinearOutput:
+    """Linear attention in chunks of at most `chunk` tokens, computed in `dtype`."""
+    q, k, v, g = (tensor.to(dtype) for tensor in inputs[:4])
+    if problem.l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (tensor.repeat_interleave(problem.group_size, dim=2) for tensor in (q * problem.scale, k))
+    if not problem.gate_per_key:
+        g = g.unsqueeze(-1)
+    beta = None if inputs.beta is None else inputs.beta.to(dtype).transpose(1, 2)
+    tokens = _Tokens._make([*(tensor.transpose(1, 2) for tensor in (q, k, v, g)), beta])
+    if inputs.initial_state is None:
+        states = torch.zeros(problem.state_shape, dtype=dtype, device=problem.device)
+    else:
+        states = inputs.initial_state.to(dtype)
+    if not problem.varlen:
+        out, states = _sequences(tokens, states, chunk)
+    elif problem.num_sequences:
+        parts = [
+            _sequences(tokens.part(first, last), state.unsqueeze(0), chunk)
+            for state, (_, first, last) in zip(states, spans(problem, inputs.cu_seqlens), strict=True)
+        ]
+        out, states = torch.cat([out for out, _ in parts], dim=2), torch.cat([state for _, state in parts])
+    else:
+        out, states = tokens.v.clone(), states.clone()
+    out = out.transpose(1, 2).to(problem.dtype).contiguous()
+    return LinearOutput(out, states.float().contiguous() if problem.returns_state else None)
+
+
+def _sequences(tokens: _Tokens, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """(out, final state) of sequences of one length."""
+    outs = []
+    for first in range(0, tokens.v.shape[2], chunk):
+        out, state = _chunk(tokens.part(first, first + chunk), state)
+        outs.append(out)
+    if not outs:  # results are tensors of their own
+        return tokens.v.clone(), state.clone()
+    return torch.cat(outs, dim=2), state
+
+
+def _chunk(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, next state) of one chunk, by the formulas above."""
+    q, k, update, g, beta = tokens
+    since = g.cumsum(dim=2).exp()  # a(i, -1): (batch_size, nheads, chunk, headdim_k or 1)
+    between = sums_between(g).exp()  # a(i, j): (batch_size, nheads, chunk, chunk, headdim_k or 1)
+    if g.shape[-1] == 1:
+        weights = between[..., 0]
+        scores = (q @ k.mT) * weights
+    else:
+        scores = torch.einsum("bhid,bhjd,bhijd->bhij", q, k, between)
+    if beta is not None:
+        beta = beta.unsqueeze(-1)
+        system = beta * ((k @ k.mT) * weights).tril(-1)
+        right = beta * (update - since * (k @ state))
+        update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    out = (q * since) @ state + scores @ update
+    last = k * between[:, :, -1]  # a(last, j) k_j
+    return out, since[:, :, -1].unsqueeze(-1) * state + last.mT @ update
+
+
+def sums_between(g: Tensor) -> Tensor:
+    """Sums of g over tokens j+1 to i, for every i and j: (..., chunk, chunk, headdim_k or 1); -inf where j > i."""
+    chunk = g.shape[2]
+    token = torch.arange(chunk, device=g.device)
+    behind = (token.unsqueeze(1) > token).unsqueeze(-1)  # [t, j]: t > j
+    # [t, j] is g_t behind j, and 0 before it; summed over t up to i.
+    sums = torch.where(behind, g.unsqueeze(3), 0.0).cumsum(dim=2)
+    return sums.masked_fill(behind.transpose(0, 1), -torch.inf)

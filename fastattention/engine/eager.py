@@ -1,0 +1,69 @@
+"""Whether the kernels of a call may run now, or something traces or transforms it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fastattention.attention.validation.common import is_differentiating
+from fastattention.attention.validation.kinds import check_kinds, check_readable
+from fastattention.errors import ArgumentError, UnsupportedError
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+transform_level = torch._C._functorch.maybe_current_level  # of torch.func; None outside
+_active_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def runs_eagerly(*tensors: object) -> bool:
+    """True when kernels may read the memory of all tensors now; False when the call must stay an operator.
+
+    That is so while a call is traced or transformed by torch.func.vmap, and for tensor subclasses (fake tensors,
+    DTensors and results of collectives among them), views that negate what lies in memory, and where the first is on
+    the meta device. Values that are no tensors are left to validation. Within torch.func.grad and jvp a call runs: in
+    operations of torch, which those transforms follow, because it needs a gradient.
+    """
+    if is_traced():
+        return False
+    if transform_level() is not None:
+        return is_differentiating()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) in PLAIN_TYPES:
+            if tensor.is_neg():  # type: ignore[attr-defined]
+                return False
+        elif isinstance(tensor, Tensor):
+            return False
+    return not (isinstance(tensors[0], Tensor) and tensors[0].is_meta)
+
+
+def require_eager(tensors: Mapping[str, object], remedy: str = "") -> None:
+    """Raises, naming a tensor or what else is in the way, unless `runs_eagerly`: for calls that are no operators.
+
+    remedy: what to do instead, from its semicolon on
+    """
+    if runs_eagerly(*tensors.values()):
+        with contextlib.suppress(RuntimeError):  # of tensors that are not strided, which have no address
+            if all(x.data_ptr() and not x.is_nested for x in tensors.values() if isinstance(x, Tensor)):
+                return
+        check_readable(tensors)
+        return
+    check_kinds(tensors)
+    if not (is_traced() or transform_level() is not None):
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and (type(tensor) not in PLAIN_TYPES or tensor.is_meta or tensor.is_neg()):
+                negated = ", a view that negates what lies in memory" if tensor.is_neg() else ""
+                given = f"{type(tensor).__name__} on {tensor.device}{negated}"
+                raise ArgumentError(f"{name} is {given}; it must be a plain tensor that holds data{remedy}")
+    raise UnsupportedError(
+        "the call is being traced, by torch.compile, torch.jit, torch.func or a dispatch mode, which it does not serve"
+        + remedy
+    )
+
+
+def is_traced() -> bool:
+    """True under torch.compile, torch.jit.trace and any active dispatch mode."""
+    return torch.compiler.is_compiling() or _active_dispatch_modes() > 0 or torch._C._get_tracing_state() is not None

@@ -22,7 +22,6 @@ config.py, errors.py  environment variables and exceptions
 
 from importlib.metadata import version
 
-from fastattention.attention.dispatch import Explanation
 from fastattention.attention.interface import (
     explain,
     fast_attn_func,
@@ -34,6 +33,7 @@ from fastattention.attention.interface import (
     fast_attn_with_kvcache,
 )
 from fastattention.attention.merge import merge_attn_states
+from fastattention.engine.explain import Explanation
 from fastattention.errors import (
     ArgumentError,
     CacheFullError,

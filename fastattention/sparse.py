@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, read_block_size
-from fastattention.attention.validation.common import (
+from fastattention.attention.validation.common import check_options, read_options
+from fastattention.engine.checks import (
     check_like_q,
-    check_options,
     check_rank,
     read_flag,
     read_int,
-    read_options,
-    signature,
+    spec_of,
 )
 from fastattention.errors import ArgumentError
 
@@ -280,7 +279,7 @@ def _check_share(p: object) -> None:
 
 def _check_scores(q: Tensor, k: Tensor, softmax_scale: float | None, causal: bool) -> tuple[float, bool]:
     """Checks q and k. Returns softmax_scale and causal, read."""
-    given_q, given_k = signature("q", q), signature("k", k)
+    given_q, given_k = spec_of("q", q), spec_of("k", k)
     check_rank("q", given_q, "batch_size, seqlen_q, nheads, headdim")
     check_rank("k", given_k, "batch_size, seqlen_k, nheads_k, headdim")
     if not q.dtype.is_floating_point:
@@ -300,7 +299,7 @@ def _check_scores(q: Tensor, k: Tensor, softmax_scale: float | None, causal: boo
 
 def _check_mask(block_mask: Tensor, blocks: _Blocks, leading: tuple[int, int] | None) -> None:
     """Raises unless it is bool and fits. leading: (batch_size, nheads), for each of which the mask may have 1."""
-    given = signature("block_mask", block_mask)
+    given = spec_of("block_mask", block_mask)
     if given.dtype is not torch.bool:
         raise ArgumentError(f"block_mask must be bool, True where a block is kept, got {given.dtype}")
     trailing = (len(blocks.first_diagonal), len(blocks.first_key))

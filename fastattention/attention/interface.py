@@ -69,31 +69,22 @@ every backend's reason when none can serve the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from fastattention.attention import ops
-from fastattention.attention.dispatch import (
-    Explanation,
-    explain_call,
-    kvcache_signature,
-    plan_kvcache,
-    plan_prefill,
-    prefill_signature,
-)
+from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import AttentionOutput, Inputs
 from fastattention.attention.validation import KvCacheArguments
 from fastattention.attention.validation.blocks import BlockSize, read_block_mask
-from fastattention.attention.validation.common import Options, is_functionalizing, read_options, require_tensor
-from fastattention.attention.validation.kinds import check_kinds, check_readable
-from fastattention.attention.validation.prefill import MaxSeqlens
-from fastattention.backends.registry import check_name
-from fastattention.engine.eager import runs_eagerly
-from fastattention.errors import ArgumentError, UnsupportedError
+from fastattention.attention.validation.common import read_options
+from fastattention.engine.checks import read_flag, read_int, require_tensor, require_tensors
+from fastattention.engine.explain import Explanation
+from fastattention.engine.kinds import check_readable
+from fastattention.engine.operator import request_of, serves_requests
+from fastattention.errors import ArgumentError
 
 if TYPE_CHECKING:  # its import takes seconds
     from torch.nn.attention.flex_attention import BlockMask
@@ -101,6 +92,7 @@ if TYPE_CHECKING:  # its import takes seconds
 WindowSize = Sequence[int] | Tensor
 
 
+@serves_requests
 def fast_attn_func(
     q: Tensor,
     k: Tensor,
@@ -140,14 +132,13 @@ def fast_attn_func(
     blocks: Tensor | None = None
     if block_mask is not None or block_size is not None:
         blocks, options = read_block_mask(block_mask, block_size, q, k, options)
-    given = Inputs(
-        q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks,
-        dropout_seed=_dropout_seed(q) if options.dropout_p else None, block_mask=blocks,
-    )  # fmt: skip
-    result = _attend(given, None, options, backend, return_attn_probs)
-    return _returned(result, return_lse, return_attn_probs) if with_lse else result.out
+    seed = _dropout_seed(q) if options.dropout_p else None
+    given = Inputs(q, k, v, None, None, None, alibi_slopes, attn_bias, sinks, seed, blocks)
+    results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
+    return ATTENTION, given, options, backend, results
 
 
+@serves_requests
 def fast_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -168,12 +159,13 @@ def fast_attn_qkvpacked_func(
     Returns what `fast_attn_func` returns.
     """
     q, k, v = _unstack("qkv", qkv, 3, 5)
-    return fast_attn_func(
+    return fast_attn_func.request(  # type: ignore[attr-defined]
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         **keyword_only,
     )  # fmt: skip
 
 
+@serves_requests
 def fast_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -196,12 +188,13 @@ def fast_attn_kvpacked_func(
     Returns what `fast_attn_func` returns.
     """
     k, v = _unstack("kv", kv, 2, 5)
-    return fast_attn_func(
+    return fast_attn_func.request(  # type: ignore[attr-defined]
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         **keyword_only,
     )  # fmt: skip
 
 
+@serves_requests
 def fast_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -244,20 +237,26 @@ def fast_attn_varlen_func(
 
     Returns out (total_q, nheads, headdim_v); lse is (nheads, total_q).
     """
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     with_lse = return_lse or return_attn_probs
     options = read_options(
         softmax_scale, causal, window_size, softcap, dropout_p, deterministic, with_lse, return_attn_probs, qk_dtype
     )
+    options = options._replace(
+        max_seqlen_q=_read_longest("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=_read_longest("max_seqlen_k", max_seqlen_k),
+    )
     if block_mask is not None or block_size is not None:
         block_mask, options = read_block_mask(block_mask, block_size, q, k, options, varlen=True)
+    seed = _dropout_seed(q) if options.dropout_p else None
     given = Inputs(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes, attn_bias=attn_bias,
-        sinks=sinks, dropout_seed=_dropout_seed(q) if options.dropout_p else None, block_mask=block_mask,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, alibi_slopes, attn_bias, sinks, seed, block_mask
     )  # fmt: skip
-    max_seqlens = (max_seqlen_q, max_seqlen_k)
-    return _returned(_attend(given, max_seqlens, options, backend, return_attn_probs), return_lse, return_attn_probs)
+    results = _out_lse_and_mask if return_attn_probs else _out_and_lse if return_lse else _out_alone
+    return ATTENTION, given, options, backend, results
 
 
+@serves_requests
 def fast_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -281,12 +280,13 @@ def fast_attn_varlen_qkvpacked_func(
     Returns what `fast_attn_varlen_func` returns.
     """
     q, k, v = _unstack("qkv", qkv, 3, 4)
-    return fast_attn_varlen_func(
+    return fast_attn_varlen_func.request(  # type: ignore[attr-defined]
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs, **keyword_only,
     )  # fmt: skip
 
 
+@serves_requests
 def fast_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -314,12 +314,13 @@ def fast_attn_varlen_kvpacked_func(
     Returns what `fast_attn_varlen_func` returns.
     """
     k, v = _unstack("kv", kv, 2, 4)
-    return fast_attn_varlen_func(
+    return fast_attn_varlen_func.request(  # type: ignore[attr-defined]
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs, **keyword_only,
     )  # fmt: skip
 
 
+@serves_requests
 def fast_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -391,24 +392,16 @@ def fast_attn_with_kvcache(
     """
     with_lse = return_softmax_lse or return_lse
     options = read_options(softmax_scale, causal, window_size, softcap, return_lse=with_lse)
+    if not (rotary_interleaved is True and type(num_splits) is int and num_splits == 0):
+        options = options._replace(
+            rotary_interleaved=read_flag("rotary_interleaved", rotary_interleaved),
+            num_splits=num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
+        )
     arguments = KvCacheArguments(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, attn_bias, sinks, k_scale, v_scale,
     )  # fmt: skip
-    signature = kvcache_signature(arguments, options, rotary_interleaved, num_splits, backend)
-    if signature is not None or runs_eagerly(*arguments):
-        plan, inputs = plan_kvcache(signature, arguments, options, rotary_interleaved, num_splits, backend)
-        result = plan.run(inputs)
-        if plan.problem.seqlen_new:
-            _count_writes(k_cache, v_cache, k_scale, v_scale)
-    else:
-        _check_traceable(arguments._asdict(), backend)
-        if is_functionalizing():
-            raise UnsupportedError(
-                "torch.func.functionalize does not follow operators that write their caches in place"
-            )
-        result = ops.call_attention_kvcache(arguments, options, rotary_interleaved, num_splits, backend)
-    return _returned(result, with_lse, False)
+    return ATTENTION_KVCACHE, arguments, options, backend, _out_and_lse if with_lse else _out_alone
 
 
 def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs: Any) -> Explanation:
@@ -421,22 +414,8 @@ def explain(*args: Any, function: Callable[..., Any] = fast_attn_func, **kwargs:
 
     Raises ArgumentError as the call would, and under torch.compile, where a call cannot be explained.
     """
-    if not callable(function):
-        raise ArgumentError(f"function={function!r} must be one of fastattention's")
-    return explain_call(lambda: function(*args, **kwargs))
-
-
-def _attend(
-    given: Inputs, max_seqlens: MaxSeqlens | None, options: Options, backend: str, return_attn_probs: bool
-) -> AttentionOutput:
-    """A call without a cache, now or as an operator. max_seqlens: None for a dense one."""
-    signature = prefill_signature(given, max_seqlens, options, backend)
-    if signature is not None or runs_eagerly(*given):
-        plan, inputs = plan_prefill(signature, given, max_seqlens, options, backend)
-        return plan.run(inputs)
-    tensors = {name: tensor for name, tensor in given._asdict().items() if name != "dropout_seed"}
-    _check_traceable(tensors, backend, options.dropout_p, return_attn_probs)
-    return ops.call_attention(given, max_seqlens or (None, None), options, backend)
+    operator, given, scalars, chosen, _ = request_of(function, *args, **kwargs)
+    return operator.explain(given, scalars, chosen)
 
 
 def _dropout_seed(q: Tensor) -> Tensor:
@@ -445,30 +424,21 @@ def _dropout_seed(q: Tensor) -> Tensor:
     return torch.randint(2**62, (), dtype=torch.int64, device=q.device)
 
 
-def _count_writes(*written: Tensor | None) -> None:
-    """Tells autograd of writes in place, as torch does of its own: a backward that needs what was there is an error."""
-    increment_version([tensor for tensor in written if tensor is not None and not tensor.is_inference()])
+def _read_longest(name: str, value: object) -> int | None:
+    """A maximum of varlen lengths; a tensor is read, and other numbers are checked with the lengths."""
+    return read_int(name, value) if isinstance(value, Tensor) else value  # type: ignore[return-value]
 
 
-def _check_traceable(
-    tensors: Mapping[str, object], backend: str, dropout_p: float = 0.0, return_attn_probs: bool = False
-) -> None:
-    """Raises for what the operators cannot take or give. They make all other checks when they run."""
-    require_tensor("q", tensors["q"])
-    check_name(backend)
-    if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
-        check_kinds(tensors)
-    if dropout_p and return_attn_probs:
-        raise UnsupportedError(
-            f"return_attn_probs with dropout_p={dropout_p} gives the dropout mask, which a traced call cannot return; "
-            "use return_lse, or call outside torch.compile"
-        )
+def _out_alone(result: AttentionOutput) -> Tensor:
+    return result.out
 
 
-def _returned(result: AttentionOutput, return_lse: bool, return_attn_probs: bool) -> Any:
-    if return_attn_probs:
-        return result.out, result.lse, result.dropout_mask
-    return (result.out, result.lse) if return_lse else result.out
+def _out_and_lse(result: AttentionOutput) -> tuple[Tensor, Tensor | None]:
+    return result.out, result.lse
+
+
+def _out_lse_and_mask(result: AttentionOutput) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return result.out, result.lse, result.dropout_mask
 
 
 def _unstack(name: str, packed: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.problem import MergeProblem
-from fastattention.attention.validation.common import Signature, last_axis_contiguous, needs_grad, signature
-from fastattention.attention.validation.kinds import check_kinds, check_readable
 from fastattention.backends.common.layout import pointers
 from fastattention.backends.common.merge import merge_parts
-from fastattention.backends.registry import select_merging_backend
+from fastattention.engine.checks import (
+    TensorSpec,
+    last_axis_contiguous,
+    needs_grad,
+    spec_of,
+)
 from fastattention.engine.eager import runs_eagerly
+from fastattention.engine.kinds import check_kinds, check_readable
+from fastattention.engine.registry import Verdict, serving
 from fastattention.errors import ArgumentError
 
 
@@ -52,6 +59,16 @@ def merge_attn_states(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | 
         raise
 
 
+@functools.lru_cache(maxsize=4096)
+def select_merging_backend(problem: MergeProblem) -> AttentionBackend:
+    """The backend that merges parts. Raises UnsupportedError with every reason when there is none."""
+    backends = {name: ATTENTION_BACKENDS.get(name) for name in ATTENTION_BACKENDS.order}
+    considered = [
+        Verdict(name, each.why_unavailable() or each.why_not_merge(problem)) for name, each in backends.items()
+    ]
+    return backends[serving(considered, "merge these parts")]
+
+
 def _named(outs: list[Tensor], lses: list[Tensor]) -> dict[str, Tensor]:
     named_parts = (("outs", outs), ("lses", lses))
     return {f"{name}[{index}]": part for name, parts in named_parts for index, part in enumerate(parts)}
@@ -63,11 +80,11 @@ def _listed(name: str, parts: Any) -> list[Tensor]:
     return list(parts.unbind() if isinstance(parts, Tensor) else parts)
 
 
-def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> Signature:
-    """The signature that all outs have."""
+def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> TensorSpec:
+    """The spec_of that all outs have."""
     if not outs or len(outs) != len(lses):
         raise ArgumentError(f"outs and lses must be of one length of at least 1, got {len(outs)} and {len(lses)}")
-    first = signature("outs[0]", outs[0])
+    first = spec_of("outs[0]", outs[0])
     if len(first.shape) not in (3, 4):
         raise ArgumentError(
             "outs[0] must be (batch_size, seqlen_q, nheads, headdim_v) or (total_q, nheads, headdim_v), "
@@ -76,23 +93,23 @@ def _check_parts(outs: list[Tensor], lses: list[Tensor]) -> Signature:
     if not first.dtype.is_floating_point:
         raise ArgumentError(f"outs[0] must be floating point, got {first.dtype}")
     *batch, tokens, nheads, _ = first.shape
-    fitting = Signature(torch.Size((*batch, nheads, tokens)), torch.float32, first.device)
+    fitting = TensorSpec(torch.Size((*batch, nheads, tokens)), torch.float32, first.device)
     if not (all(_is_like(out, first) for out in outs) and all(_is_like(lse, fitting) for lse in lses)):
         raise _misfit(outs, lses, first, fitting)
     return first
 
 
-def _is_like(value: object, wanted: Signature) -> bool:
+def _is_like(value: object, wanted: TensorSpec) -> bool:
     if not isinstance(value, Tensor):
         return False
     return value.shape == wanted.shape and value.dtype is wanted.dtype and value.device == wanted.device
 
 
-def _misfit(outs: list[Tensor], lses: list[Tensor], first: Signature, fitting: Signature) -> ArgumentError:
+def _misfit(outs: list[Tensor], lses: list[Tensor], first: TensorSpec, fitting: TensorSpec) -> ArgumentError:
     """The error of the first part that does not fit. Names cost more than the checks, which every call makes."""
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if (given := signature(f"outs[{index}]", out)) != first:
+        if (given := spec_of(f"outs[{index}]", out)) != first:
             return ArgumentError(f"outs[{index}] is {given}; it must be like outs[0], {first}")
-        if (given := signature(f"lses[{index}]", lse)) != fitting:
+        if (given := spec_of(f"lses[{index}]", lse)) != fitting:
             return ArgumentError(f"lses[{index}] must be {fitting} to fit outs[{index}], got {given}")
     raise AssertionError("every part fits")

@@ -148,25 +148,26 @@ class Inputs(NamedTuple):
     v: Tensor  # values, or the value cache
     cu_seqlens_q: Tensor | None = None  # int32 (batch_size + 1,)
     cu_seqlens_k: Tensor | None = None  # int32 (batch_size + 1,)
-    cache_seqlens: Tensor | None = None  # int32 (batch_size,), tokens in the cache before this call appends
-    cache_batch_idx: Tensor | None = None  # int32 (batch_size,)
-    cache_leftpad: Tensor | None = None  # int32 (batch_size,)
     block_table: Tensor | None = None  # int32 (batch_size, max_blocks_per_seq)
-    k_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim)
-    v_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim_v)
-    rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2), dtype of q
-    rotary_sin: Tensor | None = None
     alibi_slopes: Tensor | None = None  # float32 (nheads,) or (batch_size, nheads)
     attn_bias: Tensor | None = None  # expanded: (batch_size, nheads, seqlen_q, seqlen_k) or (nheads, total_q, seqlen_k)
     sinks: Tensor | None = None  # float32 (nheads,)
     dropout_seed: Tensor | None = None  # int64 scalar: of dropout (backends/common/dropout.py)
     block_mask: Tensor | None = None  # bool, expanded: Problem.blocks_shape, any strides; True where a block is kept
-    # float32, as k without its last axis: the scales of a quantized cache. Of keys that a backend has made int8 for
-    # products in it, one for KEYS_OF_SCALE of them (quantized.py): (batch_size, groups, nheads_k).
+    # From here on of calls with a cache, or made by backends.
+    cache_seqlens: Tensor | None = None  # int32 (batch_size,), tokens in the cache before this call appends
+    cache_batch_idx: Tensor | None = None  # int32 (batch_size,)
+    cache_leftpad: Tensor | None = None  # int32 (batch_size,)
+    k_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim)
+    v_new: Tensor | None = None  # (batch_size, seqlen_new, nheads_k, headdim_v)
+    rotary_cos: Tensor | None = None  # (seqlen_rotary, rotary_dim / 2), dtype of q
+    rotary_sin: Tensor | None = None
+    # float32, as k without its last axis: the scales of a quantized cache. Where a backend has made keys int8 for
+    # products in it, one scale for KEYS_OF_SCALE keys (quantized.py): (batch_size, groups, nheads_k).
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     q_scale: Tensor | None = None  # float32, as lse: of queries that a backend has made int8 for products in it
-    q_shift: Tensor | None = None  # likewise: their products with the mean that keys have lost
+    q_shift: Tensor | None = None  # as q_scale: products of queries with the mean that keys have lost
 
 
 class OutputGradients(NamedTuple):

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention import config
-from fastattention.backends.registry import ORDER, get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
 
@@ -54,8 +54,8 @@ def _machine_table(machine: dict[str, Any]) -> Table:
 
 def _backend_table() -> Table:
     table = _table("backends, in the order in which they are tried", "name", "state", "runs on, or why it does not")
-    for name in ORDER:
-        backend = get_backend(name)
+    for name in ATTENTION_BACKENDS.order:
+        backend = ATTENTION_BACKENDS.get(name)
         reason = backend.why_unavailable()
         state = "[green]available[/]" if reason is None else "[yellow]unavailable[/]"
         table.add_row(name, state, escape(backend.describe() if reason is None else reason))

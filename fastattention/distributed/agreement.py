@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fastattention.attention.dispatch import CallSignature
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Inputs, Layout, Problem
-from fastattention.backends.registry import select_backend
 from fastattention.distributed import transports
 from fastattention.distributed.autotune import Trial
 from fastattention.distributed.object_collectives import check_serves, from_rank_0, gather
 from fastattention.distributed.row_blocks import Attend, AttentionLinear, Strategy, may_cut_sequences
 from fastattention.distributed.row_partitions import Partition, partitions, worth_dividing
 from fastattention.distributed.transports import Transfer, Transport
+from fastattention.engine.signature import CallSignature
 from fastattention.errors import ArgumentError, UnsupportedError
 
 MOST_KEPT = 4096  # agreements of a group; as many as validated problems
@@ -113,7 +113,7 @@ class Agreement:
             if len(self.calls) >= MOST_KEPT and signature not in self.calls:
                 self.calls.clear()
             device = key.problem.device
-            attend = select_backend(key.problem, key.backend).plan(key.problem, inputs)
+            attend = ATTENTION_BACKENDS.select(key.problem, key.backend).plan(key.problem, inputs)
             self.calls[signature] = CachedCall(key, attend, agreed, device.index if device.type == "cuda" else None)
 
     def _release_unused(self) -> None:

@@ -35,34 +35,93 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.attention.dispatch import signature_of, stop_if_explaining
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.interface import WindowSize
+from fastattention.attention.operators import ATTENTION, ATTENTION_KVCACHE
 from fastattention.attention.problem import Inputs, Problem
-from fastattention.attention.validation import KvCacheArguments, prepare_dense, prepare_kvcache
-from fastattention.attention.validation.common import (
-    Signature,
+from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
+from fastattention.attention.validation.common import read_options
+from fastattention.distributed import transports
+from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
+from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
+from fastattention.engine.checks import (
+    TensorSpec,
     check_like_q,
     check_shape,
     needs_grad,
     read_int,
-    read_options,
+    spec_of,
 )
-from fastattention.attention.validation.common import signature as tensor_signature
-from fastattention.backends.registry import check_name, select_backend
-from fastattention.distributed import transports
-from fastattention.distributed.agreement import Agreed, Key, agreement_of, named_group
-from fastattention.distributed.row_blocks import Attend, AttentionLinear, may_cut_sequences
 from fastattention.engine.eager import require_eager
+from fastattention.engine.operator import Request, explained_by
+from fastattention.engine.signature import signature_of
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import module
 
 
+def _request(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w_o: Tensor,
+    bias: Tensor | None = None,
+    *,
+    plan: Any = "auto",
+    backend: str = "auto",
+    transport: str = "auto",
+    out: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> Request:
+    """The attention of a call of `attention_linear_allreduce`, whose other arguments are checked."""
+    named_group(group)
+    scores = {name: options.pop(name, None) for name in ("alibi_slopes", "attn_bias", "sinks")}
+    read = _read_options(**options)
+    problem, _ = prepare_dense(q, k, v, read, **scores)
+    _key_of(problem, w_o, bias, out, plan, backend, transport)
+    return ATTENTION, Inputs(q, k, v, **scores), read, backend, attrgetter("out")
+
+
+def _request_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    w_o: Tensor,
+    bias: Tensor | None = None,
+    *,
+    plan: Any = "auto",
+    backend: str = "auto",
+    transport: str = "auto",
+    out: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    **options: Any,
+) -> Request:
+    """Likewise of `attention_linear_allreduce_with_kvcache`."""
+    named_group(group)
+    tensors = {name: options.pop(name) for name in KvCacheArguments._fields if name in options}
+    read, arguments = _read_options(**options), KvCacheArguments(q, k_cache, v_cache, **tensors)
+    problem, _ = prepare_kvcache(arguments, read)
+    _key_of(problem, w_o, bias, out, plan, backend, transport)
+    return ATTENTION_KVCACHE, arguments, read, backend, attrgetter("out")
+
+
+def _read_options(
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+) -> Options:
+    return read_options(softmax_scale, causal, window_size, softcap)
+
+
+@explained_by(_request)
 def attention_linear_allreduce(
     q: Tensor,
     k: Tensor,
@@ -100,7 +159,7 @@ def attention_linear_allreduce(
     if alibi_slopes is attn_bias is sinks is None and type(plan) is type(transport) is str:
         # One look-up in the place of all checks: between the launches of a short call whatever Python does takes
         # several times what it takes by itself.
-        signature = signature_of((q, k, v, w_o, bias, out), backend, options, plan, transport)
+        signature = signature_of((q, k, v, w_o, bias, out), backend, (options, plan, transport))
         known = agreement_of(group).calls.get(signature)
         if known is not None and (known.cuda_index is None or known.cuda_index == module.current_device()):
             return _sum(known.key, Inputs(q, k, v), w_o, bias, out, group, known.attend, known.agreed)
@@ -114,6 +173,7 @@ def attention_linear_allreduce(
     return result
 
 
+@explained_by(_request_with_kvcache)
 def attention_linear_allreduce_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -160,8 +220,7 @@ def attention_linear_allreduce_with_kvcache(
 
 def _run(key: Key, inputs: Inputs, w_o: Tensor, bias: Tensor | None, out: Tensor | None, group: ProcessGroup) -> Tensor:
     problem = key.problem
-    stop_if_explaining(problem, inputs, key.backend)
-    select_backend(problem, key.backend)  # raises where there is none, before the ranks are asked anything
+    ATTENTION_BACKENDS.select(problem, key.backend)  # raises where there is none, before the ranks are asked anything
     elsewhere = problem.device.type == "cuda" and module.current_device() != problem.device.index
     # Streams and flags of transports are those of the current device.
     with torch.cuda.device(problem.device) if elsewhere else contextlib.nullcontext():
@@ -203,9 +262,9 @@ def _key_of(
     problem: Problem, w_o: Tensor, bias: Tensor | None, out: Tensor | None, plan: Any, backend: str, transport: str
 ) -> Key:
     """Checks all but the group, and whether a backend serves the call."""
-    w_o_looks = tensor_signature("w_o", w_o)
-    bias_looks = None if bias is None else tensor_signature("bias", bias)
-    out_looks = None if out is None else tensor_signature("out", out)
+    w_o_looks = spec_of("w_o", w_o)
+    bias_looks = None if bias is None else spec_of("bias", bias)
+    out_looks = None if out is None else spec_of("out", out)
     if problem.needs_grad or needs_grad(w_o, bias, out):
         raise ArgumentError(
             "an argument requires a gradient, and there is no backward; call under torch.no_grad() or "
@@ -213,15 +272,15 @@ def _key_of(
         )
     if out is not None and not out.is_contiguous():
         raise ArgumentError(f"out must be contiguous, got strides {out.stride()}")
-    check_name(backend)
+    ATTENTION_BACKENDS.check_name(backend)
     hidden = _check_shapes(problem, w_o_looks, bias_looks, out_looks)
     rows = _check_plan(plan, problem)
     transports.check_name(transport)
     return Key(problem, hidden, bias is not None, backend, transport, rows)
 
 
-def _check_shapes(problem: Problem, w_o: Signature, bias: Signature | None, out: Signature | None) -> int:
-    q = Signature(torch.Size(problem.out_shape), problem.dtype, problem.device)
+def _check_shapes(problem: Problem, w_o: TensorSpec, bias: TensorSpec | None, out: TensorSpec | None) -> int:
+    q = TensorSpec(torch.Size(problem.out_shape), problem.dtype, problem.device)
     columns = problem.nheads * problem.headdim_v
     if len(w_o.shape) != 2 or w_o.shape[1] != columns:
         raise ArgumentError(

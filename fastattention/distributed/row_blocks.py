@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.backends.base import Backend
-from fastattention.backends.registry import select_backend
 from fastattention.distributed.row_partitions import Partition
 from fastattention.distributed.transports import Transport
 
@@ -47,7 +46,7 @@ class PieceCall(NamedTuple):
 
     problem: Problem
     cut_keys: int  # keys at the end of every sequence that no row of the piece sees
-    backend: Backend
+    backend: AttentionBackend
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,7 +86,7 @@ def piece_call(problem: Problem, piece: Piece, backend: str) -> PieceCall:
         window_left=-1 if problem.window_left == -1 else problem.window_left + kept,
         window_right=-1 if problem.window_right == -1 else problem.window_right - kept,
     )
-    return PieceCall(smaller, after - kept, select_backend(smaller, backend))
+    return PieceCall(smaller, after - kept, ATTENTION_BACKENDS.select(smaller, backend))
 
 
 def piece_inputs(inputs: Inputs, piece: Piece, call: PieceCall) -> Inputs:
@@ -132,7 +131,7 @@ def _some(tensor: Tensor | None, sequences: slice) -> Tensor | None:
     return None if tensor is None else tensor[sequences]
 
 
-Attend = Callable[[Inputs], AttentionOutput]  # Backend.plan
+Attend = Callable[[Inputs], AttentionOutput]  # AttentionBackend.plan
 
 
 class AttentionLinear:
@@ -157,7 +156,7 @@ class AttentionLinear:
         elif self._attend_to_all is not None:
             out = self._attend_to_all(inputs).out
         else:
-            out = select_backend(problem, self.backend).forward(problem, inputs).out
+            out = ATTENTION_BACKENDS.select(problem, self.backend).forward(problem, inputs).out
         return out.view(piece.num_rows, -1)
 
     def compute(self, start: int, stop: int, partial: Tensor, *, adds: bool = False) -> None:

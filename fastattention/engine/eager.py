@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastattention.attention.validation.common import is_differentiating
-from fastattention.attention.validation.kinds import check_kinds, check_readable
+from fastattention.engine.checks import is_differentiating
+from fastattention.engine.kinds import check_kinds, check_readable
 from fastattention.errors import ArgumentError, UnsupportedError
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattention.attention.interface import fast_attn_with_kvcache
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
-from fastattention.attention.validation.common import DTYPES, read_int, require_tensor
-from fastattention.attention.validation.kinds import check_kinds
+from fastattention.engine.checks import DTYPES, read_int, require_tensor
 from fastattention.engine.eager import runs_eagerly
+from fastattention.engine.kinds import check_kinds
+from fastattention.engine.operator import Request, request_of, serves_requests
 from fastattention.errors import ArgumentError
 
 
@@ -31,6 +33,9 @@ class KVStore(abc.ABC):
     can be captured in a CUDA graph and replayed. Raises ArgumentError for sizes, dtypes and devices that are not
     allowed, MemoryError where there is not enough memory.
     """
+
+    _k: Tensor  # the memory of keys and values, in the layout of the subclass
+    _v: Tensor
 
     def __init__(
         self,
@@ -72,10 +77,21 @@ class KVStore(abc.ABC):
         What lies beyond `seqlens` is arbitrary. The tensors may be the store's own memory: do not write to them.
         """
 
-    @abc.abstractmethod
-    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Any:
-        """`attend` after its checks. The lengths are still those before the call, and are not to be changed."""
+    def _request(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Request:
+        """What `attend` asks for, after its checks."""
+        request = request_of(fast_attn_with_kvcache, q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)
+        if k is None:
+            return request
+        *call, returned = request
+        appended = k.shape[1]
 
+        def advanced(output: Any) -> Any:
+            self._seqlens += appended
+            return returned(output)
+
+        return (*call, advanced)
+
+    @serves_requests
     def attend(
         self,
         q: Tensor,
@@ -109,15 +125,12 @@ class KVStore(abc.ABC):
             self._check_q(q)
             if k is not None:
                 self._check_room(q, k, v)
-            result = self._attend(
+            return self._request(
                 q, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, softmax_scale=softmax_scale, causal=causal,
                 window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved,
                 alibi_slopes=alibi_slopes, num_splits=num_splits, attn_bias=attn_bias, sinks=sinks,
                 return_lse=return_lse, backend=backend,
             )  # fmt: skip
-            if k is not None:
-                self._seqlens += k.shape[1]
-            return result
         except RuntimeError:
             check_kinds({"q": q, "k": k, "v": v})
             raise

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fastattention.attention.interface import fast_attn_with_kvcache
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
 
@@ -44,6 +41,3 @@ class DenseKVStore(KVStore):
     def read(self) -> tuple[Tensor, Tensor]:
         """The tensors themselves."""
         return self._k, self._v
-
-    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Any:
-        return fast_attn_with_kvcache(q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)

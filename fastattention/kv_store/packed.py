@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattention.attention.dispatch import kvcache_signature, plan_kvcache
-from fastattention.attention.validation import KvCacheArguments, PanelCache
-from fastattention.attention.validation.common import Signature, read_options
+from fastattention.attention.validation import PanelCache
 from fastattention.backends.common import panel_cache
-from fastattention.engine.eager import require_eager
+from fastattention.engine.checks import TensorSpec
+from fastattention.engine.operator import Request
 from fastattention.errors import ArgumentError
 from fastattention.kv_store.base import KVStore
 from fastattention.kv_store.memory import allocate
@@ -42,8 +41,8 @@ class PackedKVStore(KVStore):
             raise ArgumentError(f"device={self.device}: a packed store is for the cpu; use a DenseKVStore")
         sizes = (self.batch_size, self.capacity, self.nheads_k)
         self._cache = PanelCache(
-            Signature(torch.Size((*sizes, self.headdim)), dtype, self.device),
-            Signature(torch.Size((*sizes, self.headdim_v)), dtype, self.device),
+            TensorSpec(torch.Size((*sizes, self.headdim)), dtype, self.device),
+            TensorSpec(torch.Size((*sizes, self.headdim_v)), dtype, self.device),
             panel_cache.PANEL_SIZE,
         )
         self._k = allocate(panel_cache.key_shape(*sizes, self.headdim, dtype), dtype, self.device)
@@ -61,15 +60,6 @@ class PackedKVStore(KVStore):
         keys = panel_cache.keys_from_panels(self._k, self.capacity, self.headdim)
         return keys, panel_cache.values_from_panels(self._v, self.capacity)
 
-    def _attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Any:
-        scores = read_options(*(options.pop(name) for name in ("softmax_scale", "causal", "window_size", "softcap")))
-        return_lse, backend = options.pop("return_lse"), options.pop("backend")
-        scalars = options.pop("rotary_interleaved"), options.pop("num_splits")
-        arguments = KvCacheArguments(q, self._k, self._v, k, v, cache_seqlens=self._seqlens, **options)
-        scores = scores._replace(return_lse=return_lse)
-        signature = kvcache_signature(arguments, scores, *scalars, backend, self._cache)
-        if signature is None:
-            require_eager(arguments._asdict(), "; use a DenseKVStore")
-        plan, inputs = plan_kvcache(signature, arguments, scores, *scalars, backend, self._cache)
-        result = plan.run(inputs)
-        return (result.out, result.lse) if return_lse else result.out
+    def _request(self, q: Tensor, k: Tensor | None, v: Tensor | None, **options: Any) -> Request:
+        operator, given, scalars, backend, returned = super()._request(q, k, v, **options)
+        return operator, given, scalars._replace(panels=self._cache), backend, returned

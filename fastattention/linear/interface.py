@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fastattention.attention.validation.common import read_flag, require_tensor, require_tensors
-from fastattention.attention.validation.kinds import check_kinds, check_readable
-from fastattention.engine.eager import runs_eagerly
+from fastattention.engine.checks import read_flag, require_tensor
+from fastattention.engine.kinds import check_readable
+from fastattention.engine.operator import Request, serves_requests
 from fastattention.errors import ArgumentError
-from fastattention.linear import ops
-from fastattention.linear.dispatch import check_name, linear_signature, plan_linear
+from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import LinearOptions, check_gate_dtype, check_values_first, read_linear_options
 
 
+@serves_requests
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -27,7 +29,7 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     *,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Any:
     """Gated linear attention, in chunks of tokens: for prompts and training.
 
     For every token t and head, in float32, S being the state:
@@ -51,9 +53,10 @@ def chunk_gla(
     of torch. Raises ArgumentError for wrong arguments, UnsupportedError when the backend named cannot serve the call.
     """
     given = LinearInputs(q, k, v, g, None, initial_state, cu_seqlens)
-    return _attend(given, read_linear_options(False, True, scale, False, output_final_state), state_v_first, backend)
+    return _request(given, read_linear_options(False, True, scale, False, output_final_state), state_v_first, backend)
 
 
+@serves_requests
 def recurrent_gla(
     q: Tensor,
     k: Tensor,
@@ -66,15 +69,16 @@ def recurrent_gla(
     cu_seqlens: Tensor | None = None,
     *,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Any:
     """Gated linear attention token by token: for decoding. Arguments and results are those of `chunk_gla`.
 
     Each state is read and written once, however many tokens there are.
     """
     given = LinearInputs(q, k, v, g, None, initial_state, cu_seqlens)
-    return _attend(given, read_linear_options(False, False, scale, False, output_final_state), state_v_first, backend)
+    return _request(given, read_linear_options(False, False, scale, False, output_final_state), state_v_first, backend)
 
 
+@serves_requests
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -91,7 +95,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     *,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Any:
     """The gated delta rule, in chunks of tokens: for prompts and training.
 
     For every token t and head, in float32, S being the state:
@@ -112,9 +116,10 @@ def chunk_gated_delta_rule(
         q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
     )
     options = read_linear_options(True, True, scale, use_qk_l2norm_in_kernel, output_final_state)
-    return _attend(given, options, state_v_first, backend)
+    return _request(given, options, state_v_first, backend)
 
 
+@serves_requests
 def recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -131,7 +136,7 @@ def recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     *,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Any:
     """The gated delta rule token by token: for decoding. Arguments and results are those of `chunk_gated_delta_rule`.
 
     Each state is read and written once, however many tokens there are.
@@ -140,7 +145,7 @@ def recurrent_gated_delta_rule(
         q, k, v, g, _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), initial_state, cu_seqlens
     )
     options = read_linear_options(True, False, scale, use_qk_l2norm_in_kernel, output_final_state)
-    return _attend(given, options, state_v_first, backend)
+    return _request(given, options, state_v_first, backend)
 
 
 def _beta(beta: Tensor, before_sigmoid: object, doubled: object) -> Tensor:
@@ -161,37 +166,18 @@ def _beta(beta: Tensor, before_sigmoid: object, doubled: object) -> Tensor:
     return 2.0 * beta if doubled else beta
 
 
-def _attend(
-    given: LinearInputs, options: LinearOptions, state_v_first: bool, backend: str
-) -> tuple[Tensor, Tensor | None]:
-    """A call, now or as an operator."""
+def _request(given: LinearInputs, options: LinearOptions, state_v_first: object, backend: str) -> Request:
     if state_v_first is False or not read_flag("state_v_first", state_v_first):
-        out, state = _run(given, options, backend)
-        return out, state
-    turned = given
+        return LINEAR_ATTENTION, given, options, backend, tuple
     if given.initial_state is not None:
         require_tensor("initial_state", given.initial_state)
-        if given.initial_state.dim() >= 2:
-            turned = given._replace(initial_state=given.initial_state.mT)
-    try:
-        out, state = _run(turned, options, backend)
-    except ArgumentError as error:
-        if str(error).startswith("initial_state"):  # all before it is right, and its shape is not the one given
+        ranks = [x.dim() if isinstance(x, Tensor) else 0 for x in (given.q, given.v)]
+        if ranks == [4, 4]:  # otherwise validation names q or v
             check_values_first(given)
-        raise
-    return out, None if state is None else state.mT.contiguous()
+        if given.initial_state.dim() >= 2:
+            given = given._replace(initial_state=given.initial_state.mT)
+    return LINEAR_ATTENTION, given, options, backend, _values_first
 
 
-def _run(given: LinearInputs, options: LinearOptions, backend: str) -> LinearOutput:
-    signature = linear_signature(given, options, backend)
-    if signature is not None or runs_eagerly(*given):
-        try:
-            return plan_linear(signature, given, options, backend).run(given)
-        except RuntimeError:
-            check_readable(given._asdict())
-            raise
-    require_tensors(**{name: tensor for name, tensor in given._asdict().items() if tensor is not None})
-    check_name(backend)
-    if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
-        check_kinds(given._asdict())
-    return ops.call_linear_attention(given, options, backend)
+def _values_first(result: LinearOutput) -> tuple[Tensor, Tensor | None]:
+    return result.out, None if result.final_state is None else result.final_state.mT.contiguous()

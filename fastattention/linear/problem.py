@@ -69,9 +69,16 @@ class LinearInputs(NamedTuple):
     k: Tensor
     v: Tensor
     g: Tensor
-    beta: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
+    beta: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+class LinearGradients(NamedTuple):
+    """What a backward starts from; either may be None, but not both. Backends get contiguous ones."""
+
+    out: Tensor | None  # as LinearOutput.out
+    final_state: Tensor | None  # as LinearOutput.final_state
 
 
 class LinearOutput(NamedTuple):

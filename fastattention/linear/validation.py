@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastattention import config
-from fastattention.attention.validation.common import (
+from fastattention.engine.checks import (
     DTYPES,
-    Signature,
+    TensorSpec,
     check_device,
     check_dtype,
     check_like_q,
@@ -22,7 +22,7 @@ from fastattention.attention.validation.common import (
     read_flag,
     read_number,
     require_tensor,
-    signature,
+    spec_of,
 )
 from fastattention.errors import ArgumentError
 from fastattention.linear.problem import LinearInputs, LinearProblem
@@ -55,7 +55,7 @@ def read_linear_options(
 
 def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem, LinearInputs]:
     """The problem of a call, and its tensors as backends read them. Raises ArgumentError."""
-    q, k, v, g = (signature(name, tensor) for name, tensor in zip("qkvg", given[:4], strict=True))
+    q, k, v, g = (spec_of(name, tensor) for name, tensor in zip("qkvg", given[:4], strict=True))
     _check_qkv(q, k, v)
     batch_size, seqlen, nheads, headdim_v = v.shape
     nheads_k, headdim_k = q.shape[2:]
@@ -66,7 +66,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
         num_sequences = _check_cu_seqlens(given.cu_seqlens, q)
     state_shape = (num_sequences, nheads, headdim_k, headdim_v)
     if given.initial_state is not None:
-        state = signature("initial_state", given.initial_state)
+        state = spec_of("initial_state", given.initial_state)
         check_shape("initial_state", state, state_shape, "sequences, nheads, headdim_k, headdim_v")
         if state.dtype is not torch.float32:
             raise ArgumentError(f"initial_state must be float32, got {state.dtype}")
@@ -100,7 +100,7 @@ def prepare(given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem,
     return problem, as_backends_read(given)
 
 
-def check_gate_dtype(name: str, gate: Tensor | Signature) -> None:
+def check_gate_dtype(name: str, gate: Tensor | TensorSpec) -> None:
     """Raises unless `gate`, which is g or beta, has one of the dtypes of a call."""
     if gate.dtype not in DTYPES:
         raise ArgumentError(f"{name} must be float32, float16 or bfloat16, got {gate.dtype}")
@@ -110,7 +110,7 @@ def check_values_first(given: LinearInputs) -> None:
     """Raises for an initial_state that has not headdim_v before headdim_k, in a call that is right but for it."""
     sequences = given.v.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
     shape = (sequences, given.v.shape[2], given.v.shape[3], given.q.shape[3])
-    state = signature("initial_state", given.initial_state)
+    state = spec_of("initial_state", given.initial_state)
     check_shape("initial_state", state, shape, "sequences, nheads, headdim_v, headdim_k")
 
 
@@ -132,7 +132,7 @@ def check_offsets(cu_seqlens: Tensor, seqlen: int) -> None:
         raise ArgumentError(f"cu_seqlens={offsets} must rise from 0 to the number of tokens, {seqlen}")
 
 
-def _check_qkv(q: Signature, k: Signature, v: Signature) -> None:
+def _check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     check_dtype(q)
     check_rank("q", q, "batch_size, seqlen, nheads_k, headdim_k")
     check_rank("v", v, "batch_size, seqlen, nheads, headdim_v")
@@ -151,9 +151,9 @@ def _check_qkv(q: Signature, k: Signature, v: Signature) -> None:
             raise ArgumentError(f"{name}={value} is not supported; allowed are 1 to {MAX_HEADDIM}")
 
 
-def _check_gates(given: LinearInputs, q: Signature, v: Signature, options: LinearOptions) -> bool:
+def _check_gates(given: LinearInputs, q: TensorSpec, v: TensorSpec, options: LinearOptions) -> bool:
     """Checks g and beta; whether there is a gate for every key dimension."""
-    g = signature("g", given.g)
+    g = spec_of("g", given.g)
     per_head = tuple(v.shape[:3])
     per_key = (*per_head, q.shape[3])
     gate_per_key = len(g.shape) == 4
@@ -167,7 +167,7 @@ def _check_gates(given: LinearInputs, q: Signature, v: Signature, options: Linea
     gates = {"g": g}
     if options.delta_rule:
         require_tensor("beta", given.beta)
-        gates["beta"] = signature("beta", given.beta)
+        gates["beta"] = spec_of("beta", given.beta)
         check_shape("beta", gates["beta"], per_head, "batch_size, seqlen, nheads")
     for name, gate in gates.items():
         check_gate_dtype(name, gate)
@@ -175,9 +175,9 @@ def _check_gates(given: LinearInputs, q: Signature, v: Signature, options: Linea
     return gate_per_key
 
 
-def _check_cu_seqlens(cu_seqlens: Tensor, q: Signature) -> int:
+def _check_cu_seqlens(cu_seqlens: Tensor, q: TensorSpec) -> int:
     """The number of sequences."""
-    offsets = signature("cu_seqlens", cu_seqlens)
+    offsets = spec_of("cu_seqlens", cu_seqlens)
     if q.shape[0] != 1:
         raise ArgumentError(f"with cu_seqlens q must have batch_size 1, its sequences in a row, got {q.shape[0]}")
     if offsets.dtype not in (torch.int32, torch.int64):

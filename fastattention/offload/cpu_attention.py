@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fastattention.attention.dispatch import kvcache_signature, plan_kvcache
+from fastattention.attention.operators import ATTENTION_KVCACHE
 from fastattention.attention.validation import KvCacheArguments, Options
 from fastattention.attention.validation.common import as_kernels_read
 from fastattention.backends.cpu.backend import CpuBackend
@@ -15,14 +15,13 @@ from fastattention.offload.device import CpuWork
 def prepare_attention(
     arguments: KvCacheArguments, options: Options, out: Tensor, lse: Tensor, num_threads: int
 ) -> CpuWork:
-    """A call of fast_attn_with_kvcache that writes out and lse, and reads the numbers of q only when it is run.
+    """A call of fast_attn_with_kvcache that writes out and lse, and reads the values of q only when it is run.
 
     The tensors of `arguments` lie in CPU memory; lengths and pages are those of now. Raises as the call would.
 
     out: (batch_size, seqlen_q, nheads, headdim_v); lse: float32 (batch_size, nheads, seqlen_q)
     """
     options = options._replace(return_lse=True)
-    signature = kvcache_signature(arguments, options, True, 0, CpuBackend.name)
-    plan, inputs = plan_kvcache(signature, arguments, options, True, 0, CpuBackend.name)
+    plan, inputs = ATTENTION_KVCACHE.plan(arguments, options, CpuBackend.name)
     assert isinstance(plan.forward, CpuPlan)
     return plan.forward.prepare(as_kernels_read(plan.problem, inputs), out, lse, num_threads)

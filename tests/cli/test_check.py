@@ -20,9 +20,9 @@ import pytest
 import torch
 import typer
 
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.backends.registry import ORDER, get_backend
 from fastattention.backends.sdpa.backend import SdpaBackend
 from fastattention.cli.bench import gpu, npu
 from fastattention.cli.check import command, facts, judge, run, speeds
@@ -105,7 +105,7 @@ class ReadsEnvironment(Wrong):
 DYING = """
 import os, signal, sys
 from pathlib import Path
-from fastattention.backends.registry import ORDER
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.backends.sdpa.backend import SdpaBackend
 from fastattention.cli.check import command, run
 from fastattention.cli.check.cases import Case
@@ -114,7 +114,7 @@ class Dies(SdpaBackend):
     def plan(self, problem, inputs):
         os.kill(os.getpid(), signal.SIGKILL)
 
-ORDER["tested"] = "__main__:Dies"
+ATTENTION_BACKENDS.order["tested"] = "__main__:Dies"
 run.IMPLEMENTATIONS["cpu"] = (run.IMPLEMENTATIONS["cpu"][1], run.Implementation("tested", "tested"))
 command.check("cpu", Path(sys.argv[1]), [Case(name="tiny", seqlens_q=(5, 5), seqlens_k=(9, 9), headdim=8)])
 """
@@ -140,17 +140,17 @@ def read(path: Path) -> dict[str, Any]:
 
 def checked(path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, *cases: Case) -> list[dict[str, Any]]:
     """The entries of a report on a backend of `kind`, which ends with status 1 unless all is right or refused."""
-    monkeypatch.setitem(ORDER, "tested", f"{__name__}:{kind.__name__}")
+    monkeypatch.setitem(ATTENTION_BACKENDS.order, "tested", f"{__name__}:{kind.__name__}")
     implementation = run.Implementation("tested", "tested", {"FASTATTENTION_ASCEND": "vendor"})
     monkeypatch.setitem(run.IMPLEMENTATIONS, "cpu", (implementation,))
-    get_backend.cache_clear()
+    ATTENTION_BACKENDS.forget()
     try:
         command.check("cpu", path, cases)
         status = 0
     except typer.Exit as ended:
         status = ended.exit_code
     finally:
-        get_backend.cache_clear()
+        ATTENTION_BACKENDS.forget()
     entries: list[dict[str, Any]] = read(path)["entries"]
     assert status == int(any(entry["state"] in ("wrong", "failed") for entry in entries))
     return entries
@@ -176,7 +176,7 @@ def test_backends_of_this_machine_are_right(
     )
     assert entries[-1]["tflops"].keys() == {"fastattention", "SDPA"}
     assert report["machine"]["versions"]["torch"] == torch.__version__
-    assert set(report["backends"]) == set(ORDER)
+    assert set(report["backends"]) == set(ATTENTION_BACKENDS.order)
     assert "FASTATTENTION_ASCEND" in report["environment"]
 
 

@@ -12,7 +12,7 @@ import torch
 
 import fastattention
 from fastattention import config
-from fastattention.backends.registry import ORDER, get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli import machine
 from fastattention.cli.info import environment_variables
 
@@ -22,7 +22,7 @@ from .conftest import Finished
 def test_info_names_versions_and_every_backend(run_command: Callable[..., Finished]) -> None:
     exit_code, output = run_command("info")
     assert exit_code == 0
-    for name in ORDER:
+    for name in ATTENTION_BACKENDS.order:
         assert f" {name} " in output
     assert torch.__version__ in output
     assert fastattention.__version__ in output
@@ -31,7 +31,9 @@ def test_info_names_versions_and_every_backend(run_command: Callable[..., Finish
 def test_info_gives_the_reason_of_a_backend_that_cannot_run(
     run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(get_backend("sdpa"), "why_unavailable", lambda: "switched off [for a test]", raising=False)
+    monkeypatch.setattr(
+        ATTENTION_BACKENDS.get("sdpa"), "why_unavailable", lambda: "switched off [for a test]", raising=False
+    )
     assert "sdpa unavailable switched off [for a test]" in run_command("info").output
 
 

@@ -51,13 +51,13 @@ class Call:
         options = Options(
             **scalars, window_left=window_left, window_right=window_right, block_m=block_m, block_n=block_n,
             qk_dtype=rest.pop("qk_dtype", None), return_lse=True,
+            rotary_interleaved=rest.pop("rotary_interleaved", True), num_splits=rest.pop("num_splits", 0),
         )  # fmt: skip
         if self.function is fast_attn_func:
             return prepare_dense(options=options, **rest)
         if self.function is fast_attn_varlen_func:
             return prepare_varlen(options=options, **rest)
-        rotary_interleaved, num_splits = rest.pop("rotary_interleaved"), rest.pop("num_splits")
-        return prepare_kvcache(KvCacheArguments(**rest), options, rotary_interleaved, num_splits)
+        return prepare_kvcache(KvCacheArguments(**rest), options)
 
 
 def build_call(case: Case, dtype: torch.dtype) -> Call:

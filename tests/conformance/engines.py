@@ -12,10 +12,11 @@ import pytest
 from torch import Tensor
 
 from conformance.calls import Call
-from fastattention.attention.dispatch import forget_plans
+from fastattention.attention.backend import ATTENTION_BACKENDS
+from fastattention.attention.merge import select_merging_backend
 from fastattention.attention.problem import Problem
 from fastattention.backends.cpu.library import available_isas, load_library
-from fastattention.backends.registry import ORDER, get_backend, select_backend, select_merging_backend, verdict
+from fastattention.engine.operator import forget_plans
 from fastattention.errors import LibraryError
 
 
@@ -57,7 +58,7 @@ class Engine(NamedTuple):
     def refusal(self, problem: Problem) -> str | None:
         """Why the engine does not serve the problem. test_refusals.py says which reasons it may have."""
         with self.active():
-            return verdict(problem, self.backend).reason
+            return ATTENTION_BACKENDS.verdict(problem, self.backend).reason
 
 
 class RegisteredEngine(Engine):
@@ -65,13 +66,13 @@ class RegisteredEngine(Engine):
 
     @property
     def registered(self) -> dict[str, str]:
-        """Name -> module:class, as in registry.ORDER."""
+        """Name -> module:class, as in ATTENTION_BACKENDS.order."""
         raise NotImplementedError
 
     @contextmanager
     def active(self) -> Iterator[None]:
         try:
-            with mock.patch.dict(ORDER, self.registered):
+            with mock.patch.dict(ATTENTION_BACKENDS.order, self.registered):
                 forget_backends()
                 yield
         finally:
@@ -84,8 +85,7 @@ class RegisteredEngine(Engine):
 
 def forget_backends() -> None:
     """The next call asks the registry, and every backend the environment, anew."""
-    get_backend.cache_clear()
-    select_backend.cache_clear()
+    ATTENTION_BACKENDS.forget()
     select_merging_backend.cache_clear()
     forget_plans()
 
@@ -97,7 +97,9 @@ def _isas() -> list[str | None]:
         return [None]  # test_engines.py fails and shows the reason
 
 
-_ALL = [Engine(backend, isa) for backend in ORDER for isa in (_isas() if backend == "cpu" else [None])]
-ENGINES = [engine for engine in _ALL if get_backend(engine.backend).why_unavailable() is None]
+_ALL = [
+    Engine(backend, isa) for backend in ATTENTION_BACKENDS.order for isa in (_isas() if backend == "cpu" else [None])
+]
+ENGINES = [engine for engine in _ALL if ATTENTION_BACKENDS.get(engine.backend).why_unavailable() is None]
 
 every_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.name for engine in ENGINES])

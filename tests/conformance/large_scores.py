@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
-from fastattention.backends.base import Backend
 
 _LARGEST = torch.finfo(torch.float32).max
 # What is added to the scores of a row: to all, and to the last key alone, which a running maximum meets last.
@@ -22,7 +22,7 @@ _ROWS = (
 )
 
 
-def check_large_scores(backend: Backend, dtype: torch.dtype, times: int, keys: int, cached: bool) -> None:
+def check_large_scores(backend: AttentionBackend, dtype: torch.dtype, times: int, keys: int, cached: bool) -> None:
     """Results are those of float64, and lse is as exact as float32.
 
     times: of each kind of row, as few rows go another way through kernels than many

@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch
 
+from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, lengths, prepare_varlen
-from fastattention.backends.base import Backend
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def _nan_in_fresh_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def check_rows_behind(backend: Backend, dtype: torch.dtype, longest: int) -> None:
+def check_rows_behind(backend: AttentionBackend, dtype: torch.dtype, longest: int) -> None:
     """They see no keys: out 0, lse -inf. Other rows are right.
 
     longest: queries of a sequence; few go another way through kernels than many

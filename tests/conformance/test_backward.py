@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from conformance.engines import Engine
 from conformance.test_gradients import every_backward
 from fastattention import fast_attn_func, fast_attn_varlen_func, merge_attn_states, set_num_threads
-from fastattention.backends.registry import get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06}
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -199,6 +199,6 @@ def test_empty_sequences_have_gradients_of_nothing() -> None:
 
 
 def test_only_backends_with_a_backward_say_so() -> None:
-    assert get_backend("cpu").has_backward
+    assert ATTENTION_BACKENDS.get("cpu").has_backward
     with pytest.raises(NotImplementedError, match="sdpa has no backward"):
-        get_backend("sdpa").backward(None, None, None, None)  # type: ignore[arg-type]
+        ATTENTION_BACKENDS.get("sdpa").backward(None, None, None, None)  # type: ignore[arg-type]

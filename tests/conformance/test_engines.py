@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from conformance.engines import ENGINES, Engine, every_engine
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.backends.cpu.library import load_library
-from fastattention.backends.registry import ORDER, get_backend
 
 
 def test_cpu_and_sdpa_run_everywhere() -> None:
     """A native library that does not load must not turn into skipped tests."""
     for backend in ("cpu", "sdpa"):
-        assert get_backend(backend).why_unavailable() is None
-        assert backend in ORDER
+        assert ATTENTION_BACKENDS.get(backend).why_unavailable() is None
+        assert backend in ATTENTION_BACKENDS.order
 
 
 def test_every_instruction_set_is_an_engine() -> None:
@@ -23,5 +23,5 @@ def test_an_engine_uses_its_instruction_set(engine: Engine) -> None:
     default = load_library().isa
     with engine.active():
         assert load_library().isa == (engine.isa or default)
-        assert engine.isa is None or engine.isa in get_backend(engine.backend).describe()
+        assert engine.isa is None or engine.isa in ATTENTION_BACKENDS.get(engine.backend).describe()
     assert load_library().isa == default

@@ -16,15 +16,15 @@ from conformance.case import Case, DenseCase, VarlenCase
 from conformance.cases import CASES, LONG
 from conformance.engines import ENGINES, Engine
 from conformance.oracle import largest, largest_error, out_floor
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.reference import reference_attention
 from fastattention.backends.common.gradients import COMPUTED
-from fastattention.backends.registry import get_backend
 
 Attention = Callable[[Call], tuple[Tensor, Tensor]]
 
 FACTOR, FACTOR_BY_TORCH = 2.0, 3.0
 DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "attn_bias", "sinks")
-OURS = [engine for engine in ENGINES if get_backend(engine.backend).has_backward]
+OURS = [engine for engine in ENGINES if ATTENTION_BACKENDS.get(engine.backend).has_backward]
 every_backward = pytest.mark.parametrize("engine", OURS, ids=[engine.name for engine in OURS])
 Names = Sequence[str]
 

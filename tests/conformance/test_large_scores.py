@@ -8,7 +8,7 @@ from tiers import thin
 from conformance.engines import ENGINES, Engine
 from conformance.large_scores import check_large_scores
 from conformance.test_conformance import DTYPES
-from fastattention.backends.registry import get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 
 
 @thin(quick=20)
@@ -19,4 +19,4 @@ def test_scores_may_be_as_large_as_float32_has_them(
     engine: Engine, dtype: str, times: int, keys: int, cached: bool
 ) -> None:
     with engine.active():
-        check_large_scores(get_backend(engine.backend), DTYPES[dtype], times, keys, cached)
+        check_large_scores(ATTENTION_BACKENDS.get(engine.backend), DTYPES[dtype], times, keys, cached)

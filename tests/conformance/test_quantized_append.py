@@ -9,8 +9,8 @@ import torch
 
 from conformance.engines import Engine, every_engine
 from fastattention import fast_attn_with_kvcache
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
-from fastattention.backends.registry import verdict
 from fastattention.quantized import quantize
 
 TOKENS = {
@@ -43,7 +43,7 @@ def test_new_tokens_are_stored_as_the_formula_says(engine: Engine, stored: torch
     arguments = KvCacheArguments(
         torch.zeros(1, 1, 3, 59, dtype=dtype), k_cache, v_cache, k, v, cache_seqlens=2, k_scale=k_scale, v_scale=v_scale
     )
-    reason = verdict(prepare_kvcache(arguments, Options())[0], engine.backend).reason
+    reason = ATTENTION_BACKENDS.verdict(prepare_kvcache(arguments, Options())[0], engine.backend).reason
     if reason is not None:
         pytest.skip(f"{engine.name}: {reason}")
     with engine.active():

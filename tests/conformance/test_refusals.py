@@ -11,8 +11,8 @@ import torch
 from conformance.calls import problem_of
 from conformance.cases import CASES
 from fastattention import UnsupportedError, fast_attn_func, fast_attn_with_kvcache
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Layout
-from fastattention.backends.registry import get_backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -21,7 +21,7 @@ def test_every_case_is_served(dtype: torch.dtype) -> None:
         problem = problem_of(case, dtype)
         # Products in int8 take a backend and a processor that have them: test_int8_products.py.
         for backend in ("cpu", "sdpa") if problem.qk_dtype is None else ():
-            assert get_backend(backend).why_not(problem) is None, f"{case.name} on {backend}"
+            assert ATTENTION_BACKENDS.get(backend).why_not(problem) is None, f"{case.name} on {backend}"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_every_case_is_served(dtype: torch.dtype) -> None:
     ids=["mask-of-dropout", "gradient-of-a-bias", "transform", "pages", "cache", "other-device"],
 )
 def test_cpu_refuses_what_it_cannot_do_and_names_it(fields: dict[str, Any], named: str) -> None:
-    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0], torch.float32), **fields))
+    reason = ATTENTION_BACKENDS.get("cpu").why_not(replace(problem_of(CASES[0], torch.float32), **fields))
     assert reason is not None
     assert named in reason
 
@@ -45,7 +45,9 @@ def test_cpu_refuses_what_it_cannot_do_and_names_it(fields: dict[str, Any], name
 def test_a_refusal_reaches_the_caller() -> None:
     q = torch.zeros(1, 2, 1, 8)
     slopes = torch.zeros(1, requires_grad=True)
-    reason = get_backend("cpu").why_not(replace(problem_of(CASES[0], torch.float32), grads=("alibi_slopes",)))
+    reason = ATTENTION_BACKENDS.get("cpu").why_not(
+        replace(problem_of(CASES[0], torch.float32), grads=("alibi_slopes",))
+    )
     assert reason is not None
     with pytest.raises(UnsupportedError) as raised:
         fast_attn_func(q, q, q, alibi_slopes=slopes, backend="cpu")

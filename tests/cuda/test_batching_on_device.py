@@ -11,10 +11,10 @@ import torch
 from integrations.models import pair
 from integrations.test_batching import batched, distances, requests
 
-from fastattention.backends.registry import get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.integrations.transformers import batching
 
-if get_backend("cuda").why_unavailable() is not None:
+if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
 

@@ -17,11 +17,11 @@ from conformance.engines import forget_backends
 from torch import Tensor
 
 from fastattention import explain, fast_attn_func
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Problem
-from fastattention.backends.registry import get_backend
 from fastattention.backends.sdpa import cudnn_prefill
 
-if get_backend("cuda").why_unavailable() is not None or torch.cuda.get_device_capability() < (9, 0):
+if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU of Hopper or newer", allow_module_level=True)
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -32,14 +32,15 @@ from fastattention import (
     fast_attn_with_kvcache,
     merge_attn_states,
 )
+from fastattention.attention.backend import ATTENTION_BACKENDS
+from fastattention.attention.merge import select_merging_backend
 from fastattention.attention.problem import MergeProblem, Problem
 from fastattention.backends.common.gradients import COMPUTED
-from fastattention.backends.registry import get_backend, select_merging_backend, verdict
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.quantized import quantize
 
-if get_backend("cuda").why_unavailable() is not None:
+if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
 
@@ -57,7 +58,7 @@ class DeviceEngine(GpuEngine):
             forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
-        return verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason
+        return ATTENTION_BACKENDS.verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason
 
 
 def _target() -> int:

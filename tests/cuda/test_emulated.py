@@ -25,10 +25,10 @@ from tiers import Tier, half, slow, thin, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
-from fastattention.backends import registry
 from fastattention.backends.cuda import heuristics
 from fastattention.backends.cuda.decode_heuristics import is_decode
 from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig
@@ -225,8 +225,8 @@ def test_products_in_int8_need_turing_rows_and_narrow_heads() -> None:
 
 def test_emulated_backends_are_not_registered() -> None:
     with EmulatedEngine("cuda-sm80").active():
-        assert "cuda-sm80" in registry.ORDER
-    assert not {backend.name for backend in emulator.EMULATED} & set(registry.ORDER)
+        assert "cuda-sm80" in ATTENTION_BACKENDS.order
+    assert not {backend.name for backend in emulator.EMULATED} & set(ATTENTION_BACKENDS.order)
 
 
 def test_bfloat16_beyond_float16_is_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

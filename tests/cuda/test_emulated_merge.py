@@ -13,8 +13,8 @@ from merges import CASES, DTYPES, MergeCase, check_merge, check_what_is_not_fini
 from torch import Tensor
 
 from fastattention import merge_attn_states
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import MergeProblem
-from fastattention.backends import registry
 from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS
 from fastattention.backends.cuda.merging import MOST_WARPS
 
@@ -25,9 +25,9 @@ STEP = MergeCase("step", 3, (1, 1, 32, 128))
 @pytest.fixture(autouse=True)
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedSm80]:
     """The emulated backend, asked before all others."""
-    monkeypatch.setattr(registry, "ORDER", {"cuda-sm80": "emulator:EmulatedSm80", **registry.ORDER})
+    monkeypatch.setattr(ATTENTION_BACKENDS, "order", {"cuda-sm80": "emulator:EmulatedSm80", **ATTENTION_BACKENDS.order})
     forget_backends()
-    emulated = registry.get_backend("cuda-sm80")
+    emulated = ATTENTION_BACKENDS.get("cuda-sm80")
     assert isinstance(emulated, EmulatedSm80)
     emulated.reports = []
     yield emulated

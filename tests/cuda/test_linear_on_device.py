@@ -15,11 +15,11 @@ from fastattention import UnsupportedError
 from fastattention.backends.cuda.linear.config import DTYPES
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla
-from fastattention.linear.dispatch import get_backend
+from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import prepare
 
-if get_backend("cuda").why_unavailable() is not None:
+if LINEAR_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
 
@@ -40,7 +40,7 @@ def test_results_are_right_and_repeat(
     monkeypatch: pytest.MonkeyPatch, name: str, chunked: bool, dtype: torch.dtype, arch: int
 ) -> None:
     monkeypatch.setenv("FASTATTENTION_CUDA_ARCH", str(arch))
-    case, backend = CASES[name], get_backend("cuda")
+    case, backend = CASES[name], LINEAR_BACKENDS.get("cuda")
     problem, inputs = prepare(case.tensors(dtype, "cuda"), case.options(chunked))
     if (reason := backend.why_not(problem)) is not None:
         pytest.skip(reason)

@@ -146,7 +146,7 @@ def test_what_is_remembered_knows_its_gpu(device: str, index: int | None) -> Non
     made = Agreement(2)
     key = Key(mock.Mock(device=torch.device(device)), HIDDEN, False, "auto", "auto", None)
     made.agreed[key] = mock.Mock()
-    with mock.patch.object(agreement, "select_backend"):
+    with mock.patch.object(agreement.ATTENTION_BACKENDS, "select"):
         made.remember(("signature",), key, mock.Mock())
     assert made.calls["signature",].cuda_index == index
 

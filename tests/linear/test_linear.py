@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fastattention.linear.ops import call_linear_attention
 from tiers import slow, thin
 from torch import Tensor
 from torch.testing import assert_close
 
 from fastattention.backends.torch.linear import linear_attention
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
-from fastattention.linear.dispatch import ORDER, get_backend
-from fastattention.linear.ops import call_linear_attention
+from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
 from linear.cases import CASES, LinearCase
 from linear.oracle import check, exact
 
-BACKENDS = [name for name in ORDER if get_backend(name).why_unavailable() is None]
+BACKENDS = [name for name in LINEAR_BACKENDS.order if LINEAR_BACKENDS.get(name).why_unavailable() is None]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_form = pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
 
@@ -33,7 +33,7 @@ every_form = pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "t
 @pytest.mark.parametrize("name", CASES)
 def test_linear_attention_is_right(backend: str, name: str, chunked: bool, dtype: torch.dtype) -> None:
     problem, inputs = prepare(CASES[name].tensors(dtype), CASES[name].options(chunked))
-    engine = get_backend(backend)
+    engine = LINEAR_BACKENDS.get(backend)
     if reason := engine.why_not(problem):
         pytest.skip(reason)
     check(problem, inputs, engine.plan(problem, inputs)(inputs))
@@ -176,7 +176,7 @@ def test_results_without_tokens_have_gradients() -> None:
 def test_64k_tokens_are_right(backend: str, rule: str) -> None:
     case = LinearCase(rule=rule, seqlen=65536, nheads=1, nheads_k=1, headdim_k=16, headdim_v=16, gates=1e-3)
     problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))
-    out, state = get_backend(backend).plan(problem, inputs)(inputs)
+    out, state = LINEAR_BACKENDS.get(backend).plan(problem, inputs)(inputs)
     assert state is not None
     # The recurrence in float64 over this many tokens, as chunks that nothing is lost in.
     wanted = linear_attention(replace(problem, dtype=torch.float64), inputs, 64, torch.float64)

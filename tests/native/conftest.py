@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastattention.attention.dispatch import forget_plans
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.backends.cpu.library import available_isas, load_library
-from fastattention.backends.registry import select_backend
+from fastattention.engine.operator import forget_plans
 
 
 def _forget() -> None:
     """Backends are chosen again, and with them the instruction set."""
     load_library.cache_clear()
-    select_backend.cache_clear()
+    ATTENTION_BACKENDS.forget()
     forget_plans()
 
 

@@ -11,8 +11,9 @@ from linear.oracle import check
 from tiers import thin
 
 from fastattention import set_num_threads
-from fastattention.linear import chunk_gated_delta_rule, chunk_gla, dispatch
-from fastattention.linear.dispatch import get_backend
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla
+from fastattention.linear.backend import LINEAR_BACKENDS
+from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.validation import prepare
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -21,7 +22,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 @pytest.fixture(autouse=True)
 def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     """Of the instruction set at hand."""
-    monkeypatch.setattr(dispatch, "_plans", {})
+    monkeypatch.setattr(LINEAR_ATTENTION, "_plans", {})
 
 
 @thin(quick=41, all=29)
@@ -30,7 +31,7 @@ def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_right(isa: str, name: str, chunked: bool, dtype: torch.dtype) -> None:
     problem, inputs = prepare(CASES[name].tensors(dtype), CASES[name].options(chunked))
-    check(problem, inputs, get_backend("cpu").plan(problem, inputs)(inputs))
+    check(problem, inputs, LINEAR_BACKENDS.get("cpu").plan(problem, inputs)(inputs))
 
 
 def results(case: LinearCase, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -64,4 +65,4 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
 def test_any_length_around_a_chunk(isa: str, rule: str, seqlen: int, dtype: torch.dtype) -> None:
     case = LinearCase(rule, seqlen=seqlen, nheads=1, nheads_k=1, headdim_k=33, headdim_v=17, initial_state=True)
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))
-    check(problem, inputs, get_backend("cpu").plan(problem, inputs)(inputs))
+    check(problem, inputs, LINEAR_BACKENDS.get("cpu").plan(problem, inputs)(inputs))

@@ -12,7 +12,7 @@ from native.callbacks import Callback
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
-from fastattention.backends.registry import get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.offload.cpu_stream import CpuStream
 from fastattention.offload.device import Copy, CudaDevice
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
@@ -20,7 +20,7 @@ from fastattention.offload.layer import AttendOptions, Padding
 from fastattention.offload.pages import PageShape
 from fastattention.quantized import dequantize, quantize
 
-if get_backend("cuda").why_unavailable() is not None:
+if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
 
 NUM_LAYERS, BATCH_SIZE, NHEADS, NHEADS_K, HEADDIM = 6, 2, 8, 4, 128

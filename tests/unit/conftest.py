@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from fastattention.attention import dispatch
-from fastattention.backends import registry
-from fastattention.backends.base import Backend
+from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
+from fastattention.attention.merge import select_merging_backend
+from fastattention.engine.operator import forget_plans
 
 
 @pytest.fixture(autouse=True)
@@ -21,22 +21,22 @@ def _same_numbers_every_time() -> None:
 
 @pytest.fixture
 def only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """A function that makes the given Backend classes the only ones registered, in their order."""
+    """A function that makes the given AttentionBackend classes the only ones registered, in their order."""
 
-    def register(*backends: type[Backend]) -> None:
+    def register(*backends: type[AttentionBackend]) -> None:
         module = ModuleType("backends_of_a_test")
         for backend in backends:
             setattr(module, backend.__name__, backend)
         monkeypatch.setitem(sys.modules, module.__name__, module)
         order = {backend.name: f"{module.__name__}:{backend.__name__}" for backend in backends}
-        monkeypatch.setattr(registry, "ORDER", order)
+        monkeypatch.setattr(ATTENTION_BACKENDS, "order", order)
         forget()
 
     def forget() -> None:
-        registry.get_backend.cache_clear()
-        registry.select_backend.cache_clear()
-        registry.select_merging_backend.cache_clear()
-        dispatch.forget_plans()
+        ATTENTION_BACKENDS.forget()
+        ATTENTION_BACKENDS.forget()
+        select_merging_backend.cache_clear()
+        forget_plans()
 
     yield register
     forget()
@@ -45,6 +45,6 @@ def only_backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Non
 @pytest.fixture
 def no_plans() -> Iterator[None]:
     """No plan of a call before the test, and none after it."""
-    dispatch.forget_plans()
+    forget_plans()
     yield
-    dispatch.forget_plans()
+    forget_plans()

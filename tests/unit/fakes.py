@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import torch
 
+from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
-from fastattention.backends.base import Backend
 
 
-class Willing(Backend):
+class Willing(AttentionBackend):
     """Serves everything with zeros and remembers what it was given."""
 
     name = "willing"

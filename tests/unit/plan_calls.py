@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 
 import fastattention
-from fastattention import (
-    dispatch,
-    fast_attn_func,
-    fast_attn_varlen_func,
-    fast_attn_with_kvcache,
-)
+from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
+from fastattention.attention import operators
 
 PACKAGE = Path(fastattention.__file__).parent
 Call = Callable[..., Any]
@@ -61,7 +57,7 @@ def unchecked() -> Iterator[None]:
     """Any call that is validated as a new one fails the test."""
     with contextlib.ExitStack() as stack:
         for name in ("prepare_prefill", "prepare_kvcache"):
-            stack.enter_context(mock.patch.object(dispatch, name, side_effect=AssertionError("checked")))
+            stack.enter_context(mock.patch.object(operators, name, side_effect=AssertionError("checked")))
         yield
 
 

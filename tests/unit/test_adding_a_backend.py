@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from conformance.engines import Engine
 from tiers import Tier, slow, tier_of
 
 from fastattention import backends
-from fastattention.attention import dispatch
-from fastattention.backends import registry
+from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
+from fastattention.attention.merge import select_merging_backend
+from fastattention.attention.problem import Problem
+from fastattention.engine.operator import forget_plans
+from fastattention.engine.registry import Registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "adding-a-backend.md").read_text()
 # A block of code begins with the path of the file that it is, or is part of.
@@ -26,9 +30,10 @@ PLAIN = Engine("plain")
 
 
 def order_on_the_page() -> dict[str, str]:
-    names: dict[str, dict[str, str]] = {}
-    exec(BLOCKS["fastattention/backends/registry.py"], names)
-    return names["ORDER"]
+    names: dict[str, Any] = {"Registry": Registry, "Problem": Problem, "AttentionBackend": AttentionBackend}
+    exec(BLOCKS["fastattention/attention/backend.py"], names)
+    order: dict[str, str] = names["ATTENTION_BACKENDS"].order
+    return order
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +44,7 @@ def _page_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     (folder / "__init__.py").write_text('"""Attention in plain torch."""\n')
     (folder / "backend.py").write_text(BLOCKS["fastattention/backends/plain/backend.py"])
     monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "ORDER", order_on_the_page())
+    monkeypatch.setattr(ATTENTION_BACKENDS, "order", order_on_the_page())
     forget()
     yield
     forget()
@@ -47,10 +52,10 @@ def _page_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 def forget() -> None:
     """Leaves nothing of the page's backend in this process."""
-    registry.get_backend.cache_clear()
-    registry.select_backend.cache_clear()
-    registry.select_merging_backend.cache_clear()
-    dispatch.forget_plans()
+    ATTENTION_BACKENDS.forget()
+    ATTENTION_BACKENDS.forget()
+    select_merging_backend.cache_clear()
+    forget_plans()
     for name in ("plain", "plain.backend"):
         sys.modules.pop(f"fastattention.backends.{name}", None)
     vars(backends).pop("plain", None)
@@ -60,7 +65,7 @@ def test_the_page_adds_one_backend_to_those_there_are(monkeypatch: pytest.Monkey
     order = order_on_the_page()
     assert order.pop("plain") == "fastattention.backends.plain.backend:PlainBackend"
     monkeypatch.undo()
-    assert list(order.items()) == list(registry.ORDER.items())
+    assert list(order.items()) == list(ATTENTION_BACKENDS.order.items())
 
 
 def test_the_call_on_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def dense(seqlen_q: int = 5, seqlen_k: int = 9, nheads: int = 4, nheads_k: int =
 def decode(seqlen_k: int = 4096, num_splits: int = 0) -> tuple[Problem, Inputs]:
     cache = torch.zeros(1, seqlen_k, 2, 32, dtype=torch.float16)
     arguments = KvCacheArguments(q=torch.zeros(1, 1, 8, 32, dtype=torch.float16), k_cache=cache, v_cache=cache.clone())
-    return prepare_kvcache(arguments, Options(return_lse=True), True, num_splits)
+    return prepare_kvcache(arguments, Options(return_lse=True, num_splits=num_splits))
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def pages(**layout: Any) -> tuple[Problem, Inputs]:
     arguments = KvCacheArguments(
         q=q, k_cache=k, v_cache=v, cache_seqlens=torch.tensor([5, 32], dtype=torch.int32), block_table=table, **layout
     )
-    return prepare_kvcache(arguments, Options(), True, 0)
+    return prepare_kvcache(arguments, Options())
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Layout, Problem
-from fastattention.backends import registry
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import cache, compiler, module
@@ -186,7 +186,7 @@ def test_the_backend_is_unavailable_without_bindings(monkeypatch: pytest.MonkeyP
 
 
 def test_gpus_are_asked_before_processors() -> None:
-    order = list(registry.ORDER)
+    order = list(ATTENTION_BACKENDS.order)
     assert "cuda" not in order or order.index("cuda") < order.index("cpu")
 
 

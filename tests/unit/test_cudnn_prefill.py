@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattention.attention.dispatch import Explanation
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.backends import registry
 from fastattention.backends.sdpa import cudnn_prefill, gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.engine.explain import Explanation
+from fastattention.engine.registry import Verdict
 from unit.test_sdpa_gpu_kernels import FULL, LOWER_RIGHT, REFUSED, SQUARE, Kernel
 
 LONG_FULL = replace(FULL, batch_size=1, seqlen_q=1024, seqlen_k=1024, nheads=32, headdim=128, headdim_v=128)
@@ -128,9 +128,9 @@ def test_it_asks_the_gpu_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_explanation_says_so() -> None:
     backend = SdpaBackend()
     verdicts = (
-        registry.Verdict("cuda", None, "the forward kernel"),
-        registry.Verdict("cpu", "no CPU tensors"),
-        registry.Verdict("sdpa", None, backend.how(LONG), backend.why_faster(LONG)),
+        Verdict("cuda", None, "the forward kernel"),
+        Verdict("cpu", "no CPU tensors"),
+        Verdict("sdpa", None, backend.how(LONG), backend.why_faster(LONG)),
     )
     explanation = Explanation(LONG, verdicts)
     assert explanation.backend == "sdpa"

@@ -45,7 +45,7 @@ def prepared(
         cache_batch_idx=None if paged else torch.tensor([4, 0, 2], dtype=torch.int32),
         block_table=torch.randperm(9).view(BATCH_SIZE, 3).int() if paged else None,
     )
-    return prepare_kvcache(arguments, Options(causal=causal), interleaved)
+    return prepare_kvcache(arguments, Options(causal=causal, rotary_interleaved=interleaved))
 
 
 def place(inputs: Inputs, sequence: int, position: int) -> tuple[int, int]:

@@ -21,9 +21,9 @@ from fastattention import (
     explain,
     fast_attn_with_kvcache,
 )
+from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.backends.base import Backend
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.backends.sdpa.backend import SdpaBackend
 from unit.refusals import Refusal, assert_refused, refusals
@@ -179,7 +179,7 @@ class AnyNpu(AscendBackend):
 
 
 @pytest.mark.parametrize("backend", [SdpaBackend(), AnyGpu(), AnyNpu()], ids=["sdpa", "cuda", "ascend"])
-def test_backends_that_cannot_read_panels_refuse_them(backend: Backend) -> None:
+def test_backends_that_cannot_read_panels_refuse_them(backend: AttentionBackend) -> None:
     problem = explain(queries(), function=make(PackedKVStore).attend).problem
     assert problem.panel_size == 32
     assert "interleaved panels" in (backend.why_not(problem) or "")

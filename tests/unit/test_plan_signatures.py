@@ -14,8 +14,8 @@ from fastattention import (
     fast_attn_varlen_func,
     fast_attn_with_kvcache,
 )
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
-from fastattention.backends.registry import get_backend
 from unit.plan_calls import (
     FUNCTIONS,
     Arguments,
@@ -157,10 +157,10 @@ CACHE_CHANGES: dict[str, Arguments] = {
 @torch.no_grad()
 def test_a_call_with_a_cache_that_differs_is_validated(changes: Arguments) -> None:
     fast_attn_with_kvcache(**kvcache())
-    with contextlib.suppress(ArgumentError):  # of causal=0.0, which every call reads
+    with contextlib.suppress(ArgumentError):  # of scalars of a wrong type, which every call reads
         assert_new(fast_attn_with_kvcache, kvcache(**changes))
         return
-    assert changes == {"causal": 0.0}
+    assert changes in ({"causal": 0.0}, {"rotary_interleaved": 1.0}, {"num_splits": 0.0})
 
 
 SERVED_DENSE = ["k-strides", "alibi_slopes", "attn_bias-shape", "sinks", "softmax_scale", "causal", "softcap"]
@@ -185,7 +185,7 @@ def test_a_call_that_differs_is_right(kind: str, changes: Arguments) -> None:
 
 @pytest.mark.parametrize("changes", [{"cache_leftpad": int32(1, 2)}, {"cache_batch_idx": int32(1, 0)}])
 def test_a_backend_tells_calls_apart_that_have_one_problem(changes: Arguments) -> None:
-    backend = get_backend("cpu")
+    backend = ATTENTION_BACKENDS.get("cpu")
     shared = kvcache(q=torch.randn(2, 1, 4, 8), k=None, v=None)
     (plain, inputs), (other, other_inputs) = (
         prepare_kvcache(KvCacheArguments(**shared | change), Options()) for change in ({}, changes)

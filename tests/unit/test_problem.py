@@ -70,7 +70,7 @@ def test_kvcache_problem_counts_the_capacity_and_the_new_tokens() -> None:
         torch.zeros(2, 1, 2, 16), torch.zeros(2, 1, 2, 24), torch.zeros(32, 4), torch.zeros(32, 4),
         cache_seqlens=int32(3, 20), block_table=int32([0, 1, 1], [2, 3, 3]),
     )  # fmt: skip
-    problem, inputs = prepare_kvcache(arguments, Options(), rotary_interleaved=False, num_splits=2)
+    problem, inputs = prepare_kvcache(arguments, Options(rotary_interleaved=False, num_splits=2))
     assert problem.layout is Layout.KVCACHE
     assert (problem.seqlen_q, problem.seqlen_k, problem.seqlen_new, problem.total_q) == (3, 24, 1, 6)
     assert (problem.rotary_dim, problem.rotary_interleaved, problem.num_splits) == (8, False, 2)

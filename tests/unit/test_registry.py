@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from fastattention import ArgumentError, UnsupportedError, fast_attn_func, merge_attn_states
+from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.problem import MergeProblem, Problem
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.backends import registry
-from fastattention.backends.base import Backend
 from unit.fakes import Absent, Picky, Willing
 
 RegisterBackends = Callable[..., None]
@@ -29,30 +28,30 @@ def problem_of(headdim: int = 8) -> Problem:
 
 
 def test_the_order_goes_from_special_to_general() -> None:
-    assert list(registry.ORDER) == ["cuda", "ascend", "cpu", "sdpa"]
+    assert list(ATTENTION_BACKENDS.order) == ["cuda", "ascend", "cpu", "sdpa"]
 
 
-@pytest.mark.parametrize("name", list(registry.ORDER))
+@pytest.mark.parametrize("name", list(ATTENTION_BACKENDS.order))
 def test_every_registered_backend_exists_under_its_name(name: str) -> None:
-    backend = registry.get_backend(name)
-    assert isinstance(backend, Backend)
+    backend = ATTENTION_BACKENDS.get(name)
+    assert isinstance(backend, AttentionBackend)
     assert backend.name == name
-    assert backend is registry.get_backend(name)
+    assert backend is ATTENTION_BACKENDS.get(name)
     if backend.why_unavailable() is None:
         assert "\n" not in backend.describe()
 
 
 def test_auto_takes_the_first_that_can(only_backends: RegisterBackends) -> None:
     only_backends(Absent, Picky, Willing)
-    assert isinstance(registry.select_backend(problem_of(64)), Picky)
-    assert type(registry.select_backend(problem_of(8))) is Willing
+    assert isinstance(ATTENTION_BACKENDS.select(problem_of(64)), Picky)
+    assert type(ATTENTION_BACKENDS.select(problem_of(8))) is Willing
 
 
 def test_a_name_is_the_only_backend_considered(only_backends: RegisterBackends) -> None:
     only_backends(Willing, Picky)
-    assert isinstance(registry.select_backend(problem_of(64), "picky"), Picky)
+    assert isinstance(ATTENTION_BACKENDS.select(problem_of(64), "picky"), Picky)
     with pytest.raises(UnsupportedError) as raised:
-        registry.select_backend(problem_of(8), "picky")
+        ATTENTION_BACKENDS.select(problem_of(8), "picky")
     assert "picky: headdim=8 is not supported by picky; use 64" in str(raised.value)
     assert "willing" not in str(raised.value)
 
@@ -75,16 +74,16 @@ class Swift(Willing):
 
 def test_auto_takes_the_first_that_is_faster(only_backends: RegisterBackends) -> None:
     only_backends(Picky, Swift, Willing)
-    assert isinstance(registry.select_backend(problem_of(64)), Swift)
-    assert isinstance(registry.select_backend(problem_of(64), "picky"), Picky)
-    assert isinstance(registry.select_backend(problem_of(8)), Swift)  # the first that can
+    assert isinstance(ATTENTION_BACKENDS.select(problem_of(64)), Swift)
+    assert isinstance(ATTENTION_BACKENDS.select(problem_of(64), "picky"), Picky)
+    assert isinstance(ATTENTION_BACKENDS.select(problem_of(8)), Swift)  # the first that can
     only_backends(Willing, Swift)
-    assert type(registry.select_backend(problem_of(8))) is Willing
+    assert type(ATTENTION_BACKENDS.select(problem_of(8))) is Willing
 
 
 def test_verdicts_are_in_order_with_their_reasons(only_backends: RegisterBackends) -> None:
     only_backends(Willing, Absent, Picky)
-    assert [(one.backend, one.reason) for one in registry.verdicts(problem_of(64))] == [
+    assert [(one.backend, one.reason) for one in ATTENTION_BACKENDS.verdicts(problem_of(64))] == [
         ("willing", None),
         ("absent", "needs a device called moon; there is none"),
         ("picky", None),

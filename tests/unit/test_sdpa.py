@@ -11,10 +11,10 @@ from tiers import thin
 from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
-from fastattention.backends.registry import get_backend
 from fastattention.backends.sdpa import backend as sdpa_backend
 from fastattention.backends.sdpa import fused, gpu_kernels, masks, parts
 
@@ -28,7 +28,7 @@ def qkv(seqlen_q: int = 37, seqlen_k: int = 53, headdim_v: int = 16, **kwargs: A
 
 
 def serve(problem: Problem, inputs: Inputs) -> AttentionOutput:
-    return get_backend("sdpa").forward(problem, inputs)
+    return ATTENTION_BACKENDS.get("sdpa").forward(problem, inputs)
 
 
 def assert_matches_reference(problem: Problem, inputs: Inputs) -> None:
@@ -323,7 +323,7 @@ def test_memory_that_gpu_kernels_fault_on_is_copied() -> None:
 
 
 def test_describe_names_torch_and_its_kernels() -> None:
-    description = get_backend("sdpa").describe()
+    description = ATTENTION_BACKENDS.get("sdpa").describe()
     assert str(torch.__version__) in description
     assert "flash" in description
     assert "\n" not in description
@@ -343,4 +343,4 @@ def test_all_tensors_are_asked_for_their_alignment(which: int, what: str) -> Non
 
 @pytest.mark.parametrize("longest", [1, 40])
 def test_rows_behind_the_last_sequence_see_no_keys(longest: int) -> None:
-    check_rows_behind(get_backend("sdpa"), torch.float32, longest)
+    check_rows_behind(ATTENTION_BACKENDS.get("sdpa"), torch.float32, longest)

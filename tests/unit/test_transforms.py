@@ -17,11 +17,18 @@ from fastattention import (
     fast_attn_with_kvcache,
     merge_attn_states,
 )
-from fastattention.backends.registry import ORDER, get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from unit.functions import CALLS, Call
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-BACKENDS = ["auto", *(name for name in ORDER if name in ("cpu", "sdpa") and not get_backend(name).why_unavailable())]
+BACKENDS = [
+    "auto",
+    *(
+        name
+        for name in ATTENTION_BACKENDS.order
+        if name in ("cpu", "sdpa") and not ATTENTION_BACKENDS.get(name).why_unavailable()
+    ),
+]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

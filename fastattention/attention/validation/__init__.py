@@ -6,8 +6,8 @@ then: numbers (cu_seqlens, cache_seqlens, page indices), which only the CPU can 
 caches that share memory. Nothing is written before all have passed.
 """
 
-from fastattention.attention.validation.common import KvCacheArguments, Options
-from fastattention.attention.validation.kvcache import PanelCache, prepare_kvcache
+from fastattention.attention.validation.common import KvCacheArguments, Options, PanelCache
+from fastattention.attention.validation.kvcache import prepare_kvcache
 from fastattention.attention.validation.prefill import prepare_dense, prepare_prefill, prepare_varlen
 
 __all__ = [

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.problem import BLOCK_STEP
-from fastattention.attention.validation.common import (
-    Options,
-    Signature,
+from fastattention.attention.validation.common import Options
+from fastattention.attention.validation.flex_masks import is_flex_mask, read_flex_mask
+from fastattention.engine.checks import (
+    TensorSpec,
     check_rank,
     read_int,
     require_tensor,
-    signature,
+    spec_of,
 )
-from fastattention.attention.validation.flex_masks import is_flex_mask, read_flex_mask
 from fastattention.errors import ArgumentError
 
 BlockSize = int | Sequence[int] | None
@@ -52,7 +52,7 @@ def read_block_mask(
         raise ArgumentError(f"block_size={block_size!r} was given with a BlockMask, which has its own BLOCK_SIZE")
     axes = "batch_size, seqlen, heads, headdim"
     for name, tensor in (("q", q), ("k", k)):
-        check_rank(name, signature(name, tensor), axes)
+        check_rank(name, spec_of(name, tensor), axes)
     assert isinstance(q, Tensor)
     assert isinstance(k, Tensor)
     read = read_flex_mask(block_mask, q.shape[1], k.shape[1])
@@ -78,7 +78,7 @@ def read_block_size(block_size: BlockSize) -> tuple[int, int]:
 
 
 def check_block_mask(
-    mask: Signature | None, q: Signature, nheads: int, batch_size: int, seqlens: tuple[int, int], options: Options
+    mask: TensorSpec | None, q: TensorSpec, nheads: int, batch_size: int, seqlens: tuple[int, int], options: Options
 ) -> tuple[int, int] | None:
     """(block_m, block_n) of a mask that fits the call; None without one.
 

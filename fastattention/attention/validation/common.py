@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import numbers
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Inputs, Problem
+from fastattention.engine.checks import (
+    TensorSpec,
+    check_device,
+    check_dtype,
+    check_like_q,
+    check_shape,
+    last_axis_contiguous,
+    read_flag,
+    read_number,
+)
 from fastattention.errors import ArgumentError
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT32 = torch.finfo(torch.float32)  # in which scores are computed
 QK_DTYPES = {"int8": torch.int8}  # in which queries and keys may be multiplied, but for their own
 _QK_DTYPE_NAMES = " or ".join(map(repr, QK_DTYPES))
 
 
 class Options(NamedTuple):
-    """The scalar arguments of a call as `read_options` has read them: of the right types, values not yet checked."""
+    """The scalar arguments of a call, of the right types; values are not yet checked."""
 
     softmax_scale: float | None = None
     causal: bool = False
@@ -35,7 +41,20 @@ class Options(NamedTuple):
     block_n: int = 0
     qk_dtype: str | None = None
     return_lse: bool = False
-    return_mask: bool = False  # of dropout; no scalar of the operators, which cannot return it
+    return_mask: bool = False  # of dropout; no scalar of the operators of torch, which cannot return it
+    max_seqlen_q: int | None = None  # of a varlen call; None derives them
+    max_seqlen_k: int | None = None
+    rotary_interleaved: bool = True
+    num_splits: int = 0
+    panels: PanelCache | None = None  # of a PackedKVStore
+
+
+class PanelCache(NamedTuple):
+    """A cache in interleaved panels (common/panel_cache.py): what its dense k_cache and v_cache would be."""
+
+    k: TensorSpec
+    v: TensorSpec
+    panel_size: int
 
 
 class KvCacheArguments(NamedTuple):
@@ -62,21 +81,10 @@ class KvCacheArguments(NamedTuple):
         """The tensors as they were given; cache_seqlens is missing unless it is one."""
         lengths = self.cache_seqlens if isinstance(self.cache_seqlens, Tensor) else None
         return Inputs(
-            self.q, self.k_cache, self.v_cache, None, None, lengths, self.cache_batch_idx, self.cache_leftpad,
-            self.block_table, self.k, self.v, self.rotary_cos, self.rotary_sin, self.alibi_slopes, self.attn_bias,
-            self.sinks, None, None, self.k_scale, self.v_scale,
+            self.q, self.k_cache, self.v_cache, None, None, self.block_table, self.alibi_slopes, self.attn_bias,
+            self.sinks, None, None, lengths, self.cache_batch_idx, self.cache_leftpad, self.k, self.v, self.rotary_cos,
+            self.rotary_sin, self.k_scale, self.v_scale,
         )  # fmt: skip
-
-
-class Signature(NamedTuple):
-    """What checks of shapes, dtypes and devices need of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def __str__(self) -> str:
-        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
 class Scores(NamedTuple):
@@ -91,25 +99,6 @@ class Scores(NamedTuple):
     qk_dtype: torch.dtype | None
     return_lse: bool
     return_mask: bool
-
-
-def require_tensor(name: str, value: object) -> None:
-    """Raises ArgumentError unless `value` is a tensor."""
-    if not isinstance(value, Tensor):
-        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-
-
-def require_tensors(**values: object) -> None:
-    """Raises ArgumentError, with its name, for the first of `values` that is not a tensor."""
-    for name, value in values.items():
-        require_tensor(name, value)
-
-
-def signature(name: str, value: object) -> Signature:
-    """The Signature of a tensor; raises ArgumentError naming anything else."""
-    require_tensor(name, value)
-    assert isinstance(value, Tensor)
-    return Signature(value.shape, value.dtype, value.device)
 
 
 def read_options(
@@ -143,38 +132,6 @@ def read_options(
         return_lse=return_lse,
         return_mask=return_mask,
     )
-
-
-def read_int(name: str, value: object, allowed: str = "an integer") -> int:
-    """`value` as an int; raises ArgumentError naming anything that is not an integer."""
-    try:
-        return operator.index(_scalar(value))  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ArgumentError(f"{name} must be {allowed}, got {value!r}") from error
-
-
-def read_flag(name: str, value: object) -> bool:
-    """`value` as a bool; raises ArgumentError naming anything but True, False, 0 and 1."""
-    value = _scalar(value)
-    if not isinstance(value, (int, numpy.bool_)) or value not in (0, 1):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
-
-
-def _scalar(value: object) -> object:
-    """`value`, but a number for what torch.compile makes of a NumPy scalar: an array without axes."""
-    return value.item() if isinstance(value, numpy.ndarray) and value.ndim == 0 else value
-
-
-def read_number(name: str, value: object) -> float:
-    """`value` as a float; raises ArgumentError naming anything that is not a number."""
-    value = _scalar(value)
-    if not isinstance(value, numbers.Real):
-        raise ArgumentError(f"{name} must be a number, got {value!r}")
-    try:
-        return float(value)
-    except OverflowError:
-        raise ArgumentError(f"{name} is an integer that no float holds") from None
 
 
 def _window_pair(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
@@ -220,39 +177,7 @@ def check_options(options: Options, headdim: int, seqlen_q: int, seqlen_k: int) 
     )
 
 
-def check_rank(name: str, tensor: Signature, axes: str) -> None:
-    """Raises unless `tensor` has as many dimensions as the text `axes` has names, separated by commas."""
-    if len(tensor.shape) != axes.count(",") + 1:
-        raise ArgumentError(f"{name} must be ({axes}), got shape {tuple(tensor.shape)}")
-
-
-def check_shape(name: str, tensor: Signature, expected: tuple[int, ...], axes: str) -> None:
-    """Raises unless the shape is exactly `expected`."""
-    if tuple(tensor.shape) != expected:
-        raise ArgumentError(f"{name} must be ({axes}) = {expected}, got shape {tuple(tensor.shape)}")
-
-
-def check_device(name: str, tensor: Signature, q: Signature) -> None:
-    """Raises unless the device is that of q."""
-    if tensor.device != q.device:
-        raise ArgumentError(f"{name} is on {tensor.device} and q on {q.device}; they must be on the same device")
-
-
-def check_dtype(q: Signature) -> None:
-    """Raises unless the dtype of q is one that calls take."""
-    if q.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ArgumentError(f"q has dtype {q.dtype}; allowed are {allowed}")
-
-
-def check_like_q(name: str, tensor: Signature, q: Signature) -> None:
-    """Raises unless dtype and device are those of q."""
-    if tensor.dtype is not q.dtype:
-        raise ArgumentError(f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must be the same")
-    check_device(name, tensor, q)
-
-
-def check_qkv(q: Signature, k: Signature, v: Signature, k_name: str = "k", v_name: str = "v") -> None:
+def check_qkv(q: TensorSpec, k: TensorSpec, v: TensorSpec, k_name: str = "k", v_name: str = "v") -> None:
     """Checks dtype, device and the last two axes (heads, head dimension) of q, k and v."""
     check_dtype(q)
     check_like_q(k_name, k, q)
@@ -270,11 +195,11 @@ def check_qkv(q: Signature, k: Signature, v: Signature, k_name: str = "k", v_nam
 
 
 def check_score_tensors(
-    q: Signature,
+    q: TensorSpec,
     batch_size: int,
     nheads: int,
-    alibi_slopes: Signature | None,
-    sinks: Signature | None,
+    alibi_slopes: TensorSpec | None,
+    sinks: TensorSpec | None,
 ) -> None:
     """Checks the per-head tensors that enter the scores."""
     for name, tensor in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -292,7 +217,7 @@ def check_score_tensors(
         )
 
 
-def check_bias(bias: Signature | None, q: Signature, full_shape: tuple[int, ...], axes: str) -> None:
+def check_bias(bias: TensorSpec | None, q: TensorSpec, full_shape: tuple[int, ...], axes: str) -> None:
     """Raises unless `bias` is a float tensor that broadcasts to `full_shape`."""
     if bias is None:
         return
@@ -306,24 +231,6 @@ def check_bias(bias: Signature | None, q: Signature, full_shape: tuple[int, ...]
     )
     if not fits:
         raise ArgumentError(f"attn_bias must broadcast to ({axes}) = {full_shape}, got shape {shape}")
-
-
-def check_index(name: str, tensor: Signature, q: Signature, shape: tuple[int, ...], axes: str) -> None:
-    """Checks an int32 tensor of lengths or indices; -1 in `shape` matches any size."""
-    if tensor.dtype is not torch.int32:
-        raise ArgumentError(f"{name} must be int32, got {tensor.dtype}")
-    check_device(name, tensor, q)
-    sizes_fit = len(tensor.shape) == len(shape) and all(
-        wanted in (-1, given) for given, wanted in zip(tensor.shape, shape, strict=True)
-    )
-    if not sizes_fit:
-        expected = ", ".join("any" if size == -1 else str(size) for size in shape)
-        raise ArgumentError(f"{name} must be ({axes}) = ({expected}), got shape {tuple(tensor.shape)}")
-
-
-def last_axis_contiguous(tensor: Tensor) -> Tensor:
-    """`tensor`, copied only when its last axis is strided; kernels take any other strides."""
-    return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inputs._fields) -> Inputs:
@@ -342,43 +249,6 @@ def as_kernels_read(problem: Problem, inputs: Inputs, names: Sequence[str] = Inp
         elif name in _CONVERSIONS:
             made[name] = _CONVERSIONS[name](tensor)
     return inputs._replace(**made)
-
-
-class Differentiation(NamedTuple):
-    """How a call is differentiated: the fields of Problem that say so."""
-
-    grads: tuple[str, ...] = ()
-    in_transform: bool = False
-
-
-def differentiation(**arguments: object) -> Differentiation:
-    """What autograd wants of a call with these arguments, backward and forward."""
-    tensors = [(name, argument) for name, argument in arguments.items() if isinstance(argument, Tensor)]
-    in_transform = torch._C._functorch.maybe_current_level() is not None and is_differentiating()
-    if not in_transform and forward_ad._current_level >= 0:  # within forward_ad.dual_level
-        in_transform = any(forward_ad.unpack_dual(x).tangent is not None for _, x in tensors)  # type: ignore[no-untyped-call]
-    records = torch.is_grad_enabled()
-    return Differentiation(tuple(name for name, x in tensors if records and x.requires_grad), in_transform)
-
-
-def needs_grad(*arguments: object) -> bool:
-    """True when autograd wants to differentiate through a call with these arguments, backward or forward."""
-    wanted = differentiation(**{str(index): argument for index, argument in enumerate(arguments)})
-    return bool(wanted.grads) or wanted.in_transform
-
-
-def is_differentiating() -> bool:
-    """True within torch.func.grad, jvp and what is made of them, where not every tensor says that it is followed."""
-    return _is_within(torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-
-
-def is_functionalizing() -> bool:
-    """True within torch.func.functionalize."""
-    return not torch.compiler.is_compiling() and _is_within(torch._C._functorch.TransformType.Functionalize)
-
-
-def _is_within(*transforms: object) -> bool:
-    return any(level.key() in transforms for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def _as_float32(tensor: Tensor) -> Tensor:

@@ -11,82 +11,63 @@ from torch import Tensor
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import lengths
 from fastattention.attention.validation.common import (
-    Differentiation,
     KvCacheArguments,
     Options,
-    Signature,
     as_kernels_read,
     check_bias,
-    check_index,
-    check_like_q,
     check_options,
     check_qkv,
-    check_rank,
     check_score_tensors,
-    check_shape,
-    differentiation,
-    read_flag,
-    read_int,
-    require_tensors,
-    signature,
 )
-from fastattention.attention.validation.kinds import check_readable
 from fastattention.attention.validation.prefill import PAGED_AXES
 from fastattention.attention.validation.quantized import check_cache_dtype, check_not_expanded, check_scale
+from fastattention.engine.checks import (
+    Differentiation,
+    TensorSpec,
+    check_index,
+    check_like_q,
+    check_rank,
+    check_shape,
+    differentiation,
+    require_tensors,
+    spec_of,
+)
+from fastattention.engine.kinds import check_readable
 from fastattention.errors import ArgumentError
 
 
-class _Signatures(NamedTuple):
-    """Signatures of KvCacheArguments; that of cache_seqlens is None unless it is a tensor."""
+class _Specs(NamedTuple):
+    """Specs of KvCacheArguments; that of cache_seqlens is None unless it is a tensor."""
 
-    q: Signature
-    k_cache: Signature
-    v_cache: Signature
-    k: Signature | None
-    v: Signature | None
-    rotary_cos: Signature | None
-    rotary_sin: Signature | None
-    cache_seqlens: Signature | None
-    cache_batch_idx: Signature | None
-    cache_leftpad: Signature | None
-    block_table: Signature | None
-    alibi_slopes: Signature | None
-    attn_bias: Signature | None
-    sinks: Signature | None
-    k_scale: Signature | None
-    v_scale: Signature | None
-
-
-class PanelCache(NamedTuple):
-    """A cache in interleaved panels (common/panel_cache.py): what its dense k_cache and v_cache would be."""
-
-    k: Signature
-    v: Signature
-    panel_size: int
+    q: TensorSpec
+    k_cache: TensorSpec
+    v_cache: TensorSpec
+    k: TensorSpec | None
+    v: TensorSpec | None
+    rotary_cos: TensorSpec | None
+    rotary_sin: TensorSpec | None
+    cache_seqlens: TensorSpec | None
+    cache_batch_idx: TensorSpec | None
+    cache_leftpad: TensorSpec | None
+    block_table: TensorSpec | None
+    alibi_slopes: TensorSpec | None
+    attn_bias: TensorSpec | None
+    sinks: TensorSpec | None
+    k_scale: TensorSpec | None
+    v_scale: TensorSpec | None
 
 
-def prepare_kvcache(
-    arguments: KvCacheArguments,
-    options: Options,
-    rotary_interleaved: bool = True,
-    num_splits: int = 0,
-    panels: PanelCache | None = None,
-) -> tuple[Problem, Inputs]:
+def prepare_kvcache(arguments: KvCacheArguments, options: Options) -> tuple[Problem, Inputs]:
     """Problem and Inputs of fast_attn_with_kvcache. Reads the caches' shapes only; writes nothing."""
-    a = arguments
-    if type(rotary_interleaved) is not bool:
-        rotary_interleaved = read_flag("rotary_interleaved", rotary_interleaved)  # type: ignore[unreachable]
+    a, panels = arguments, options.panels
     try:
-        signatures = _signatures(a)
+        specs = _specs(a)
         if a.cache_seqlens is None and a.k is not None:
             raise ArgumentError("cache_seqlens=None with k and v given: it must say at which position to append them")
         problem = _kvcache_problem(
-            signatures if panels is None else signatures._replace(k_cache=panels.k, v_cache=panels.v),
+            specs if panels is None else specs._replace(k_cache=panels.k, v_cache=panels.v),
             options,
-            rotary_interleaved,
-            num_splits if type(num_splits) is int else read_int("num_splits", num_splits),
             differentiation(**a._asdict()),
-            0 if panels is None else panels.panel_size,
         )
         _check_strides(a)
         inputs = lengths.check_cache(problem, a.inputs(), a.cache_seqlens)
@@ -96,12 +77,12 @@ def prepare_kvcache(
         raise
 
 
-def _signatures(a: KvCacheArguments) -> _Signatures:
+def _specs(a: KvCacheArguments) -> _Specs:
     if a.q is None or a.k_cache is None or a.v_cache is None:
         require_tensors(q=a.q, k_cache=a.k_cache, v_cache=a.v_cache)  # type: ignore[unreachable]
     if not isinstance(a.cache_seqlens, Tensor):
         a = a._replace(cache_seqlens=None)
-    return _Signatures(*(None if one is None else signature(name, one) for name, one in a._asdict().items()))  # type: ignore[arg-type]
+    return _Specs(*(None if one is None else spec_of(name, one) for name, one in a._asdict().items()))  # type: ignore[arg-type]
 
 
 def _check_strides(a: KvCacheArguments) -> None:
@@ -115,14 +96,7 @@ def _check_strides(a: KvCacheArguments) -> None:
 
 # Tensor-parallel calls to caches are not known by a signature.
 @functools.lru_cache(maxsize=4096)
-def _kvcache_problem(
-    s: _Signatures,
-    options: Options,
-    rotary_interleaved: bool,
-    num_splits: int,
-    wanted: Differentiation,
-    panel_size: int,
-) -> Problem:
+def _kvcache_problem(s: _Specs, options: Options, wanted: Differentiation) -> Problem:
     check_rank("q", s.q, "batch_size, seqlen_q, nheads, headdim")
     cache_dtype = _check_caches(s)
     batch_size, seqlen_q, nheads, headdim = s.q.shape
@@ -131,8 +105,10 @@ def _kvcache_problem(
     rotary_dim = _check_rotary(s, headdim)
     check_score_tensors(s.q, batch_size, nheads, s.alibi_slopes, s.sinks)
     check_bias(s.attn_bias, s.q, (batch_size, nheads, seqlen_q, capacity), "batch_size, nheads, seqlen_q, capacity")
-    if not 0 <= num_splits < 2**31:
-        raise ArgumentError(f"num_splits={num_splits} must be at least 0 (0 lets the backend choose) and below 2^31")
+    if not 0 <= options.num_splits < 2**31:
+        raise ArgumentError(
+            f"num_splits={options.num_splits} must be at least 0 (0 lets the backend choose) and below 2^31"
+        )
     return Problem(
         layout=Layout.KVCACHE,
         device=s.q.device,
@@ -150,17 +126,17 @@ def _kvcache_problem(
         has_sinks=s.sinks is not None,
         **wanted._asdict(),
         page_block_size=None if s.block_table is None else s.k_cache.shape[1],
-        panel_size=panel_size,
+        panel_size=0 if options.panels is None else options.panels.panel_size,
         seqlen_new=seqlen_new,
         rotary_dim=rotary_dim,
-        rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits,
+        rotary_interleaved=options.rotary_interleaved,
+        num_splits=options.num_splits,
         cache_dtype=cache_dtype,
         **check_options(options, headdim, seqlen_q, capacity)._asdict(),
     )
 
 
-def _check_caches(s: _Signatures) -> torch.dtype | None:
+def _check_caches(s: _Specs) -> torch.dtype | None:
     """Checks the caches by themselves and beside q; their dtype where they come with scales."""
     axes = "batch_size_cache, seqlen_cache, nheads_k, headdim" if s.block_table is None else PAGED_AXES
     check_rank("k_cache", s.k_cache, axes)
@@ -173,7 +149,7 @@ def _check_caches(s: _Signatures) -> torch.dtype | None:
     return cache_dtype
 
 
-def _check_dtypes(s: _Signatures, cache_axes: str) -> torch.dtype | None:
+def _check_dtypes(s: _Specs, cache_axes: str) -> torch.dtype | None:
     """Checks dtypes, devices, heads and head dimensions of q, caches and scales; the dtype of caches with scales."""
     k_cache, v_cache = s.k_cache, s.v_cache
     cache_dtype = check_cache_dtype(k_cache, v_cache, s.k_scale, s.v_scale)
@@ -186,7 +162,7 @@ def _check_dtypes(s: _Signatures, cache_axes: str) -> torch.dtype | None:
     return cache_dtype
 
 
-def _check_cache_indices(s: _Signatures, batch_size: int) -> int:
+def _check_cache_indices(s: _Specs, batch_size: int) -> int:
     """Checks lengths and index tensors by shape; returns the capacity of a sequence in tokens."""
     for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad"):
         tensor = getattr(s, name)
@@ -212,7 +188,7 @@ def _check_cache_indices(s: _Signatures, batch_size: int) -> int:
     return int(s.k_cache.shape[1])
 
 
-def _check_new_tokens(s: _Signatures, batch_size: int) -> int:
+def _check_new_tokens(s: _Specs, batch_size: int) -> int:
     """Checks k and v to append; returns how many tokens they add to each sequence."""
     if (s.k is None) != (s.v is None):
         raise ArgumentError(f"k and v must be given together, got only {'v' if s.k is None else 'k'}")
@@ -226,7 +202,7 @@ def _check_new_tokens(s: _Signatures, batch_size: int) -> int:
     return s.k.shape[1]
 
 
-def _check_rotary(s: _Signatures, headdim: int) -> int:
+def _check_rotary(s: _Specs, headdim: int) -> int:
     """Checks the rotary tables by shape; returns rotary_dim, 0 without them."""
     if (s.rotary_cos is None) != (s.rotary_sin is None):
         missing = "rotary_cos" if s.rotary_cos is None else "rotary_sin"

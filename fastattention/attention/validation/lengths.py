@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fastattention import config
 from fastattention.attention.problem import Inputs, Problem
-from fastattention.attention.validation.common import read_int
+from fastattention.attention.validation.common import Options
 from fastattention.attention.validation.quantized import check_not_expanded
+from fastattention.engine.checks import read_int
 from fastattention.errors import ArgumentError
 
 
@@ -100,9 +101,9 @@ def check_range(name: str, values: list[int], low: int, high: int, what: str) ->
             raise ArgumentError(f"{name}[{index}]={value} is out of range; allowed are {low} to {high} ({what})")
 
 
-def check_varlen(inputs: Inputs, max_seqlens: tuple[int | None, int | None]) -> tuple[int, int]:
-    """Maxima of the batch. Off the CPU the numbers are read only when a maximum is missing."""
-    max_seqlen_q, max_seqlen_k = max_seqlens
+def check_varlen(inputs: Inputs, options: Options) -> tuple[int, int]:
+    """Maxima of the batch. Off the CPU values are read only when a maximum is missing."""
+    max_seqlen_q, max_seqlen_k = options.max_seqlen_q, options.max_seqlen_k
     if max_seqlen_q is not None:
         max_seqlen_q = read_int("max_seqlen_q", max_seqlen_q)
     if max_seqlen_k is not None:

@@ -11,27 +11,26 @@ from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import lengths
 from fastattention.attention.validation.blocks import check_block_mask
 from fastattention.attention.validation.common import (
-    Differentiation,
     Options,
-    Signature,
     as_kernels_read,
     check_bias,
-    check_index,
     check_options,
     check_qkv,
-    check_rank,
     check_score_tensors,
+)
+from fastattention.engine.checks import (
+    Differentiation,
+    TensorSpec,
+    check_index,
+    check_rank,
     differentiation,
     require_tensors,
-    signature,
+    spec_of,
 )
-from fastattention.attention.validation.kinds import check_readable
+from fastattention.engine.kinds import check_readable
 from fastattention.errors import ArgumentError
 
 PAGED_AXES = "num_blocks, page_block_size, nheads_k, headdim"
-
-
-MaxSeqlens = tuple[int | None, int | None]
 
 
 def prepare_dense(
@@ -51,7 +50,7 @@ def prepare_dense(
         q, k, v, alibi_slopes=alibi_slopes, attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed,
         block_mask=block_mask,
     )  # fmt: skip
-    return prepare_prefill(given, None, options)
+    return prepare_prefill(given, options)
 
 
 def prepare_varlen(
@@ -76,44 +75,42 @@ def prepare_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table=block_table, alibi_slopes=alibi_slopes,
         attn_bias=attn_bias, sinks=sinks, dropout_seed=dropout_seed, block_mask=block_mask,
     )  # fmt: skip
-    return prepare_prefill(given, (max_seqlen_q, max_seqlen_k), options)
+    return prepare_prefill(given, options._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
 
 
-def prepare_prefill(given: Inputs, max_seqlens: MaxSeqlens | None, options: Options) -> tuple[Problem, Inputs]:
-    """Problem and Inputs of a call without a cache. max_seqlens: of a varlen one, each may be None; else None."""
-    if max_seqlens is None:
-        require_tensors(q=given.q, k=given.k, v=given.v)
+def prepare_prefill(given: Inputs, options: Options) -> tuple[Problem, Inputs]:
+    """Problem and Inputs of a call without a cache: a varlen one if it has cu_seqlens, else a dense one."""
+    varlen = given.cu_seqlens_q is not None or given.cu_seqlens_k is not None
+    required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if varlen else ("q", "k", "v")
     try:
-        required = ("q", "k", "v") if max_seqlens is None else _Signatures._fields[:5]
-        tensors = [(name, getattr(given, name)) for name in _Signatures._fields]
-        signatures = _Signatures(
-            *(signature(name, x) if x is not None or name in required else None for name, x in tensors)  # type: ignore[arg-type]
-        )
+        require_tensors(**{name: getattr(given, name) for name in required})
+        tensors = [(name, getattr(given, name)) for name in _Specs._fields]
+        specs = _Specs(*(None if x is None else spec_of(name, x) for name, x in tensors))  # type: ignore[arg-type]
         longest = None
-        if max_seqlens is not None:
-            _check_varlen_shapes(signatures)
-            longest = lengths.check_varlen(given, max_seqlens)
-        problem = _problem(signatures, longest, options, differentiation(**given._asdict()))
+        if varlen:
+            _check_varlen_shapes(specs)
+            longest = lengths.check_varlen(given, options)
+        problem = _problem(specs, longest, options, differentiation(**given._asdict()))
         return problem, as_kernels_read(problem, given)
     except (RuntimeError, TypeError):
         check_readable(given._asdict())
         raise
 
 
-class _Signatures(NamedTuple):
-    q: Signature
-    k: Signature
-    v: Signature
-    cu_seqlens_q: Signature | None
-    cu_seqlens_k: Signature | None
-    block_table: Signature | None
-    alibi_slopes: Signature | None
-    attn_bias: Signature | None
-    sinks: Signature | None
-    block_mask: Signature | None
+class _Specs(NamedTuple):
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    cu_seqlens_q: TensorSpec | None
+    cu_seqlens_k: TensorSpec | None
+    block_table: TensorSpec | None
+    alibi_slopes: TensorSpec | None
+    attn_bias: TensorSpec | None
+    sinks: TensorSpec | None
+    block_mask: TensorSpec | None
 
 
-def _check_varlen_shapes(s: _Signatures) -> None:
+def _check_varlen_shapes(s: _Specs) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table = s[:6]
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
@@ -138,7 +135,7 @@ def _check_varlen_shapes(s: _Signatures) -> None:
             raise ArgumentError(f"k must be ({PAGED_AXES}) with at least one token a page, got shape {tuple(k.shape)}")
 
 
-def _check_dense_shapes(q: Signature, k: Signature, v: Signature) -> None:
+def _check_dense_shapes(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     check_rank("q", q, "batch_size, seqlen_q, nheads, headdim")
     check_rank("k", k, "batch_size, seqlen_k, nheads_k, headdim")
     check_rank("v", v, "batch_size, seqlen_k, nheads_k, headdim_v")
@@ -152,7 +149,7 @@ def _check_dense_shapes(q: Signature, k: Signature, v: Signature) -> None:
 
 # Tensor-parallel calls with biases, slopes, sinks or given blocks are not known by a signature.
 @functools.lru_cache(maxsize=4096)
-def _problem(s: _Signatures, longest: tuple[int, int] | None, options: Options, wanted: Differentiation) -> Problem:
+def _problem(s: _Specs, longest: tuple[int, int] | None, options: Options, wanted: Differentiation) -> Problem:
     """longest: checked maxima of a varlen call; None for a dense one, whose shapes are checked here."""
     q, k, v = s.q, s.k, s.v
     bias_shape: tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastattention.attention.validation.common import Signature, check_shape
+from fastattention.engine.checks import TensorSpec, check_shape
 from fastattention.errors import ArgumentError
 from fastattention.quantized import LARGEST_STORED
 
@@ -12,7 +12,7 @@ _STORED = " or ".join(str(dtype) for dtype in LARGEST_STORED)
 
 
 def check_cache_dtype(
-    k_cache: Signature, v_cache: Signature, k_scale: Signature | None, v_scale: Signature | None
+    k_cache: TensorSpec, v_cache: TensorSpec, k_scale: TensorSpec | None, v_scale: TensorSpec | None
 ) -> torch.dtype | None:
     """The dtype of quantized caches, None for caches in the dtype of q; raises when caches and scales do not agree."""
     quantized = [dtype for dtype in (k_cache.dtype, v_cache.dtype) if dtype in LARGEST_STORED]
@@ -33,7 +33,7 @@ def check_cache_dtype(
     return k_cache.dtype
 
 
-def check_scale(name: str, scale: Signature, cache: Signature, axes: str) -> None:
+def check_scale(name: str, scale: TensorSpec, cache: TensorSpec, axes: str) -> None:
     """Raises unless `scale` is float32, on the device of its cache and shaped like it without the last axis.
 
     axes: names of the cache's axes.
@@ -51,5 +51,5 @@ def check_not_expanded(name: str, shape: torch.Size, strides: tuple[int, ...]) -
         raise ArgumentError(f"{name} is expanded, got strides {strides}; appended tokens need memory of their own")
 
 
-def _given(k_scale: Signature | None) -> str:
+def _given(k_scale: TensorSpec | None) -> str:
     return "v_scale" if k_scale is None else "k_scale"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fastattention import config
+from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.ascend.chips import Chip, find_chip
-from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.errors import ArgumentError, UnsupportedError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastattention.backends.ascend.tiling import Tiling
 
 
-class AscendBackend(Backend):
+class AscendBackend(AttentionBackend):
     """Attention on Ascend NPUs.
 
     The rule: an operator of torch_npu where one computes exactly what is asked, since those have been measured on the

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.tile_range import TileRange
-from fastattention.sizes import format_bytes
+from fastattention.engine.explain import Bytes, Traffic
 
 
 class Extent(NamedTuple):
@@ -37,38 +37,6 @@ class Extent(NamedTuple):
             keys = keys - inputs.cache_leftpad
         seqlens = keys.clamp(0, problem.seqlen_k).tolist()
         return Extent(Counter((problem.seqlen_q, seqlen) for seqlen in seqlens), values_in_keys)
-
-
-class Bytes(NamedTuple):
-    """Bytes between main memory and the chip."""
-
-    read: int
-    written: int
-
-    @property
-    def total(self) -> int:
-        """In both directions."""
-        return self.read + self.written
-
-
-class Traffic(NamedTuple):
-    """Main-memory traffic of one call. `print` shows a line."""
-
-    backend: str
-    tiled: Bytes | None  # of the backend's kernels; None when it has no model of them
-    compulsory: Bytes  # every input that a query sees read once, every result written once
-    standard: Bytes  # scores and probabilities in main memory, in the dtype of q
-    io_bound: int | None  # `io_bound` below, in bytes; None when the size of fast memory is not known
-
-    @property
-    def lower_bound(self) -> int:
-        """Bytes that no algorithm goes below, but for the constant factor of `io_bound`."""
-        return max(self.compulsory.total, self.io_bound or 0)
-
-    def __str__(self) -> str:
-        tiled = "not modelled" if self.tiled is None else format_bytes(self.tiled.total)
-        least, standard = format_bytes(self.lower_bound), format_bytes(self.standard.total)
-        return f"main-memory traffic of {self.backend}: {tiled}; lower bound {least}; standard attention {standard}"
 
 
 def is_modelled(problem: Problem) -> bool:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, OutputGradients, Problem
-from fastattention.backends.base import INT8_PRODUCTS, Backend
-from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.plan import CpuPlan
+from fastattention.engine.bounded import BoundedDict
 from fastattention.threads import get_num_threads
 
 
-class CpuBackend(Backend):
+class CpuBackend(AttentionBackend):
     """Native kernels for any CPU, the instruction set chosen at run time."""
 
     name = "cpu"

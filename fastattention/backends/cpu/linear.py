@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -11,7 +12,7 @@ from fastattention.backends.common.layout import contiguous_strides, first_strid
 from fastattention.backends.common.params import Params, fields, formats
 from fastattention.backends.cpu.library import load_library, why_unavailable
 from fastattention.backends.cpu.params import DTYPE_CODES
-from fastattention.linear.backend import LinearBackend, Serve
+from fastattention.linear.backend import LinearBackend
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.threads import get_num_threads
 
@@ -65,7 +66,7 @@ class CpuLinearBackend(LinearBackend):
         isa = load_library().isa
         return f"{f'chunks of {chunk_of(problem.dtype, isa)} tokens' if problem.chunked else 'token by token'}, {isa}"
 
-    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Callable[[LinearInputs], LinearOutput]:
         """A call of the library whose parameters are set up once."""
         return LinearCall(problem, inputs)
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from fastattention import config
+from fastattention.attention.backend import INT8_PRODUCTS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, OutputGradients, Problem
-from fastattention.backends.base import INT8_PRODUCTS, Backend
-from fastattention.backends.common.bounded import BoundedDict
 from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
-from fastattention.backends.common.traffic import Extent, Traffic, is_modelled, traffic_of
+from fastattention.backends.common.traffic import Extent, is_modelled, traffic_of
 from fastattention.backends.cuda.backward import BackwardPlan, differentiate, make_backward_plan, why_not_widths
 from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
 from fastattention.backends.cuda.merging import (
@@ -31,12 +30,14 @@ from fastattention.backends.cuda.plan import Plan, make_plan
 from fastattention.backends.cuda.quantize import Int8Call, why_not_int8
 from fastattention.backends.cuda.scratch import Scratch, scratch_of
 from fastattention.backends.cuda.traffic import tiled_keys
+from fastattention.engine.bounded import BoundedDict
+from fastattention.engine.explain import Traffic
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import ARCHS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
 
-class CudaBackend(Backend):
+class CudaBackend(AttentionBackend):
     """Our kernels for GPUs from Pascal on.
 
     arch: the code path, 60, 70, 75 or 80; None takes FASTATTENTION_CUDA_ARCH, or else the newest that a GPU can run.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
-from fastattention.backends.base import Backend
 from fastattention.backends.common.kv_append import append_tokens
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.sdpa import causal_split, cudnn_prefill, fused, gpu_kernels, math
@@ -18,7 +18,7 @@ from fastattention.backends.sdpa.masks import CHUNK_ELEMENTS
 from fastattention.backends.sdpa.parts import Part, aligned, join, split
 
 
-class SdpaBackend(Backend):
+class SdpaBackend(AttentionBackend):
     """scaled_dot_product_attention where it can express the call, plain torch in float32 where it cannot."""
 
     name = "sdpa"

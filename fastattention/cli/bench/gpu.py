@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_func
+from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
-from fastattention.backends.base import Backend
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.console import MESSAGES, OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
@@ -78,7 +78,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
-def measure(backends: Mapping[str, Backend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+def measure(backends: Mapping[str, AttentionBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """A record for every head dimension, mask and length, and one for variable-length sequences."""
     records = []
     problems = list(itertools.product((64, 128), (False, True)))
@@ -102,7 +102,7 @@ def tensors(*tokens: int, headdim: int, device: str = "cuda") -> tuple[Tensor, T
 
 
 def dense_calls(
-    backends: Mapping[str, Backend], headdim: int, causal: bool, seqlen: int
+    backends: Mapping[str, AttentionBackend], headdim: int, causal: bool, seqlen: int
 ) -> tuple[dict[str, Call], float]:
     """Every path and peer on sequences of one length, and the floating-point operations of a call."""
     q, k, v = tensors(TOKENS // seqlen, seqlen, headdim=headdim)
@@ -125,7 +125,7 @@ def sdpa(peer: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Ten
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def varlen_calls(backends: Mapping[str, Backend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
+def varlen_calls(backends: Mapping[str, AttentionBackend], headdim: int, causal: bool) -> tuple[dict[str, Call], float]:
     """Every path on variable-length sequences of uneven length."""
     lengths = [round(TOKENS * part) for part in UNEVEN]
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
@@ -136,7 +136,9 @@ def varlen_calls(backends: Mapping[str, Backend], headdim: int, causal: bool) ->
     return calls, sum(4.0 * length**2 * HIDDEN for length in lengths) * (0.5 if causal else 1.0)
 
 
-def dense_equivalent(backends: Mapping[str, Backend], headdim: int, causal: bool, rounds: int) -> dict[str, float]:
+def dense_equivalent(
+    backends: Mapping[str, AttentionBackend], headdim: int, causal: bool, rounds: int
+) -> dict[str, float]:
     """The rate of every path on dense batches of the same lengths, together: what varlen is measured against."""
     work, seconds = 0.0, dict.fromkeys(backends, 0.0)
     for part in UNEVEN:

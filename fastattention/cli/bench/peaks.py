@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 import fastattention
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.backends.cpu.library import load_library, measure_peaks
-from fastattention.backends.registry import get_backend
 from fastattention.cli.bench.workload import Limit
 
 NAMES: dict[Limit, str] = {"fma": "FMA peak", "bf16_dot": "bf16 dot peak", "dram_read": "DRAM read"}
@@ -33,7 +33,7 @@ _LOOP_BYTES = 1 << 29
 
 def limit_loop(limit: Limit) -> Callable[[], float] | None:
     """A loop at the limit, over all threads, that returns the operations or bytes it did; None where there is none."""
-    if get_backend("cpu").why_unavailable() is not None:
+    if ATTENTION_BACKENDS.get("cpu").why_unavailable() is not None:
         return None
     library, num_threads = load_library(), fastattention.get_num_threads()
     if limit == "dram_read":
@@ -51,7 +51,7 @@ def _bytes_to_read() -> torch.Tensor:
 
 def measure_limits() -> Limits:
     """Run the loops, a second or so."""
-    reason = get_backend("cpu").why_unavailable()
+    reason = ATTENTION_BACKENDS.get("cpu").why_unavailable()
     if reason is not None:
         return Limits(reason=f"the peaks are measured by the cpu backend: {reason}")
     peaks = measure_peaks(fastattention.get_num_threads())

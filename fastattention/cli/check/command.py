@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fastattention.backends.registry import get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.check import model, run, speeds
 from fastattention.cli.check.cases import Case, cases_of
 from fastattention.cli.check.facts import facts_of
@@ -32,7 +32,7 @@ def check(device: str | None, output: Path, cases: Sequence[Case] | None = None)
     if output.exists() and not output.is_file():
         raise ArgumentError(f"output={str(output)!r} is no regular file; name one, which is replaced as a whole")
     device = device or device_of_machine()
-    if (reason := get_backend(BACKENDS[device]).why_unavailable()) is not None:
+    if (reason := ATTENTION_BACKENDS.get(BACKENDS[device]).why_unavailable()) is not None:
         raise UnsupportedError(f"device={device!r}: the {BACKENDS[device]} backend cannot run here: {reason}")
     report = Report(output, facts_of(device))
     MESSAGES.print(
@@ -60,7 +60,7 @@ def check(device: str | None, output: Path, cases: Sequence[Case] | None = None)
 
 def device_of_machine() -> str:
     """An accelerator if there is one that we have kernels for, else cpu."""
-    if get_backend("ascend").why_unavailable() is None:
+    if ATTENTION_BACKENDS.get("ascend").why_unavailable() is None:
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 

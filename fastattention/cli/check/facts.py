@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastattention.backends.registry import ORDER, get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.info import environment_variables
 from fastattention.cli.machine import describe_machine
 
@@ -31,7 +31,7 @@ def facts_of(device: str) -> dict[str, Any]:
         "device_names": device_names(device),
         "machine": {name: value for name, value in describe_machine().items() if name not in OF_A_RUN},
         "distributions": installed(),
-        "backends": {name: state_of(name) for name in ORDER},
+        "backends": {name: state_of(name) for name in ATTENTION_BACKENDS.order},
         "environment": {name: os.environ.get(name) for name in environment_variables()},
         "tool": tool_output(device),
         "cann": cann_versions(),
@@ -52,7 +52,7 @@ def device_names(device: str) -> list[str]:
 
 def state_of(name: str) -> dict[str, str]:
     """A backend's own line, or why it cannot run."""
-    backend = get_backend(name)
+    backend = ATTENTION_BACKENDS.get(name)
     reason = backend.why_unavailable()
     return {"available": backend.describe()} if reason is None else {"unavailable": reason}
 

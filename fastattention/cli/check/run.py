@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 
 from fastattention import explain
-from fastattention.attention.dispatch import forget_plans
+from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
-from fastattention.backends.base import Backend
-from fastattention.backends.registry import ORDER, Verdict, get_backend, select_backend
 from fastattention.cli.check.calls import Call, build_call
 from fastattention.cli.check.cases import Case
 from fastattention.cli.check.judge import SEED, results_of, wanted_of
 from fastattention.cli.check.report import Entry, Note, Report
 from fastattention.cli.console import first_line
+from fastattention.engine.operator import forget_plans
+from fastattention.engine.registry import Verdict
 
 
 class Implementation(NamedTuple):
@@ -116,9 +116,9 @@ def _settings(variables: Mapping[str, str]) -> Iterator[None]:
 def recorded() -> Iterator[set[str]]:
     """The names of the backends that serve calls meanwhile."""
     served: set[str] = set()
-    backends = [get_backend(name) for name in ORDER]
+    backends = [ATTENTION_BACKENDS.get(name) for name in ATTENTION_BACKENDS.order]
 
-    def noting(backend: Backend) -> Callable[[Problem, Inputs], Callable[[Inputs], AttentionOutput]]:
+    def noting(backend: AttentionBackend) -> Callable[[Problem, Inputs], Callable[[Inputs], AttentionOutput]]:
         plan = backend.plan
 
         def noted(problem: Problem, inputs: Inputs) -> Callable[[Inputs], AttentionOutput]:
@@ -139,7 +139,7 @@ def recorded() -> Iterator[set[str]]:
 
 
 def _choose_anew() -> None:
-    select_backend.cache_clear()
+    ATTENTION_BACKENDS.forget_choices()
     forget_plans()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_func
-from fastattention.backends.registry import get_backend
+from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.bench import gpu, npu
 from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, tensors
 from fastattention.cli.bench.timing import interleaved
@@ -39,7 +39,7 @@ def _measure(device: str, headdim: int, causal: bool, seqlen: int, note: Note) -
         ours = (npu.OURS, npu.THROUGH_US)
         found = {one: measured[one] for one in ("tflops", "reasons", "predicted_tflops")}
     elif device == "cuda":
-        calls, flops = gpu.dense_calls({"fastattention": get_backend("cuda")}, headdim, causal, seqlen)
+        calls, flops = gpu.dense_calls({"fastattention": ATTENTION_BACKENDS.get("cuda")}, headdim, causal, seqlen)
         measured, ours = gpu.record(f"{seqlen}", headdim, causal, flops, calls, ROUNDS), ("fastattention",)
         found = {one: measured[one] for one in ("tflops", "reasons")}
     else:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fastattention.backends.common.bounded import BoundedDict
 from fastattention.distributed.object_collectives import gather, timeout_of
 from fastattention.distributed.transports.all_reduce import (
     AllReduceConfig,
@@ -23,6 +22,7 @@ from fastattention.distributed.transports.all_reduce import (
 )
 from fastattention.distributed.transports.base import Compute, Transfer
 from fastattention.distributed.transports.p2p_base import PeerToPeer
+from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.module import Function
 from fastattention.gpu_runtime.peer_memory import PeerMemory

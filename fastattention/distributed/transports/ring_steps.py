@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.bounded import BoundedDict
 from fastattention.distributed.transports.ring_order import MOST_BLOCKS, Share, shares_of, steps
+from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime.peer_memory import PeerMemory
 from fastattention.gpu_runtime.streams import FlagWaits, FlagWrites, Operation, StreamBarrier, copy_operation
 

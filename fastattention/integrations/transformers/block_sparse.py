@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fastattention.attention.interface import fast_attn_func
 from fastattention.attention.validation.blocks import DEFAULT_BLOCK_SIZE, BlockSize, check_block_mask, read_block_size
-from fastattention.attention.validation.common import Options, read_int, signature
+from fastattention.attention.validation.common import Options
+from fastattention.engine.checks import read_int, spec_of
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.integrations.transformers.masks import AT_ONCE, DenseMask, Functions, SequenceMask, Window
 from fastattention.integrations.transformers.stored import StoredTokens
@@ -87,7 +88,7 @@ class _Active:
         seqlens = q.shape[1], layer.k.shape[1]
         try:
             check_block_mask(
-                signature("block_mask", mask), signature("q", q), q.shape[2], q.shape[0], seqlens, options
+                spec_of("block_mask", mask), spec_of("q", q), q.shape[2], q.shape[0], seqlens, options
             )  # fmt: skip
         except ArgumentError as error:
             raise ArgumentError(

@@ -22,7 +22,7 @@ from transformers.integrations import hub_kernels
 from transformers.utils import logging
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
-from fastattention.attention.validation.common import DTYPES
+from fastattention.engine.checks import DTYPES
 from fastattention.linear import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from fastattention.linear.validation import MAX_HEADDIM
 

@@ -1,0 +1,268 @@
+"""Operator: what an operator declares, and how its calls are served.
+
+A call is one look-up of its plan, checks of what its signature does not answer, and a launch. The first call of a
+signature is validated, and its backend is chosen. A traced call goes through torch.library (`torch_ops.py`) instead.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+
+import torch
+
+from fastattention.engine import torch_ops
+from fastattention.engine.autograd import differentiable
+from fastattention.engine.backend import I, O, P
+from fastattention.engine.bounded import BoundedDict
+from fastattention.engine.checks import require_tensor
+from fastattention.engine.eager import runs_eagerly
+from fastattention.engine.explain import Explanation, Traffic
+from fastattention.engine.kinds import check_kinds, check_readable
+from fastattention.engine.registry import B, Registry, chosen
+from fastattention.engine.signature import CallSignature, signature_of
+from fastattention.errors import ArgumentError
+
+G = TypeVar("G", bound=tuple[Any, ...])  # the tensors of a call as they are given, a NamedTuple
+S = TypeVar("S", bound=tuple[Any, ...])  # its scalars, of the right types, a NamedTuple
+Arguments = ParamSpec("Arguments")
+
+_is_profiling = torch._C._autograd._profiler_enabled
+_operators: list[Operator[Any, Any, Any, Any, Any, Any]] = []
+
+
+class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
+    """One operator: its arguments, its validation and its backends. All that serves its calls follows from these."""
+
+    name: ClassVar[str]  # of torch.ops.fastattention
+    registry: Registry[P, B]
+    fallback: ClassVar[str]  # the backend made of operations of torch, which autograd follows
+    given: type[G]
+    options: type[S]
+    inputs: type[I]
+    output: type[O]
+    tensors: ClassVar[tuple[str, ...]]  # fields of `given` that are arguments of the operator of torch, in order
+    scalars: ClassVar[tuple[str, ...]]  # fields of `options` likewise
+    written: ClassVar[tuple[str, ...]] = ()  # tensors that a call writes in place
+    unnamed: ClassVar[tuple[str, ...]] = ()  # tensors that no caller gives
+    results: ClassVar[tuple[str, ...]]  # fields of `output` that the operator of torch returns
+    asked_by: ClassVar[Mapping[str, str]]  # results that a scalar asks for -> that scalar
+    gradients: type[Any] | None = None  # a NamedTuple with the fields of `results`; None without a backward
+    # Tensors with a leading batch axis, and their rank with it: torch.vmap joins its axis with the batch.
+    batched: ClassVar[Mapping[str, int]] = {}
+
+    def __init__(self) -> None:
+        self._plans: BoundedDict[object, Plan[G, S, P, I, O, B]] = BoundedDict()
+        _operators.append(self)
+        torch_ops.register(self)
+
+    @abc.abstractmethod
+    def prepare(self, given: G, scalars: S) -> tuple[P, I]:
+        """The problem of a call and its tensors as backends read them. The only validation; raises ArgumentError."""
+
+    @abc.abstractmethod
+    def as_read(self, problem: P, inputs: I, names: Sequence[str]) -> I:
+        """Tensors as they were given, in the strides and dtypes that backends take; names: those to look at."""
+
+    @abc.abstractmethod
+    def result_shapes(self, given: G, scalars: S, differentiated: bool) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        """Shape and dtype of each of `results`, from shapes alone; (0,) of one that nobody asked for."""
+
+    @abc.abstractmethod
+    def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
+        """Floating-point operations of a call, as torch counts those of its own attention. Arguments by name."""
+
+    def signature(self, given: G, scalars: S, backend: str) -> CallSignature | None:
+        """All that the plan of a call depends on; None for a call that has to be looked at more closely."""
+        return signature_of(given, backend, scalars)
+
+    def recheck(self, problem: P) -> Callable[[G, S], I | None] | None:
+        """Checks of what the signature of a call of `problem` does not answer: values, and shared memory.
+
+        The function returns the tensors of a call, or None for one that has another problem. None: nothing to check.
+        """
+        return None
+
+    def inputs_of(self, given: G, inputs: I) -> I:
+        """The tensors of a call before `as_read`. inputs: after it, of the same call."""
+        return given  # type: ignore[return-value]
+
+    def around(self, backend: B, problem: P, serve: Callable[[I], O]) -> Callable[[I], O]:
+        """`serve` with what the operator does before and after it in every call."""
+        return serve
+
+    def names_given(self, problem: P, inputs: I) -> dict[str, object]:
+        """The tensors of a call by the names that its caller knows."""
+        return inputs._asdict()  # type: ignore[attr-defined, no-any-return]
+
+    def scalars_of(self, problem: P) -> S:
+        """The scalars that make `problem`: of a call that is differentiated by the operator of torch."""
+        raise NotImplementedError(f"{self.name} has no backward")
+
+    def check_traceable(self, given: G, scalars: S) -> None:
+        """Raises for what the operator of torch cannot take or give. It makes all other checks when it runs."""
+
+    def meta_arguments(self, given: G, scalars: S) -> tuple[G, S]:
+        """What can be validated of a call on the meta device."""
+        return given, scalars
+
+    def as_torch_takes(self, given: G, scalars: S) -> tuple[G, S]:
+        """Arguments as the operator of torch takes them: tensors where callers may give numbers too."""
+        return given, scalars
+
+    def why_not_folded(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether torch.vmap has to run a call once for each index of the mapped axis. Arguments by name."""
+        return not self.batched
+
+    def check_mapped(self, arguments: Mapping[str, Any], mapped: Mapping[str, int | None]) -> None:
+        """Raises for a call that torch.vmap cannot map. mapped: the mapped axis of each argument."""
+
+    def traffic(self, backend: B, problem: P, inputs: I) -> Traffic | None:
+        """Main-memory traffic of a call; None where there is no model of it."""
+        return None
+
+    def __call__(self, given: G, scalars: S, backend: str) -> O:
+        """Serves a call, now or as an operator of torch."""
+        signature = self.signature(given, scalars, backend)
+        # A traced call must not look into the plans: torch.compile would compile it anew whenever they change.
+        plan = None if signature is None else self._plans.get(signature)
+        inputs = None if plan is None else plan.checked(given, scalars)
+        if plan is None or inputs is None:
+            if signature is None and not runs_eagerly(*given):
+                return self._trace(given, scalars, backend)
+            plan, inputs = self._new_plan(given, scalars, backend, signature)
+        return plan.run(inputs)
+
+    def plan(self, given: G, scalars: S, backend: str) -> tuple[Plan[G, S, P, I, O, B], I]:
+        """The plan of a call, and its tensors."""
+        signature = self.signature(given, scalars, backend)
+        plan = self._plans.get(signature)
+        inputs = None if plan is None else plan.checked(given, scalars)
+        if plan is None or inputs is None:
+            return self._new_plan(given, scalars, backend, signature)
+        return plan, inputs
+
+    def _new_plan(
+        self, given: G, scalars: S, backend: str, signature: CallSignature | None
+    ) -> tuple[Plan[G, S, P, I, O, B], I]:
+        """signature: None for a call that is not known by one."""
+        problem, inputs = self.prepare(given, scalars)
+        plan = Plan(self, problem, inputs, self.inputs_of(given, inputs), backend)
+        if signature is not None:
+            self._plans[signature] = plan
+        return plan, inputs
+
+    def explain(self, given: G, scalars: S, backend: str) -> Explanation:
+        """Every backend's verdict on a call, which is validated and not computed."""
+        if not runs_eagerly(*given):
+            raise ArgumentError(
+                "explain takes tensors that hold data: not fake ones, and not those of a call under torch.compile"
+            )
+        problem, inputs = self.prepare(given, scalars)
+        self.registry.check_name(backend)
+        considered = tuple(self.registry.verdicts(problem))
+        serving = chosen([one for one in considered if backend in ("auto", one.backend)])
+        if serving is None:
+            return Explanation(problem, considered)
+        return Explanation(problem, considered, self.traffic(self.registry.get(serving.backend), problem, inputs))
+
+    def forget_plans(self) -> None:
+        """Makes the next calls choose their backends again."""
+        self._plans.clear()
+
+    def _trace(self, given: G, scalars: S, backend: str) -> O:
+        required = [name for name in self.tensors if name not in self.given._field_defaults]  # type: ignore[attr-defined]
+        for name in required:
+            require_tensor(name, getattr(given, name))
+        self.registry.check_name(backend)
+        if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
+            check_kinds({name: getattr(given, name) for name in self.tensors if name not in self.unnamed})
+        self.check_traceable(given, scalars)
+        return torch_ops.call(self, *self.as_torch_takes(given, scalars), backend)  # type: ignore[no-any-return]
+
+
+class Plan(Generic[G, S, P, I, O, B]):
+    """How calls of one signature are served."""
+
+    def __init__(self, operator: Operator[G, S, P, I, O, B], problem: P, inputs: I, given: I, backend: str) -> None:
+        """inputs: as backends read them; given: what they were made from."""
+        self.operator, self.problem = operator, problem
+        self.backend = operator.registry.select(problem, backend)
+        self._recheck = operator.recheck(problem)
+        self.has_backward = self.backend.has_backward and bool(problem.grads)  # type: ignore[attr-defined]
+        # Without autograd, and with it.
+        self.serve = operator.around(self.backend, problem, self.backend.plan(problem, inputs))
+        self.forward = differentiable(operator, self.backend, problem, self.serve) if self.has_backward else self.serve
+        self._range = f"fastattention::{self.backend.name}"
+        fields = zip(inputs._fields, given, inputs, strict=True)  # type: ignore[attr-defined]
+        self._converted = [name for name, before, after in fields if before is not after]
+
+    def checked(self, given: G, scalars: S) -> I | None:
+        """The tensors of a call of this signature; None for one that validation has to look at after all."""
+        if self._recheck is None:
+            return given  # type: ignore[return-value]
+        try:
+            return self._recheck(given, scalars)
+        except (RuntimeError, TypeError):
+            return None  # validation names the tensor at fault
+
+    def run(self, inputs: I) -> O:
+        """Serves a call with the tensors that were given. Profilers see a range with the backend's name."""
+        try:
+            if self._converted:
+                inputs = self.as_read(inputs)
+            if _is_profiling():
+                with torch.profiler.record_function(self._range):
+                    return self.forward(inputs)
+            return self.forward(inputs)
+        except RuntimeError:
+            check_readable(self.operator.names_given(self.problem, inputs))
+            raise
+
+    def as_read(self, inputs: I) -> I:
+        """The tensors of a call as its kernels read them."""
+        return self.operator.as_read(self.problem, inputs, self._converted) if self._converted else inputs
+
+
+# What a public function makes of its arguments: a call that can be served or explained. The last of it gives what the
+# function returns for the operator's output.
+Request = tuple["Operator[Any, Any, Any, Any, Any, Any]", Any, Any, str, Callable[[Any], Any]]
+
+
+def serves_requests(read: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
+    """Makes a public function of `read`, which makes a Request of its arguments; `explain` takes the request alone."""
+
+    @functools.wraps(read)
+    def serve(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        operator, given, scalars, backend, returned = read(*args, **kwargs)
+        return returned(operator(given, scalars, backend))
+
+    return explained_by(read)(serve)
+
+
+def explained_by(read: Callable[..., Any]) -> Callable[[Callable[Arguments, Any]], Callable[Arguments, Any]]:
+    """Has `explain` take the Request that `read` makes of a function's arguments."""
+
+    def mark(function: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
+        function.request = read  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def request_of(function: Any, *args: Any, **kwargs: Any) -> Request:
+    """The request that a public function makes of these arguments. Raises ArgumentError for any other function."""
+    read = getattr(function, "request", None)
+    if read is None:
+        raise ArgumentError(f"function={function!r} must be one of fastattention's")
+    bound = (function.__self__, *args) if isinstance(function, MethodType) else args
+    return read(*bound, **kwargs)  # type: ignore[no-any-return]
+
+
+def forget_plans() -> None:
+    """Makes the next calls of every operator choose their backends again."""
+    for operator in _operators:
+        operator.forget_plans()

@@ -1,0 +1,43 @@
+"""The signature of a call: all that validation and kernels read of it but addresses and values in tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from fastattention.engine.eager import PLAIN_TYPES, is_traced, transform_level
+
+CallSignature = tuple[object, ...]
+
+
+def signature_of(tensors: Sequence[Any], backend: object, scalars: Hashable) -> CallSignature | None:
+    """Shapes, strides, dtypes and devices of tensors, whether autograd records them, and all scalars.
+
+    None where a call has to be looked at more closely: while something follows it, as in `runs_eagerly`, and for all
+    but plain tensors that hold data. scalars: of the types that validation makes of them, since 1 == 1.0 == True
+    """
+    if (
+        type(backend) is not str
+        or is_traced()
+        or transform_level() is not None
+        or forward_ad._current_level >= 0
+        or getattr(tensors[0], "is_meta", False)
+    ):  # fmt: skip
+        return None
+    records = torch.is_grad_enabled()
+    signature: list[object] = [backend, scalars]
+    try:
+        for tensor in tensors:
+            if tensor is None:
+                signature.append(None)
+            elif type(tensor) in PLAIN_TYPES and not tensor.is_neg():
+                grad = records and tensor.requires_grad
+                signature.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, grad))
+            else:
+                return None
+    except RuntimeError:  # of tensors without a shape or strides, which validation names
+        return None
+    return tuple(signature)

@@ -1,0 +1,69 @@
+"""LINEAR_ATTENTION: the operator of linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastattention.engine.operator import Operator
+from fastattention.linear.backend import LINEAR_BACKENDS, LinearBackend
+from fastattention.linear.problem import LinearGradients, LinearInputs, LinearOutput, LinearProblem
+from fastattention.linear.validation import LinearOptions, as_backends_read, check_offsets, prepare
+
+
+class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, LinearInputs, LinearOutput, LinearBackend]):
+    """Both rules, in chunks and token by token. Gradients come from operations of torch."""
+
+    name = "linear_attention"
+    registry = LINEAR_BACKENDS
+    fallback = "torch"
+    given = LinearInputs
+    options = LinearOptions
+    inputs = LinearInputs
+    output = LinearOutput
+    tensors = LinearInputs._fields
+    scalars = LinearOptions._fields
+    results = ("out", "final_state")
+    asked_by: ClassVar[Mapping[str, str]] = {"final_state": "returns_state"}
+    gradients = LinearGradients
+
+    def prepare(self, given: LinearInputs, scalars: LinearOptions) -> tuple[LinearProblem, LinearInputs]:
+        return prepare(given, scalars)
+
+    def as_read(self, problem: LinearProblem, inputs: LinearInputs, names: Sequence[str]) -> LinearInputs:
+        return as_backends_read(inputs)
+
+    def recheck(self, problem: LinearProblem) -> Callable[[LinearInputs, LinearOptions], LinearInputs | None] | None:
+        if not problem.varlen:
+            return None
+
+        def check(given: LinearInputs, _: LinearOptions) -> LinearInputs:
+            assert given.cu_seqlens is not None
+            check_offsets(given.cu_seqlens, problem.seqlen)
+            return given
+
+        return check
+
+    def result_shapes(
+        self, given: LinearInputs, scalars: LinearOptions, differentiated: bool
+    ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        q, v = given.q, given.v
+        sequences = v.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+        state = (sequences, v.shape[2], q.shape[3], v.shape[3]) if scalars.returns_state else (0,)
+        return {"out": (v.shape, v.dtype), "final_state": (state, torch.float32)}
+
+    def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
+        """Counts the recurrence: every token updates a state, and is multiplied by it. A backward costs twice that.
+
+        The delta rule also reads the state by the key. Chunks take more operations, which depend on their size.
+        """
+        q: Tensor = arguments["q"]
+        v: Tensor = arguments["v"]
+        per_token = 2 * q.shape[3] * v.shape[3] * (3 if arguments["delta_rule"] else 2)
+        return int(v.shape[0] * v.shape[1] * v.shape[2] * per_token * (2 if backward else 1))
+
+
+LINEAR_ATTENTION = LinearAttention()

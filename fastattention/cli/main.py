@@ -226,19 +226,10 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve a model by the OpenAI API: Transformers' server, batching on fast_attention. Takes its options too."""
-    from transformers.utils.import_utils import is_serve_available
-
-    from fastattention.errors import UnsupportedError
-    from fastattention.sizes import read_bytes
+    from fastattention.cli import serve as command
 
     with errors_as_messages():
-        memory = None if kv_memory is None else read_bytes("--kv-memory", kv_memory)
-        if not is_serve_available():
-            raise UnsupportedError("the server's packages are not installed: pip install 'fastattention[serve]'")
-
-        from fastattention.cli.serve import command
-
-        command.serve(model, host, port, memory, grace, context.args)
+        command.serve(model, host, port, kv_memory, grace, context.args)
 
 
 @app.command("export-kernel")

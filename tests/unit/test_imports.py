@@ -24,7 +24,8 @@ LAYERS = (
     ("backends", "attention.reference", "linear.reference", "linear.backend"),
     ("engine", "attention", "sparse", "kv_store", ""),
     ("distributed", "offload", "linear"),
-    ("integrations", "cli"),
+    ("integrations",),
+    ("cli",),
     ("__main__",),
 )
 # What every backend may use; the rest of backends/ chooses among backends and is not for them.
@@ -93,6 +94,7 @@ def test_imports_point_down(path: Path) -> None:
         ("backends.sdpa.masks", "from fastattention.backends.cpu.backend import CpuBackend"),
         ("kv_store.dense", "from fastattention.offload.placement import place"),
         ("offload.placement", "from fastattention.cli import console"),
+        ("integrations.transformers.serving.server", "from fastattention.cli import console"),
         ("backends.cpu.backend", "from fastattention.backends import sdpa"),
         ("backends.cpu.backend", "from fastattention.backends.registry import ORDER"),
     ],

@@ -43,8 +43,8 @@ from fastattention.sparse import density, streaming, strided, top_p_blocks
 from fastattention.threads import get_num_threads
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGE = Path(fastattention.__file__).parent
-MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
+TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 BLOCKS = (64, 128)
 LETTERS, GIVEN = 12, 3  # of an identifier, and of its second use
 DISTANCES = (768, 1536)  # bytes from the definition to the use; 0 to 127 are added

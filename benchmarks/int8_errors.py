@@ -42,8 +42,8 @@ from fastattention.quantized import KEYS_OF_SCALE, dequantize, quantize, quantiz
 from fastattention.threads import get_num_threads
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGE = Path(fastattention.__file__).parent
-MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
+TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 EXACT, INT8, NOT_SMOOTHED = "exact", "int8", "int8, not smoothed"
 METHODS = (INT8, NOT_SMOOTHED, "bfloat16", "float16")
 HEADS, HEADDIMS = 4, (128, 64)

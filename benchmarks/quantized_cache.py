@@ -39,8 +39,8 @@ from fastattention.cli.machine import describe_machine
 from fastattention.quantized import quantize
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGE = Path(fastattention.__file__).parent
-MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
+TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "float16": torch.float16, "bfloat16": torch.bfloat16}
 QUERIES = 256  # the last ones of a sequence
 OUTLIERS = torch.tensor([20.0, 30.0, 40.0, 50.0])

@@ -142,14 +142,14 @@ def demo(
     context: Annotated[int, typer.Option(min=1, max=MOST, help="Bytes of the file to read.")] = 6000,
     new_tokens: Annotated[int, typer.Option(min=1, max=LONGEST, help="Tokens to add.")] = 200,
     model: Annotated[
-        Path | None, typer.Option(help="A Transformers model folder. Default: the one that comes with the package.")
-    ] = None,
+        Path, typer.Option(help="A Transformers model folder. The default is in the source tree, not in the package.")
+    ] = Path("examples/demo_model"),
 ) -> None:
     """Continue a source file with eager, sdpa and fast_attention: same tokens, times, peak memory. Offline."""
     from fastattention.cli import demo as command
 
     with errors_as_messages():
-        command.demo(file or command.DEFAULT_SOURCE, context, new_tokens, model or command.DEMO_MODEL)
+        command.demo(file or command.DEFAULT_SOURCE, context, new_tokens, model)
 
 
 @app.command("compile")

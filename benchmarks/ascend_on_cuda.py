@@ -26,6 +26,7 @@ from fastattention.backends.ascend.simulator.workload import padded
 from fastattention.backends.ascend.tiling import Tiling
 from fastattention.backends.cuda.backend import CudaBackend
 from fastattention.cli.bench import gpu
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.machine import describe_machine
 from fastattention.gpu_runtime.chips import arch_of
 
@@ -105,7 +106,7 @@ def main(rounds: int = 9, output: Path = RESULTS) -> None:
     machine: dict[str, Any] = {**describe_machine(), "capability": 10 * major + minor}
     machine["triton"] = importlib.import_module("triton").__version__
     report = {"machine": machine, "measurements": gpu.measure(backends, gpu.FULL_SEQLENS, rounds)}
-    gpu.write_report(report, output / "ascend_on_cuda.json")
+    write_record(output / "ascend_on_cuda.json", report)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ beside published latencies, on which nothing was fitted. Everything else is what
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -31,7 +30,7 @@ from fastattention.backends.ascend.simulator.tiles import Tiling
 from fastattention.backends.ascend.simulator.whole_chip import predict, simulated_operations
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import tiling_for
-from fastattention.cli.bench.report import SCHEMA
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, errors_as_messages
 from fastattention.cli.machine import describe_machine
 
@@ -49,8 +48,6 @@ def main(longest: int = 131072, output: Path = RESULTS) -> None:
     with errors_as_messages():
         seqlens = [1024 << step for step in range((longest // 1024).bit_length())]
         record: Record = {
-            "schema": SCHEMA,
-            "question": "ascend_plan",
             "note": "Times and rates are predicted by a simulator, except where a name begins with measured.",
             "machine": describe_machine(),
             "chip": asdict(CHIP),
@@ -66,8 +63,7 @@ def main(longest: int = 131072, output: Path = RESULTS) -> None:
             "mask": [mask(seqlen) for seqlen in seqlens],
             "best": list(best()),
         }
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "ascend_plan.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_record(output / "ascend_plan.json", record)
         show(record)
         draw(output)
 

@@ -21,7 +21,6 @@ keys, since a needle may lie in two blocks.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -36,15 +35,14 @@ from torch.nn import functional
 
 import fastattention
 from fastattention import fast_attn_func
-from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 from fastattention.sparse import density, streaming, strided, top_p_blocks
 from fastattention.threads import get_num_threads
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGE = Path(fastattention.__file__).parent
-MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
+TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 BLOCKS = (64, 128)
 LETTERS, GIVEN = 12, 3  # of an identifier, and of its second use
 DISTANCES = (768, 1536)  # bytes from the definition to the use; 0 to 127 are added
@@ -94,14 +92,7 @@ def main(
     show_identifiers(identifier)
     for one in needles:
         show_needles(one)
-    machine = describe_machine()
-    OUTPUT.print(title(machine))
-    record = {
-        "schema": SCHEMA, "question": "block_patterns", "machine": machine, "text": text, "identifiers": identifier,
-        "needles": needles,
-    }  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "block_patterns.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / "block_patterns.json", {"text": text, "identifiers": identifier, "needles": needles})
 
 
 def patterns() -> Iterator[Pattern]:

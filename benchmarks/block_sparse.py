@@ -13,7 +13,6 @@ mask adds to the Python side of a call, and what reading a BlockMask takes.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,12 +25,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from fastattention import explain, fast_attn_func
-from fastattention.cli.bench import gpu
-from fastattention.cli.bench.report import SCHEMA, title
-from fastattention.cli.bench.timing import interleaved, time_call
+from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import interleaved, interleaved_on_device, time_call
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 from fastattention.threads import get_num_threads
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,15 +49,12 @@ def main(
     torch.set_num_threads(get_num_threads())
     records = [measure(device, seqlen, nheads, dtype, seconds) for dtype in dtypes.split(",")]
     show(records)
-    machine = describe_machine()
-    OUTPUT.print(title(machine))
-    record = {
-        "schema": SCHEMA, "question": "block_sparse", "machine": machine, "seqlen": seqlen, "nheads": nheads,
-        "headdim": HEADDIM, "block": BLOCK, "records": records, "mask": mask_seconds(device, seqlen, nheads),
+    figures = {
+        "question": "block_sparse", "seqlen": seqlen, "nheads": nheads, "headdim": HEADDIM, "block": BLOCK,
+        "records": records, "mask": mask_seconds(device, seqlen, nheads),
     }  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
     name = "block_sparse_cpu" if device == "cpu" else "block_sparse_gpu"
-    (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / f"{name}.json", figures)
 
 
 def measure(device: str, seqlen: int, nheads: int, dtype: str, seconds: float) -> dict[str, Any]:
@@ -89,7 +83,7 @@ def measure(device: str, seqlen: int, nheads: int, dtype: str, seconds: float) -
 def median_seconds(calls: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
     """Of a call, all of them in turns."""
     if device != "cpu":
-        return gpu.interleaved(calls, GPU_ROUNDS)
+        return interleaved_on_device(calls, GPU_ROUNDS)
     for call in calls.values():
         call()
     return {name: timing.median for name, timing in interleaved(calls, seconds).items()}

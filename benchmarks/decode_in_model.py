@@ -11,7 +11,6 @@ ratio of its two medians is the noise. Attention's share of a token is measured 
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
-from fastattention.cli.bench.report import SCHEMA, in_words, title
+from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.report import in_words
 from fastattention.cli.bench.whole_model.build import build, config_of
 from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers import NAME
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
 from fastattention.offload.model_shape import ModelShape
@@ -129,8 +128,6 @@ def main(
     output: Path = RESULTS,
 ) -> None:  # fmt: skip
     """Measure this machine with torch's number of threads; write decode_in_model.json into `output`."""
-    machine = describe_machine()
-    OUTPUT.print(title(machine))
     rows = []
     for name in dtypes.split(","):
         dtype = getattr(torch, name)
@@ -139,9 +136,7 @@ def main(
         for length in lengths:
             rows.append({"dtype": name, "keys": length, **measure(model, length, dtype, rounds, tokens)})
     show(rows)
-    record = {"schema": SCHEMA, "question": "decode_in_model", "machine": machine, "tokens": tokens, "rows": rows}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "decode_in_model.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / "decode_in_model.json", {"tokens": tokens, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_func, fast_attn_with_kvcache
-from fastattention.cli.bench.gpu import write_report
-from fastattention.cli.bench.gpu_decode import Graph, copy_bandwidth, interleaved
+from fastattention.cli.bench.gpu_decode import Graph, copy_bandwidth, graph_microseconds
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
 
@@ -49,7 +49,7 @@ def main(rounds: int = 9, output: Path = RESULTS) -> None:
     major, minor = torch.cuda.get_device_capability()
     machine = {**describe_machine(), "capability": 10 * major + minor}
     show(rows, copy_gbps)
-    write_report({"machine": machine, "copy_gbps": copy_gbps, "rows": rows}, output / "gpu_headdim.json")
+    write_record(output / "gpu_headdim.json", {"machine": machine, "copy_gbps": copy_gbps, "rows": rows})
 
 
 def random(*shape: int) -> Tensor:
@@ -106,7 +106,7 @@ def latent(batch_size: int, keys: int, nheads: int, rounds: int) -> dict[str, An
 
 def timed(calls: Mapping[str, Call], rounds: int, flops: float, bytes_read: float) -> dict[str, Any]:
     """Median microseconds of each call, five to a graph."""
-    microseconds = interleaved({name: Graph([call] * 5) for name, call in calls.items()}, rounds)
+    microseconds = graph_microseconds({name: Graph([call] * 5) for name, call in calls.items()}, rounds)
     torch.cuda.empty_cache()
     return {"microseconds": microseconds, "flops": flops, "bytes": bytes_read}
 

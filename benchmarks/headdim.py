@@ -9,7 +9,6 @@ keys of 576 whose first 512 columns are the values, 16 and 128 query heads on on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,10 @@ from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_with_kvcache
 from fastattention.cli.bench.peaks import limit_loop
-from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved
 from fastattention.cli.bench.workload import DTYPES, Limit
 from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 ELEMENTS = 2048  # of all heads of a token
@@ -66,12 +64,8 @@ def main(seqlen: int = 4096, keys: int = 32768, seconds: float = 10.0, output: P
             for dtype in DTYPES
             for nheads in (16, 128)
         ]  # fmt: skip
-    machine = describe_machine()
-    OUTPUT.print(title(machine))
     show(rows)
-    output.mkdir(parents=True, exist_ok=True)
-    record = {"schema": SCHEMA, "question": "headdim", "machine": machine, "rows": rows}
-    (output / "headdim.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / "headdim.json", {"rows": rows})
 
 
 def prefill(dtype: str, headdim: int, seqlen: int, causal: bool) -> Work:

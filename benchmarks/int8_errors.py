@@ -18,7 +18,6 @@ No timings: int8 products come from `fast_attn_func` where a backend serves them
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,16 +33,15 @@ import fastattention
 from fastattention import explain, fast_attn_func
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 from fastattention.quantized import KEYS_OF_SCALE, dequantize, quantize, quantize_keys
 from fastattention.threads import get_num_threads
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGE = Path(fastattention.__file__).parent
-MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
+TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 EXACT, INT8, NOT_SMOOTHED = "exact", "int8", "int8, not smoothed"
 METHODS = (INT8, NOT_SMOOTHED, "bfloat16", "float16")
 HEADS, HEADDIMS = 4, (128, 64)
@@ -69,14 +67,11 @@ def main(seqlen: int = 4096, tokens: int = 8192, output: Path = RESULTS) -> None
     model = model_figures(reader, text, logits)
     show_errors(errors)
     show_model(model)
-    machine = describe_machine()
-    OUTPUT.print(title(machine))
-    record = {
-        "schema": SCHEMA, "question": "int8_errors", "machine": machine, "int8_by": serving(*sets[0].calls[0]),
+    figures = {
+        "int8_by": serving(*sets[0].calls[0]),
         "outliers": {"channels": OUTLIERS, "offset": OFFSET, "wide": WIDE}, "errors": errors, "model": model,
     }  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "int8_errors.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / "int8_errors.json", figures)
 
 
 def serving(q: Tensor, k: Tensor, v: Tensor) -> str:

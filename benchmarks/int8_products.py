@@ -30,12 +30,10 @@ from fastattention import config, fast_attn_func
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.cli.bench import gpu
-from fastattention.cli.bench.report import SCHEMA, title
-from fastattention.cli.bench.timing import interleaved
+from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import interleaved, interleaved_on_device
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 NHEADS = 2
@@ -78,13 +76,7 @@ def main(
 def write(name: str, records: list[dict[str, Any]], output: Path) -> None:
     """Show the records, and leave them in a file of that name."""
     show(records)
-    machine = describe_machine()
-    OUTPUT.print(title(machine))
-    record = {
-        "schema": SCHEMA, "question": "int8_products", "machine": machine, "records": records,
-    }  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / f"{name}.json", {"question": "int8_products", "records": records})
 
 
 def records_of(problems: list[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
@@ -110,7 +102,7 @@ def gpu_record(arch: int, dtype: str, headdim: int, causal: bool, seqlen: int) -
     exact, approximate = (backend.forward(*prepared).out for prepared in problems.values())
     return {
         "path": f"sm{arch}", "dtype": dtype, "headdim": headdim, "causal": causal, "seqlen": seqlen, "nheads": nheads,
-        "seconds": gpu.interleaved(calls, GPU_ROUNDS), "error": relative_error(approximate, exact),
+        "seconds": interleaved_on_device(calls, GPU_ROUNDS), "error": relative_error(approximate, exact),
     }  # fmt: skip
 
 

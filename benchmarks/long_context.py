@@ -12,7 +12,6 @@ that others use too do not stay.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fastattention.backends.cpu.library import load_library
-from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import MESSAGES, OUTPUT
 from fastattention.cli.machine import describe_machine
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT
@@ -315,8 +314,7 @@ def offloaded_by_transformers(rows: list[dict[str, Any]], measure_one: Callable[
 
 def save(record: dict[str, Any], output: Path) -> None:
     """Writes long_context.json."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "long_context.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / "long_context.json", record)
 
 
 def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
@@ -326,15 +324,12 @@ def main(rounds: int = 5, steps: int = 8, output: Path = RESULTS) -> None:
     reading = read_bandwidth([count for count in (1, 2, 4, 8, 12, cores - 1, cores) if count <= cores])
     OUTPUT.print("CPU reads, GB/s by threads:", {count: round(rate / 1e9, 1) for count, rate in reading.items()})
     rows = run_cases(CASES, device, partial(measure_hardware, device.torch_device), dtype, rounds, steps)
-    machine = describe_machine()
-    record = {"schema": SCHEMA, "question": "long_context", "machine": machine}
-    record |= {"cpu_read_bytes_per_s": reading, "rows": rows}
+    record = {"machine": describe_machine(), "cpu_read_bytes_per_s": reading, "rows": rows}
     save(record, output)  # what follows may take more memory than the host has
     offloaded_by_transformers(
         rows, lambda case: transformers_offloaded(case, PRESETS[case.model], device.torch_device, dtype, steps)
     )
     show(rows)
-    OUTPUT.print(title(machine))
     save(record, output)
 
 

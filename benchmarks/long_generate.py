@@ -11,7 +11,6 @@ to itself.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -24,7 +23,7 @@ import typer
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.whole_model.build import build, find_config, find_shape
 from fastattention.cli.console import OUTPUT
 from fastattention.cli.machine import describe_machine
@@ -144,14 +143,12 @@ def show(row: dict[str, Any]) -> None:
 def main(prompt: int = 262144, new_tokens: int = 32, output: Path = RESULTS) -> None:
     """Measure the first GPU and its host; write long_generate.json into `output`."""
     machine = describe_machine()
-    OUTPUT.print(title(machine))
-    output.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"schema": SCHEMA, "question": "long_generate", "machine": machine, "rows": []}
+    rows: list[dict[str, Any]] = []
     for case in CASES:
         row = run(case, prompt, new_tokens)
         show(row)
-        record["rows"].append(row)
-        (output / "long_generate.json").write_text(json.dumps(record, indent=1) + "\n")
+        rows.append(row)
+        write_record(output / "long_generate.json", {"machine": machine, "rows": rows})
         gc.collect()
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from fastattention.cli import peak_memory
 from fastattention.cli.bench.peers import EAGER, FASTATTENTION, SDPA, Peer
-from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.record import title, write_record
 from fastattention.cli.bench.workload import BenchWorkload, Kind, make_tensors
 from fastattention.cli.console import OUTPUT, fail, progress_bar
 from fastattention.cli.machine import describe_machine
@@ -69,10 +69,8 @@ def main(
         peaks = [measure_in_process(*case) for case in bar.track(cases, description="peak memory")]
     for kind in PEERS:
         show(kind, [peak for peak in peaks if peak.kind == kind])
-    output.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
-    record = {"schema": SCHEMA, "question": "memory", "machine": machine, "peaks": [asdict(peak) for peak in peaks]}
-    (output / "memory.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / "memory.json", {"machine": machine, "peaks": [asdict(peak) for peak in peaks]})
     forward = [peak for peak in peaks if peak.kind == "prefill"]
     draw(forward, f"memory: {title(machine)}", output / "memory.png")
 

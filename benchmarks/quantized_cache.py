@@ -17,7 +17,6 @@ Time: one query against a long cache, bfloat16, float8 and int8 in turns, stored
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,16 +30,15 @@ import fastattention
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
-from fastattention.cli.bench.report import SCHEMA, title
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved
 from fastattention.cli.bench.workload import DTYPES
 from fastattention.cli.console import OUTPUT
-from fastattention.cli.machine import describe_machine
 from fastattention.quantized import quantize
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGE = Path(fastattention.__file__).parent
-MODEL, TEXT = PACKAGE / "cli" / "demo_model", PACKAGE / "reference.py"  # the model has not seen it
+MODEL = Path(__file__).parents[1] / "examples" / "demo_model"
+TEXT = Path(fastattention.__file__).parent / "attention" / "reference.py"  # the model has not seen it
 STORED = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "float16": torch.float16, "bfloat16": torch.bfloat16}
 QUERIES = 256  # the last ones of a sequence
 OUTLIERS = torch.tensor([20.0, 30.0, 40.0, 50.0])
@@ -73,12 +71,7 @@ def main(tokens: int = 8192, keys: int = 16384, seconds: float = 10.0, output: P
         for heads_first in HEADS_FIRST
     ]
     show_times(times)
-    machine = describe_machine()
-    OUTPUT.print(title(machine))
-    output.mkdir(parents=True, exist_ok=True)
-    answers = {"errors": errors, "arithmetic": arithmetic, "times": times}
-    record = {"schema": SCHEMA, "question": "quantized_cache", "machine": machine, **answers}
-    (output / "quantized_cache.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(output / "quantized_cache.json", {"errors": errors, "arithmetic": arithmetic, "times": times})
 
 
 def model_numbers(tokens: int) -> Iterator[Numbers]:

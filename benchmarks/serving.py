@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from fastattention.cli import peak_memory
-from fastattention.cli.machine import describe_machine
+from fastattention.cli.bench.record import write_record
 from fastattention.integrations.transformers import batching
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,12 +101,11 @@ def main(
         for index, record in enumerate(records):
             record["peak_bytes"] = peak_in_process(index)
     report = {
-        "machine": describe_machine(), "device": device, "shape": load.shape, "dtype": str(load.dtype),
+        "device": device, "shape": load.shape, "dtype": str(load.dtype),
         "requests": load.requests, "prompts": load.prompts, "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": load.new_tokens, "bounds": bounds(model, load, prompts), "records": records,
     }  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    (output / f"serving_{device.replace('cuda', 'gpu')}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_record(output / f"serving_{device.replace('cuda', 'gpu')}.json", report)
     for record in records:
         taken = statistics.median(record["seconds"])
         print(f"{record['implementation']} {record['settings']}: {load.requests * load.new_tokens / taken:.1f}")

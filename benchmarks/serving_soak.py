@@ -28,7 +28,7 @@ from typing import Any
 import typer
 from word_model import save_word_model, words
 
-from fastattention.cli.machine import describe_machine
+from fastattention.cli.bench.record import write_record
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 2000
@@ -55,14 +55,13 @@ def main(requests: int = 2000, clients: int = 16, output: Path = RESULTS) -> Non
             exit_code = process.wait(60)
     early = [used for at, used in memory if at <= 60] or [used for _, used in memory[:1]]
     report = {
-        "machine": describe_machine(), "requests": requests, "clients": clients, "seconds": seconds,
+        "requests": requests, "clients": clients, "seconds": seconds,
         "ends": dict(sorted(ends.items())), "exit_code": exit_code,
         "peak_bytes_first_minute": max(early), "peak_bytes": max(used for _, used in memory),
         "last_bytes": memory[-1][1],
     }  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "serving_soak.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in report.items() if name != "machine"}, indent=1))
+    write_record(output / "serving_soak.json", report)
+    print(json.dumps(report, indent=1))
     if exit_code or any(name.endswith("wrong") for name in ends):
         raise typer.Exit(1)
 

@@ -11,7 +11,6 @@ replayed from CUDA graphs ("graph"). Results are compared with those of serial.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -34,7 +33,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch_tensor_parallel import Project, async_tensor_parallel, two_shot
 
 from fastattention import config
-from fastattention.cli.bench.report import SCHEMA
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import MESSAGES
 from fastattention.cli.machine import describe_machine
 from fastattention.distributed import attention_linear_allreduce
@@ -348,8 +347,9 @@ def kernels_of_torch() -> AbstractContextManager[None]:
 
 def measure(device: torch.device, options: Options) -> None:
     """All cases, on every rank; rank 0 shows them and writes them down after each. Traces come last: they slow."""
-    record = {"schema": SCHEMA, "question": "tiled_allreduce", "machine": describe_machine()}
-    record |= {
+    record = {
+        "question": "tiled_allreduce",
+        "machine": describe_machine(),
         "world_size": dist.get_world_size(),
         "nccl": torch.cuda.nccl.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
         "nccl_p2p_disable": config.peer_to_peer_disabled(),
@@ -373,11 +373,10 @@ def measure(device: torch.device, options: Options) -> None:
 def save(record: dict[str, Any], output: Path) -> None:
     """Rank 0 writes tiled_allreduce_tp4.json, by the number of ranks; what is unusual is added to the name."""
     if dist.get_rank() == 0:
-        output.mkdir(parents=True, exist_ok=True)
         name = f"tiled_allreduce_tp{record['world_size']}" + "_no_p2p" * record["nccl_p2p_disable"]
         if record["heads_of"] != record["world_size"]:
             name += f"_heads_of_{record['heads_of']}"
-        (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_record(output / f"{name}.json", record)
         row = record["rows"][-1]
         MESSAGES.print(row["model"], row["batch_size"], row["seqlen_q"], row["derived"], row["refused"])
 

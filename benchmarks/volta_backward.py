@@ -28,7 +28,6 @@ lock, memory fences, bank conflicts, prologues and epilogues, partly filled wave
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +53,7 @@ from volta_model.chip import V100
 from volta_model.counts import UNIT
 
 from fastattention.backends.cuda.kernel_config import BackwardConfig
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, errors_as_messages, fail
 from fastattention.cli.machine import describe_machine
 
@@ -90,8 +90,7 @@ def main(
             for title, columns, rows in tables(comparison):
                 OUTPUT.print(rich_table(title, columns, rows))
         if headdim is None:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "volta_backward.json").write_text(json.dumps(record(found), indent=1) + "\n")
+            write_record(output / "volta_backward.json", record(found))
             (output / "volta_backward.md").write_text(page(found))
 
 

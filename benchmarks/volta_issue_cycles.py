@@ -31,7 +31,6 @@ diagonal; "whole tile, masked" is that of a tile which the diagonal crosses.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +47,7 @@ from volta_model.paths import find_tiles
 from volta_model.sass import Function
 
 from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, errors_as_messages
 from fastattention.cli.machine import describe_machine
 
@@ -84,8 +84,7 @@ def main(
             return
         found = [kernel for d in HEADDIMS for kernel in (ours(kernels.configuration(d)), theirs(d))]
         OUTPUT.print(rich_table(found))
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "volta_issue_cycles.json").write_text(json.dumps(record(found), indent=1) + "\n")
+        write_record(output / "volta_issue_cycles.json", record(found))
         (output / "volta_issue_cycles.md").write_text(page(found))
 
 

@@ -2,7 +2,7 @@
 
     python examples/serve.py
 
-Continuous batching of Transformers, on the model that the package ships. By HTTP: `fastattention serve MODEL`.
+Continuous batching of Transformers, on the model in demo_model/. By HTTP: `fastattention serve MODEL`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import fastattention
 from fastattention.integrations.transformers import batching
 
 PACKAGE = Path(fastattention.__file__).parent
-MODEL = PACKAGE / "cli" / "demo_model"
+MODEL = Path(__file__).parent / "demo_model"
 NEW_TOKENS = 24
 
 

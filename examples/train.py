@@ -24,7 +24,7 @@ PACKAGE = Path(fastattention.__file__).parent
 
 def new_model(attention: str) -> torch.nn.Module:
     torch.manual_seed(0)  # the same weights every time
-    config = AutoConfig.from_pretrained(PACKAGE / "cli" / "demo_model", dtype=torch.float32)
+    config = AutoConfig.from_pretrained(Path(__file__).parent / "demo_model", dtype=torch.float32)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-any-return, no-untyped-call]
 
 

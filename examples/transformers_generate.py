@@ -1,4 +1,4 @@
-"""Generate text with a Transformers model, by the demo model that the package ships.
+"""Generate text with a Transformers model, the one in demo_model/.
 
     pip install '.[transformers]'
     python examples/transformers_generate.py
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-import fastattention.integrations.transformers  # registers the name "fast_attention"
+import fastattention.integrations.transformers  # noqa: F401  (registers the name "fast_attention")
 
-MODEL = Path(fastattention.__file__).parent / "cli" / "demo_model"
+MODEL = Path(__file__).parent / "demo_model"
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
 

@@ -352,7 +352,7 @@ def parse_options() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = Path(__file__).resolve().parent.parent
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_path("stdlib")), help="the library's folder")
-    parser.add_argument("--output-dir", type=Path, default=root / "fastattention/cli/demo_model")
+    parser.add_argument("--output-dir", type=Path, default=root / "examples" / "demo_model")
     parser.add_argument("--docs-dir", type=Path, default=root / "docs" / "assets")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=2.1, help="training time, compilation included")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .markdown import page, table
-from .results import SOURCE_URL, Result
+from .results import SOURCE, Result
 
 PAGES = (
     ("[CPU](cpu.md)", "prefill, decode, varlen, memory, overhead, whole models", ("prefill", "xeon_amx/decode")),
@@ -48,7 +48,7 @@ def build() -> str:
         ["[Ascend: predictions](ascend-plan.md)", "a simulator of Ascend chips", "none"],
         ["[Volta: predictions](volta-model.md)", "machine code and a model of an SM", "none"],
     ]
-    resources = f"{SOURCE_URL}/blob/main/benchmarks/results/kernels_resources.md"
+    resources = f"{SOURCE}/benchmarks/results/kernels_resources.md"
     return page(
         "Benchmarks",
         "![Speed against PyTorch's SDPA](../assets/speed.svg)",

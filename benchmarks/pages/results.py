@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
-SOURCE_URL = "https://github.com/fastattention/fastattention"
+SOURCE = "../.."  # the source tree, from the pages in docs/benchmarks
 # The commit says which fastattention; NumPy and Transformers compute nothing that is shown.
 UNIMPORTANT_VERSIONS = ("fastattention", "numpy", "transformers")
 
@@ -68,7 +68,7 @@ class Result:
         commit, changed, _ = self.machine["commit"].partition("+")
         commit = f"`{commit[:7]}`" + (" with uncommitted changes" if changed else "")
         how = {field: f" ({how})" for field, how in self.machine.get("recorded", {}).items()}
-        file = f"[{self.name}.json]({SOURCE_URL}/blob/main/benchmarks/results/{self.name}.json)"
+        file = f"[{self.name}.json]({SOURCE}/benchmarks/results/{self.name}.json)"
         return (
             f"<small>Device: {device}. Versions: {', '.join(versions)}{how.get('versions', '')}. "
             f"Commit: {commit}{how.get('commit', '')}. "

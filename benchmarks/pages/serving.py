@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from .markdown import number, page, ratio, seconds, table
-from .results import SOURCE_URL, Result
+from .results import SOURCE, Result
 
 INTRODUCTION = """\
 Random weights, random prompts whose lengths grow in equal steps, greedy tokens, and the same number of new tokens for
@@ -23,7 +23,7 @@ VLLM = """\
 vLLM {version} for CPUs on the same load, without its compiler: with [our plugin]({plugin}) {ours} new tokens a second,
 with its own attention {theirs}, {ratio}. The second of two equal loads of a process; processes in turns
 (`python benchmarks/serving_vllm.py`)."""
-PLUGIN = f"{SOURCE_URL}/blob/main/plugins/vllm/README.md"
+PLUGIN = f"{SOURCE}/plugins/vllm/README.md"
 SOAK = """\
 {requests} requests by {clients} clients at a time in {minutes} to `fastattention serve`, with a model of about 6M
 parameters: {ends}. None was lost, none got another answer than it should. Resident memory was {first} at most in the

@@ -10,7 +10,6 @@ Whatever is not called measured is predicted.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.gpu_runtime import compiler
@@ -40,11 +40,10 @@ def main(output: Path = RESULTS) -> None:
         compared = compare()
         changes = vary()
         version = ".".join(map(str, compiler.version()))
-    output.mkdir(parents=True, exist_ok=True)
     machine = describe_machine()
     machine["versions"] |= {"NVRTC": version, "PyTorch": peer.TORCH.partition("==")[2]}
     document = {"machine": machine, "chip": dataclasses.asdict(V100), **report.as_json(judged, compared, changes)}
-    (output / "volta_model.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_record(output / "volta_model.json", document)
     text = page(judged, compared, changes, version)
     (output / "volta_model.md").write_text(text)
     OUTPUT.print(text, soft_wrap=True, markup=False, highlight=False)

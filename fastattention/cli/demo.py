@@ -24,7 +24,6 @@ from fastattention.cli.demo_messages import DemoRequest, Result
 from fastattention.cli.machine import cpu_model
 from fastattention.errors import ArgumentError
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
 # Of the larger modules of the standard library, one of those that the demo model has not seen in training.
 DEFAULT_SOURCE = Path(functools.__file__)
 SHOWN_CONTEXT_LINES = 6
@@ -37,7 +36,7 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
     Exits with status 1 when their tokens differ.
     """
     require_extra("transformers", "transformers")
-    check_model_folder(model)
+    _check_model(model)
     prompt = read_context(source, context_bytes)
     requests = [
         DemoRequest(str(model), attention.value, prompt, max_new_tokens, fastattention.get_num_threads())
@@ -53,6 +52,17 @@ def demo(source: Path, context_bytes: int, max_new_tokens: int, model: Path) -> 
     OUTPUT.print(_continuation(prompt, results[-1]))
     if any(result.tokens != results[0].tokens for result in results):
         raise fail("the implementations chose different tokens")
+
+
+def _check_model(model: Path) -> None:
+    """Raises ArgumentError for a folder without a model, and says where the demo's own is."""
+    try:
+        check_model_folder(model)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{error}; the installed package holds no model: run `make demo` in the source tree, "
+            "or name a Transformers model folder with --model"
+        ) from error
 
 
 def read_context(source: Path, context_bytes: int) -> str:

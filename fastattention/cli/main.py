@@ -142,14 +142,14 @@ def demo(
     context: Annotated[int, typer.Option(min=1, max=MOST, help="Bytes of the file to read.")] = 6000,
     new_tokens: Annotated[int, typer.Option(min=1, max=LONGEST, help="Tokens to add.")] = 200,
     model: Annotated[
-        Path | None, typer.Option(help="A Transformers model folder. Default: the one that comes with the package.")
-    ] = None,
+        Path, typer.Option(help="A Transformers model folder. The default is in the source tree, not in the package.")
+    ] = Path("examples/demo_model"),
 ) -> None:
     """Continue a source file with eager, sdpa and fast_attention: same tokens, times, peak memory. Offline."""
     from fastattention.cli import demo as command
 
     with errors_as_messages():
-        command.demo(file or command.DEFAULT_SOURCE, context, new_tokens, model or command.DEMO_MODEL)
+        command.demo(file or command.DEFAULT_SOURCE, context, new_tokens, model)
 
 
 @app.command("compile")
@@ -226,19 +226,10 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve a model by the OpenAI API: Transformers' server, batching on fast_attention. Takes its options too."""
-    from transformers.utils.import_utils import is_serve_available
-
-    from fastattention.errors import UnsupportedError
-    from fastattention.sizes import read_bytes
+    from fastattention.cli import serve as command
 
     with errors_as_messages():
-        memory = None if kv_memory is None else read_bytes("--kv-memory", kv_memory)
-        if not is_serve_available():
-            raise UnsupportedError("the server's packages are not installed: pip install 'fastattention[serve]'")
-
-        from fastattention.cli.serve import command
-
-        command.serve(model, host, port, memory, grace, context.args)
+        command.serve(model, host, port, kv_memory, grace, context.args)
 
 
 @app.command("export-kernel")

@@ -317,7 +317,7 @@ def _speed_of_an_npu(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     fake = SimpleNamespace(get_device_name=lambda *index: "Ascend910B2", device_count=lambda: 2)
     monkeypatch.setattr(torch, "npu", fake, raising=False)
     monkeypatch.setattr(npu, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu, "interleaved", lambda calls, rounds, device: dict.fromkeys(calls, 1.0))
+    monkeypatch.setattr(gpu, "interleaved_on_device", lambda calls, rounds, device: dict.fromkeys(calls, 1.0))
     monkeypatch.setattr(speeds, "SHAPES", ((64, True, 16),))
     monkeypatch.setattr(speeds, "TOKENS", 32)
     report = Report(path, {})

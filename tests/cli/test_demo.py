@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tiers import slow
 
-from fastattention.cli import demo
+from fastattention.cli import demo, main
+from fastattention.cli.console import check_model_folder
 from fastattention.cli.demo_messages import DemoRequest, Result
 
 from .conftest import Finished
@@ -36,23 +38,40 @@ def make_result(attention: str, *tokens: int) -> Result:
     return Result(attention, list(tokens), "text", 10, 1.0, 0.5, 2_000_000)
 
 
-def test_demo_fails_when_tokens_differ(run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_fails_when_tokens_differ(
+    run_command: Callable[..., Finished], byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
         return make_result(job.attention, 1, 2, 4 if job.attention == "fast_attention" else 3)
 
     monkeypatch.setattr(demo, "run_request", run_request)
-    exit_code, output = run_command("demo", "--context", 200)
+    exit_code, output = run_command("demo", "--model", byte_model, "--context", 200)
     assert exit_code == 1
     assert "not from 2" in output
     assert "error: the implementations chose different tokens" in output
 
 
-def test_unmeasurable_memory_is_said(run_command: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasurable_memory_is_said(
+    run_command: Callable[..., Finished], byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_request(job: DemoRequest, on_progress: Callable[[float], None]) -> Result:
         return dataclasses.replace(make_result(job.attention, 1, 2), extra_bytes=None)
 
     monkeypatch.setattr(demo, "run_request", run_request)
-    assert run_command("demo", "--context", 200).output.count("not measurable here") == 3
+    assert run_command("demo", "--model", byte_model, "--context", 200).output.count("not measurable here") == 3
+
+
+def test_without_the_source_tree_it_says_where_the_model_is(run_command: Callable[..., Finished]) -> None:
+    exit_code, output = run_command("demo")
+    assert exit_code == 1
+    assert "model 'examples/demo_model' is not a Transformers model folder" in output
+    assert "run `make demo` in the source tree, or name a Transformers model folder with --model" in output
+
+
+def test_the_source_tree_has_the_model() -> None:
+    """Where `make demo` runs the command."""
+    default = inspect.signature(main.demo).parameters["model"].default
+    check_model_folder(Path(__file__).parents[2] / default)
 
 
 def test_the_workers_error_is_shown(run_command: Callable[..., Finished], tmp_path: Path) -> None:
@@ -76,10 +95,10 @@ def test_context_ends_with_a_complete_line(tmp_path: Path) -> None:
     [("missing.py", "cannot be read: No such file"), ("short.py", "has 5 bytes; the context wants 100")],
 )
 def test_an_unusable_file_is_explained(
-    name: str, message: str, run_command: Callable[..., Finished], tmp_path: Path
+    name: str, message: str, run_command: Callable[..., Finished], byte_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "short.py").write_text("x = 1")
-    exit_code, output = run_command("demo", "--file", tmp_path / name, "--context", 100)
+    exit_code, output = run_command("demo", "--model", byte_model, "--file", tmp_path / name, "--context", 100)
     assert exit_code == 1
     assert message in output
 

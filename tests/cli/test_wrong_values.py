@@ -27,7 +27,7 @@ NEEDED = {
     "check": "",
     "bench": "model",
     "generate": "--model=MODEL --prompt=x --max-new-tokens=1",
-    "demo": "--new-tokens=1",
+    "demo": "--model=MODEL --new-tokens=1",
     "serve": "MODEL",
     "export-kernel": "",
     "compile": "--arch=80 --headdim=64 --output=kernel.cubin",

@@ -25,7 +25,8 @@ LAYERS = (
     ("backends", "attention.backend", "attention.reference", "linear.backend", "linear.reference"),
     ("attention", "linear", "sparse", "kv_store", ""),
     ("distributed", "offload"),
-    ("integrations", "cli"),
+    ("integrations",),
+    ("cli",),
     ("__main__",),
 )
 # What every backend may use; the rest of backends/ chooses among backends and is not for them.
@@ -95,6 +96,7 @@ def test_imports_point_down(path: Path) -> None:
         ("backends.sdpa.masks", "from fastattention.backends.cpu.backend import CpuBackend"),
         ("kv_store.dense", "from fastattention.offload.placement import place"),
         ("offload.placement", "from fastattention.cli import console"),
+        ("integrations.transformers.serving.server", "from fastattention.cli import console"),
         ("backends.cpu.backend", "from fastattention.backends import sdpa"),
     ],
 )

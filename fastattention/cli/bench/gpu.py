@@ -8,7 +8,6 @@ GPU.
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +26,15 @@ from fastattention import fast_attn_func
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
 from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.cli.console import MESSAGES, OUTPUT, first_line, progress_bar
+from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import interleaved_on_device
+from fastattention.cli.console import OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError, UnsupportedError
 from fastattention.gpu_runtime.chips import ARCHS, arch_of
 
 FULL_SEQLENS, QUICK_SEQLENS = (1024, 2048, 4096, 8192, 16384), (1024, 4096)
 TOKENS, HIDDEN = 16384, 2048
-CALLS_A_TURN = 5
 PEERS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -53,7 +53,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     backends = {f"fastattention sm{arch}": CudaBackend(arch) for arch in paths_to_time()}
     report = {"machine": machine, "call_us": call_microseconds(), "measurements": measure(backends, seqlens, rounds)}
     show(report)
-    write_report(report, output / "gpu.json")
+    write_record(output / "gpu.json", report)
 
 
 def capability() -> int:
@@ -69,13 +69,6 @@ def paths_to_time() -> list[int]:
     """
     newest = arch_of(capability())
     return [arch for arch in ARCHS if arch == newest or (arch == 75 and newest == 80)]
-
-
-def write_report(report: dict[str, Any], path: Path) -> None:
-    """The report as JSON, in a folder that need not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    MESSAGES.print(f"wrote {escape(str(path))}", soft_wrap=True)
 
 
 def measure(backends: Mapping[str, AttentionBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -145,7 +138,7 @@ def dense_equivalent(
         seqlen = round(TOKENS * part)
         calls, flops = dense_calls(backends, headdim, causal, seqlen)
         batch_size = TOKENS // seqlen
-        times = interleaved({name: calls[name] for name in backends}, rounds)
+        times = interleaved_on_device({name: calls[name] for name in backends}, rounds)
         work += flops / batch_size
         for name in backends:
             seconds[name] += times[name] / batch_size
@@ -169,28 +162,10 @@ def record(
             if not isinstance(error, UnsupportedError):
                 failed.append(name)
     served = {name: call for name, call in calls.items() if name not in reasons}
-    tflops = {name: flops / seconds / 1e12 for name, seconds in interleaved(served, rounds, device).items()}
+    seconds = interleaved_on_device(served, rounds, device=device)
+    tflops = {name: flops / taken / 1e12 for name, taken in seconds.items()}
     shape = {"headdim": headdim, "causal": causal, "tokens": tokens}
     return {**shape, "tflops": tflops, "reasons": reasons, "failed": failed}
-
-
-def interleaved(calls: dict[str, Call], rounds: int, device: str = "cuda") -> dict[str, float]:
-    """Median seconds of a call. device: whose events take the time, the name of a module of torch."""
-    module = getattr(torch, device)
-    for call in calls.values():
-        call()
-        call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begin, end = (module.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(CALLS_A_TURN):
-                call()
-            end.record()
-            end.synchronize()
-            samples[name].append(begin.elapsed_time(end) / 1e3 / CALLS_A_TURN)
-    return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 def call_microseconds() -> dict[str, float]:

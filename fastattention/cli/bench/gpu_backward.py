@@ -35,8 +35,8 @@ from fastattention.cli.bench.gpu import (
     sdpa,
     show_rates,
     tensors,
-    write_report,
 )
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
@@ -54,7 +54,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     report = {"machine": machine, "measurements": measure(backends, seqlens, rounds), "peaks": found}
     show_rates(report, "useful TFLOPS of a backward")
     show_peaks(found)
-    write_report(report, output / "gpu_backward.json")
+    write_record(output / "gpu_backward.json", report)
 
 
 def measure(backends: Mapping[str, CudaBackend], seqlens: Sequence[int], rounds: int) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ that are read. Medians of interleaved rounds, timed by the GPU.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,7 +23,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
 from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.cli.bench.gpu import Call, processor_microseconds, show_reasons, write_report
+from fastattention.cli.bench.gpu import Call, processor_microseconds, show_reasons
+from fastattention.cli.bench.record import write_record
+from fastattention.cli.bench.timing import interleaved_on_device, time_on_device
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
@@ -79,7 +80,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
         "measurements": measure([shape for shape in shapes if shape.cache_bytes <= MOST_BYTES], rounds),
     }
     show(report)
-    write_report(report, output / "gpu_decode.json")
+    write_record(output / "gpu_decode.json", report)
 
 
 def measure(shapes: Sequence[Shape], rounds: int) -> list[dict[str, Any]]:
@@ -125,7 +126,7 @@ def record(shape: Shape, ways: Mapping[str, Way], rounds: int) -> dict[str, Any]
             graphs[name] = Graph([way(shape, k, v) for k, v in caches])
         except Exception as error:  # whatever a peer raises for what it does not serve
             reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    microseconds = interleaved(graphs, rounds)
+    microseconds = graph_microseconds(graphs, rounds)
     gbps = {name: shape.cache_bytes / taken / 1e3 for name, taken in microseconds.items()}
     return {**shape._asdict(), "microseconds": microseconds, "gbps": gbps, "reasons": reasons}
 
@@ -148,29 +149,10 @@ class Graph:
         self._graph.replay()
 
 
-def interleaved(graphs: Mapping[str, Graph], rounds: int) -> dict[str, float]:
-    """Median microseconds of a call, the graphs taking turns.
-
-    What ran just before counts, so every round has an order of its own.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for graph in graphs.values():
-        graph.replay()
-    orders = random.Random(0)
-    for _ in range(rounds):
-        for name, graph in orders.sample(list(graphs.items()), len(graphs)):
-            samples[name].append(1e3 * milliseconds(graph.replay) / len(graph.calls))
-    return {name: statistics.median(taken) for name, taken in samples.items()}
-
-
-def milliseconds(call: Call) -> float:
-    """Of the GPU."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+def graph_microseconds(graphs: Mapping[str, Graph], rounds: int) -> dict[str, float]:
+    """Median microseconds of a call, the graphs taking turns."""
+    seconds = interleaved_on_device({name: graph.replay for name, graph in graphs.items()}, rounds, calls_per_turn=1)
+    return {name: 1e6 * seconds[name] / len(graph.calls) for name, graph in graphs.items()}
 
 
 def copy_bandwidth(rounds: int) -> float:
@@ -178,7 +160,8 @@ def copy_bandwidth(rounds: int) -> float:
     source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
-    return 2 * len(source) / statistics.median(milliseconds(lambda: target.copy_(source)) for _ in range(rounds)) / 1e6
+    seconds = statistics.median(time_on_device(lambda: target.copy_(source)) for _ in range(rounds))
+    return 2 * len(source) / seconds / 1e9
 
 
 def queries(shape: Shape) -> Tensor:

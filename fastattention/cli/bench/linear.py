@@ -22,8 +22,9 @@ from torch.nn.functional import logsigmoid
 
 from fastattention import linear
 from fastattention.backends.cpu.library import measure_peaks
-from fastattention.cli.bench import gpu, gpu_decode, timing
-from fastattention.cli.bench.gpu import Call, show_reasons, write_report
+from fastattention.cli.bench import gpu_decode, timing
+from fastattention.cli.bench.gpu import Call, show_reasons
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.threads import get_num_threads
@@ -84,7 +85,7 @@ def answer(rounds: int, output: Path) -> None:
     else:
         report["limits"] = measure_peaks(get_num_threads())._asdict()
     show(report)
-    write_report(report, output / ("linear_gpu.json" if device == "cuda" else "linear_cpu.json"))
+    write_record(output / ("linear_gpu.json" if device == "cuda" else "linear_cpu.json"), report)
 
 
 def workloads(device: str) -> list[LinearWorkload]:
@@ -117,12 +118,12 @@ def record(workload: LinearWorkload, device: str, rounds: int) -> dict[str, Any]
 
 def gpu_seconds(workload: LinearWorkload, calls: dict[str, Call], rounds: int) -> dict[str, float]:
     """Of each call, and of single tokens in a graph. A slow peer has one turn, after a call that is not counted."""
-    slow = {name: call for name, call in calls.items() if 1e-3 * gpu_decode.milliseconds(call) > SLOW_SECONDS}
-    seconds = gpu.interleaved({name: call for name, call in calls.items() if name not in slow}, rounds)
-    seconds |= {name: 1e-3 * gpu_decode.milliseconds(call) for name, call in slow.items()}
+    slow = {name: call for name, call in calls.items() if timing.time_on_device(call) > SLOW_SECONDS}
+    seconds = timing.interleaved_on_device({name: call for name, call in calls.items() if name not in slow}, rounds)
+    seconds |= {name: timing.time_on_device(call) for name, call in slow.items()}
     if workload.seqlen == 1:
         graphs = {name: gpu_decode.Graph([call] * 20) for name, call in calls.items() if name in CAPTURED}
-        in_graphs = gpu_decode.interleaved(graphs, rounds)
+        in_graphs = gpu_decode.graph_microseconds(graphs, rounds)
         seconds |= {f"{name}, graph": taken / 1e6 for name, taken in in_graphs.items()}
     return seconds
 

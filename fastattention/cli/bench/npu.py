@@ -27,7 +27,8 @@ from fastattention.backends.ascend.mask_tile import mask_tile
 from fastattention.backends.ascend.simulator.whole_chip import predict
 from fastattention.backends.ascend.simulator.workload import SimulatedCall
 from fastattention.backends.ascend.tiling import choose_tiling
-from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, record, show_reasons, tensors, write_report
+from fastattention.cli.bench.gpu import HIDDEN, TOKENS, Call, heads_first, record, show_reasons, tensors
+from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError
@@ -47,7 +48,7 @@ def answer(seqlens: Sequence[int], rounds: int, output: Path) -> None:
     machine = {**describe_machine(), "npu": name, "torch_npu": torch_npu.__version__}
     report = {"machine": machine, "measurements": measure(name, seqlens, rounds)}
     show(report)
-    write_report(report, output / "npu.json")
+    write_record(output / "npu.json", report)
 
 
 def measure(

@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fastattention.cli.bench.measure import Measurement
-from fastattention.cli.bench.report import Report, fraction_of_limit, full_name, in_words, rate, title, who_is_here
+from fastattention.cli.bench.record import title
+from fastattention.cli.bench.report import Report, fraction_of_limit, full_name, in_words, rate, who_is_here
 from fastattention.cli.bench.workload import BenchWorkload
 
 OURS, OTHERS = "#c44e52", ("#4c72b0", "#8172b3", "#937860", "#55a868", "#64b5cd", "#8c8c8c", "#ccb974", "#da8bc3")

@@ -17,10 +17,10 @@ from rich.table import Table
 from fastattention.cli.bench.measure import Measurement
 from fastattention.cli.bench.peaks import NAMES, Limits
 from fastattention.cli.bench.peers import FASTATTENTION
+from fastattention.cli.bench.record import SCHEMA
 from fastattention.cli.bench.workload import BenchWorkload
 from fastattention.files import write_atomically
 
-SCHEMA = 1
 Quantity = Literal["rate", "time"]
 NUMBER_WIDTH = 8  # of a column, so that a narrow terminal wraps names and headings but no number
 
@@ -99,12 +99,6 @@ def show(report: Report, console: Console) -> None:
     """Print a table for each workload."""
     for workload, group in report.by_workload():
         console.print(_table(report, workload, group))
-
-
-def title(machine: dict[str, Any]) -> str:
-    """Device and versions in one line."""
-    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("fastattention", "torch"))
-    return f"{machine['cpu']}, {machine['num_threads']} threads; {versions}"
 
 
 def who_is_here(peers: dict[str, str]) -> list[str]:

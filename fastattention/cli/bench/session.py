@@ -13,7 +13,8 @@ from rich.markup import escape
 from fastattention.cli.bench.measure import Measurement, measure
 from fastattention.cli.bench.peaks import NAMES, Limits, measure_limits
 from fastattention.cli.bench.peers import ALL_PEERS, Peer
-from fastattention.cli.bench.report import Quantity, Report, show, title, who_is_here
+from fastattention.cli.bench.record import title
+from fastattention.cli.bench.report import Quantity, Report, show, who_is_here
 from fastattention.cli.bench.workload import BenchWorkload
 from fastattention.cli.console import MESSAGES, OUTPUT, progress_bar, status
 from fastattention.cli.machine import describe_machine

@@ -1,12 +1,18 @@
-"""Interleaved timing: candidates take turns in one process, so that noise hits all alike."""
+"""Interleaved timing: candidates take turns in one process, so that noise hits all alike.
+
+`interleaved` reads the host's clock, `interleaved_on_device` the events of a GPU or NPU.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 MINIMUM_ROUNDS = 3
 MAXIMUM_ROUNDS = 100
@@ -15,6 +21,7 @@ SETTLE_SECONDS = 0.01
 # A turn lasts at least this long, and the first of several calls is not counted: the caches hold somebody else's data.
 TURN_SECONDS = 0.03
 MAXIMUM_CALLS_PER_TURN = 1000
+DEVICE_CALLS_PER_TURN = 5
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,40 @@ def interleaved(
             samples[name] += _turn(calls[name], counts[name])
         on_progress((done + 1) / rounds)
     return {name: summarize(taken if len(taken) == 1 else taken[1:]) for name, taken in samples.items()}
+
+
+def interleaved_on_device(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    calls_per_turn: int = DEVICE_CALLS_PER_TURN,
+    device: str = "cuda",
+) -> dict[str, float]:
+    """Median seconds of a call, after two calls that are not counted.
+
+    What ran just before counts, so every round has an order of its own.
+    device: whose events take the time, the name of a module of torch
+    """
+    for call in calls.values():
+        call()
+        call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    orders = random.Random(0)
+    for _ in range(rounds):
+        for name, call in orders.sample(list(calls.items()), len(calls)):
+            samples[name].append(time_on_device(call, calls_per_turn, device))
+    return {name: statistics.median(taken) for name, taken in samples.items()}
+
+
+def time_on_device(call: Callable[[], object], count: int = 1, device: str = "cuda") -> float:
+    """Seconds of one of `count` calls, by events of the device."""
+    begin, end = (getattr(torch, device).Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3 / count
 
 
 def time_call(call: Callable[[], object]) -> float:

@@ -19,7 +19,6 @@ from fastattention.cli.console import MESSAGES, OUTPUT, check_output_file, progr
 from fastattention.errors import ArgumentError, UnsupportedError
 
 BACKENDS = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
-ISSUES = "https://github.com/fastattention/fastattention/issues"
 
 
 def check(device: str | None, output: Path, cases: Sequence[Case] | None = None) -> None:
@@ -80,9 +79,7 @@ def _show(report: Report) -> None:
     if report.stopped:
         OUTPUT.print(escape(report.stopped), soft_wrap=True)
     OUTPUT.print(report.summary())
-    OUTPUT.print(
-        escape(f"wrote {report.path}. Please open an issue with it, whatever it says: {ISSUES}"), soft_wrap=True
-    )
+    OUTPUT.print(escape(f"wrote {report.path}. Please open an issue with it, whatever it says."), soft_wrap=True)
 
 
 def _why(entry: Entry) -> str:

@@ -10,7 +10,7 @@ cache.py has FastAttentionCache, whose layers the attention function reads throu
 of two halves, MicroBatchedCache, and `overlapped`, under which both are computed at once. block_sparse.py has
 `sparse_prefill`, under which prompts are attended to over the blocks that a pattern keeps. linear_attention.py has the
 gated delta rules of models such as Qwen3-Next. model_source.py looks at the code of models for what they do about
-attention. versions.py knows what Transformers has renamed, and warns of one that is too old.
+attention. serving/ is the server. versions.py knows what Transformers has renamed, and warns of one that is too old.
 docs/guides/transformers.md tells users what is covered and what costs what.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fastattention.cli.bench.report import SCHEMA
+from fastattention.cli.bench.record import SCHEMA
 from fastattention.cli.bench.whole_model.measure import ATTENTIONS, OURS, Cell, Effort, Figures
 from fastattention.files import write_atomically
 

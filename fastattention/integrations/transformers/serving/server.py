@@ -1,17 +1,15 @@
-"""`fastattention serve`: starts the server, says where it is, and ends it without losing a request in silence."""
+"""Starts the server, says where it listens, and ends it so that every request under way gets an answer."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
-import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -19,12 +17,10 @@ import typer
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serve import Serve
 
-from fastattention.cli.console import MESSAGES, OUTPUT, check_model_folder
-from fastattention.cli.serve.requests import BatchedRequests, refuse_ignored
 from fastattention.errors import ArgumentError, FastAttentionError
 from fastattention.integrations.transformers import NAME, batching
+from fastattention.integrations.transformers.serving.requests import BatchedRequests, refuse_ignored
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?(:[\w./-]+)?", re.ASCII)  # with a revision, or a GGUF file
 MOST_REQUESTS = 256  # at a time; CUDA graphs are padded to a power of two up to it, so more would cost all steps
 
 
@@ -42,7 +38,14 @@ class _Server(Serve):
 
 
 def serve(
-    model: str, host: str, port: int, kv_memory: int | None, grace_seconds: float, options: Sequence[str]
+    model: str,
+    host: str,
+    port: int,
+    kv_memory: int | None,
+    grace_seconds: float,
+    options: Sequence[str],
+    announce: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
     """Serves until SIGINT or SIGTERM.
 
@@ -52,15 +55,16 @@ def serve(
         takes of a GPU
     grace_seconds: for requests under way to finish when the server is to end
     options: of `transformers serve`
+    announce: takes the line that says where the server listens
+    warn: takes what the model loses, and that the server ends
 
-    Raises ArgumentError for a port that is in use, and for a model that is none or not of text alone.
+    Raises ArgumentError for a port that is in use, and for a model that cannot be loaded or has inputs beside text.
     """
     if not grace_seconds >= 0:
         raise ArgumentError(f"grace={grace_seconds} must be a number of seconds from 0 on")
-    _check_model(model)
     _check_free(host, port)
     server = _load(model, host, port, options)
-    requests = _start_batch(server, model, kv_memory)
+    requests = _start_batch(server, model, kv_memory, warn)
     _refuse_wrong_values(server.server.config.app)
     for handler in (server._chat_handler, server._completion_handler, server._response_handler):
         refuse_ignored(handler)
@@ -76,21 +80,11 @@ def serve(
         raise ArgumentError(f"the server did not start at host={host!r}, port={port}; its log says why")
     if thread.is_alive():
         port = server.server.servers[0].sockets[0].getsockname()[1]
-        OUTPUT.print(
-            f"serving {model} at http://{host}:{port}/v1: {requests.description}", markup=False, soft_wrap=True
-        )
+        announce(f"serving {model} at http://{host}:{port}/v1: {requests.description}")
     while thread.is_alive() and not wanted.wait(0.2):
         pass
+    warn(f"ending; requests under way have {grace_seconds:g} seconds")
     _end(server, requests, thread, grace_seconds)
-
-
-def _check_model(model: str) -> None:
-    """Before the hub is asked for what cannot be there."""
-    folder = Path(model)
-    if model and folder.is_dir():
-        check_model_folder(folder)
-    elif folder.exists() or not HUB_NAME.fullmatch(model):
-        raise ArgumentError(f"model {model!r} is neither a folder nor a name on the hub, such as org/name")
 
 
 def _check_free(host: str, port: int) -> None:
@@ -131,7 +125,7 @@ def _failing_as(what: str) -> Iterator[None]:
         raise ArgumentError(f"{what}: {error}") from error
 
 
-def _start_batch(server: _Server, model: str, kv_memory: int | None) -> BatchedRequests:
+def _start_batch(server: _Server, model: str, kv_memory: int | None, warn: Callable[[str], None]) -> BatchedRequests:
     """What the server asks for text, instead of what it would make itself at the first request."""
     [timed] = server._model_manager.loaded_models.values()
     loaded, state = timed.model, server._generation_state
@@ -145,7 +139,7 @@ def _start_batch(server: _Server, model: str, kv_memory: int | None) -> BatchedR
     with _failing_as(f"model {model!r} cannot be batched"):
         state._cb_manager = requests = BatchedRequests(loaded, config)
     if requests.left_out:
-        MESSAGES.print(f"batched requests leave out what the model asks for: {', '.join(requests.left_out)}")
+        warn(f"batched requests leave out what the model asks for: {', '.join(requests.left_out)}")
     state._cb_model_id = server._model_manager.process_model_name(model)
     return requests
 
@@ -182,7 +176,6 @@ def _refuse_wrong_values(app: Any) -> None:
 
 def _end(server: _Server, requests: BatchedRequests, thread: threading.Thread, grace_seconds: float) -> None:
     """Takes no more requests, lets those under way finish, and tells those that take too long."""
-    MESSAGES.print(f"ending; requests under way have {grace_seconds:g} seconds")
     server.server.should_exit = True
     thread.join(grace_seconds)
     requests.fail_all()

@@ -24,7 +24,7 @@ from tiers import deep
 from transformers import AutoModelForCausalLM, TemperatureLogitsWarper
 from word_model import save_word_model, words
 
-from fastattention.cli.serve import requests
+from fastattention.integrations.transformers.serving import requests
 
 VOCABULARY, POSITIONS = 200, 512
 Answer = tuple[int, Any]  # HTTP status and JSON

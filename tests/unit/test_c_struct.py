@@ -101,13 +101,10 @@ def test_constants_are_those_of_constexpr_and_enums(sample: Path) -> None:
 def filled(params: type[Params]) -> dict[str, float | tuple[float, ...]]:
     """A value of its own for every value of a structure without structs."""
     numbers = itertools.count(1)
-    kinds = dict(field[:2] for field in params._fields_)
-    return {
-        name: tuple(next(numbers) for _ in range(kinds[name]._length_))
-        if issubclass(kinds[name], ctypes.Array)  # type: ignore[arg-type]
-        else next(numbers)
-        for name in params.value_names
-    }
+    empty = params()
+    lengths = {name: as_tuple(read(empty, name)) for name in params.value_names}
+    values = {name: tuple(next(numbers) for _ in length) for name, length in lengths.items()}
+    return {name: value if len(value) > 1 else value[0] for name, value in values.items()}
 
 
 def read(params: Params, name: str) -> float | tuple[float, ...]:

@@ -15,7 +15,7 @@ from fastattention.errors import ArgumentError, UnsupportedError
 ORDER: dict[str, str] = {
     "cuda": "fastattention.backends.cuda.backend:CudaBackend",
     "ascend": "fastattention.backends.ascend.backend:AscendBackend",
-    "cpu": "fastattention.backends.cpu.backend:CpuBackend",
+    "cpu": "fastattention.backends.cpu.attention.backend:CpuBackend",
     "sdpa": "fastattention.backends.sdpa.backend:SdpaBackend",
 }
 

@@ -19,7 +19,7 @@ from fastattention.linear.validation import LinearOptions, as_backends_read, che
 # Name -> module:class, most specialized first. Modules are imported when first asked for.
 ORDER: dict[str, str] = {
     "cuda": "fastattention.backends.cuda.linear.backend:CudaLinearBackend",
-    "cpu": "fastattention.backends.cpu.linear:CpuLinearBackend",
+    "cpu": "fastattention.backends.cpu.linear.backend:CpuLinearBackend",
     "torch": "fastattention.backends.torch.linear:TorchBackend",
 }
 

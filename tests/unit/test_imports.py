@@ -90,11 +90,11 @@ def test_imports_point_down(path: Path) -> None:
         ("attention.dispatch", "from fastattention import cli"),
         ("attention.validation.common", "def f():\n    from fastattention.integrations import transformers"),
         ("backends.sdpa.backend", "from fastattention import fast_attn_func"),
-        ("backends.sdpa.masks", "from fastattention.backends.cpu.backend import CpuBackend"),
+        ("backends.sdpa.masks", "from fastattention.backends.cpu.attention.backend import CpuBackend"),
         ("kv_store.dense", "from fastattention.offload.placement import place"),
         ("offload.placement", "from fastattention.cli import console"),
-        ("backends.cpu.backend", "from fastattention.backends import sdpa"),
-        ("backends.cpu.backend", "from fastattention.backends.registry import ORDER"),
+        ("backends.cpu.attention.backend", "from fastattention.backends import sdpa"),
+        ("backends.cpu.attention.backend", "from fastattention.backends.registry import ORDER"),
     ],
 )
 def test_an_import_that_points_up_or_across_is_found(module: str, source: str) -> None:
@@ -109,7 +109,7 @@ def test_an_import_that_points_up_or_across_is_found(module: str, source: str) -
         ("integrations.transformers", "from fastattention.offload.placement import place"),
         ("backends.sdpa.masks", "from fastattention.backends.common.tile_range import TileRange"),
         ("backends.sdpa.masks", "from fastattention.backends.sdpa.parts import Part"),
-        ("backends.cpu.backend", "import torch, fastattention.errors"),
+        ("backends.cpu.attention.backend", "import torch, fastattention.errors"),
         ("backends.registry", "from fastattention.backends.sdpa.backend import SdpaBackend"),
     ],
 )
@@ -136,4 +136,4 @@ def test_a_call_loads_only_the_backends_it_asks() -> None:
     call = "q = torch.zeros(1, 1, 1, 8); fastattention.fast_attn_func(q, q, q, backend='sdpa')"
     loaded = modules_after(f"import torch, fastattention; {call}")
     assert "fastattention.backends.sdpa.backend" in loaded
-    assert "fastattention.backends.cpu.backend" not in loaded
+    assert "fastattention.backends.cpu.attention.backend" not in loaded

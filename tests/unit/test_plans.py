@@ -30,7 +30,7 @@ from fastattention import (
 )
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
-from fastattention.backends.cpu import plan as cpu_plan
+from fastattention.backends.cpu.attention import plan as cpu_plan
 from fastattention.backends.cpu.library import load_library
 from fastattention.backends.registry import get_backend
 from unit.plan_calls import (
@@ -365,7 +365,7 @@ def test_a_repeated_call_enters_few_files(function: Call, arguments: Callable[..
     given = arguments()
     function(**given)
     entered = files_of(lambda: function(**given))
-    assert "backends/cpu/plan.py" in entered
+    assert "backends/cpu/attention/plan.py" in entered
     assert len(entered) <= 8, sorted(entered)
     assert math.isfinite(float(function(**given).sum()))
 

@@ -112,6 +112,11 @@ def constants_of(header: Path) -> Mapping[str, int]:
     return _declarations(header).constants
 
 
+def structs_of(header: Path) -> tuple[str, ...]:
+    """The names of the structs that a header declares."""
+    return tuple(_declarations(header).structs)
+
+
 class _Declarations(NamedTuple):
     constants: dict[str, int]
     structs: dict[str, str]  # by name, what stands between the braces

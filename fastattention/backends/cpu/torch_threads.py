@@ -1,4 +1,4 @@
-"""Finds the OpenMP team of torch, whose threads do our work too (kernels/omp_team.hpp)."""
+"""Finds the OpenMP team of torch, whose threads do our work too (kernels/common/omp_team.hpp)."""
 
 from __future__ import annotations
 

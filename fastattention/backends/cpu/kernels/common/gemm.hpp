@@ -1,4 +1,4 @@
-// The matrix product of both halves of attention: C = A B or C += A B, on operands of 32-bit units.
+// The matrix product that all families use: C = A B or C += A B, on operands of 32-bit units.
 //
 // A is (rows, depth), row-major; B is (depth, columns), row-major; C is float. A unit is one float, or a pair of bfloat16
 // or a quad of int8 that one instruction multiplies and adds. All arrive as float*: broadcasts and loads only move bits. C

@@ -63,7 +63,7 @@ ATTENTION_BACKENDS: Registry[Problem, AttentionBackend] = Registry(
     {
         "cuda": "fastattention.backends.cuda.backend:CudaBackend",
         "ascend": "fastattention.backends.ascend.backend:AscendBackend",
-        "cpu": "fastattention.backends.cpu.backend:CpuBackend",
+        "cpu": "fastattention.backends.cpu.attention.backend:CpuBackend",
         "sdpa": "fastattention.backends.sdpa.backend:SdpaBackend",
     }
 )

@@ -7,8 +7,8 @@ from torch import Tensor
 from fastattention.attention.operators import ATTENTION_KVCACHE
 from fastattention.attention.validation import KvCacheArguments, Options
 from fastattention.attention.validation.common import as_kernels_read
-from fastattention.backends.cpu.backend import CpuBackend
-from fastattention.backends.cpu.plan import CpuPlan
+from fastattention.backends.cpu.attention.backend import CpuBackend
+from fastattention.backends.cpu.attention.plan import CpuPlan
 from fastattention.offload.device import CpuWork
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from fastattention.attention.problem import Layout, Problem
-from fastattention.backends.cpu.backend import CpuBackend
+from fastattention.backends.cpu.attention.backend import CpuBackend
 from integrations.models import VOCABULARY, pair
 
 Batch = dict[str, Any]  # what a model is called with

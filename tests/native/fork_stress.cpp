@@ -8,8 +8,8 @@
 #include <thread>
 #include <vector>
 
-#include "arena.hpp"
-#include "thread_pool.hpp"
+#include "common/arena.hpp"
+#include "common/thread_pool.hpp"
 
 namespace {
 

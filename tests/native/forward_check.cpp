@@ -7,7 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "params.h"
+#include "attention/params.h"
+#include "common/dtype.h"
 
 extern "C" int64_t fastattention_num_isas();
 extern "C" const char* fastattention_isa_name(int64_t isa);

@@ -2,7 +2,7 @@
 // instruction set; prints "name error" lines.
 #include FA_SIMD_HEADER
 
-#include "math.hpp"
+#include "common/math.hpp"
 
 #include <cmath>
 #include <cstdio>

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include "omp_team.hpp"
-#include "thread_pool.hpp"
-#include "work_queue.hpp"
+#include "common/omp_team.hpp"
+#include "common/thread_pool.hpp"
+#include "common/work_queue.hpp"
 
 namespace {
 

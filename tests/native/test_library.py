@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -17,31 +18,47 @@ import torch
 
 import fastattention
 from fastattention import LibraryError, fast_attn_func
-from fastattention.backends.common.params import Params
 from fastattention.backends.cpu import library
+from fastattention.backends.cpu.headers import STRUCTS, pointer_packer
 from fastattention.backends.cpu.library import Library, find_library, load_library
-from fastattention.backends.cpu.linear import LinearParams
-from fastattention.backends.cpu.params import AttentionParams
 
-KERNELS = Path(fastattention.__file__).parent / "backends" / "cpu" / "kernels"
-
-
-def _header_fields(structure: str) -> list[str]:
-    header = (KERNELS / "params.h").read_text()
-    body = header.split(f"typedef struct {structure} {{")[1].split("}")[0]
-    body = re.sub(r"//[^\n]*", "", body)
-    fields = []
-    for declaration in body.split(";"):
-        names = re.sub(r"^\s*(const )?(void|float|uint8_t|int32_t|int64_t|double)\b", "", declaration.strip())
-        fields += [name.strip(" *\n") for name in names.split(",") if name.strip(" *\n")]
-    return fields
+PACKAGE = Path(fastattention.__file__).parent
+FAMILIES = ("attention", "linear")
 
 
-@pytest.mark.parametrize(
-    ("params", "structure"), [(AttentionParams, "FaAttentionParams"), (LinearParams, "FaLinearParams")]
-)
-def test_parameters_have_the_fields_of_the_header_in_order(params: type[Params], structure: str) -> None:
-    assert [field[0] for field in params._fields_] == _header_fields(structure)
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_compiles_without_the_sources_of_another(family: str, tmp_path: Path) -> None:
+    kernels = tmp_path / "cpu" / "kernels"
+    others = [name for name in FAMILIES if name != family]
+    shutil.copytree(PACKAGE / "backends" / "cpu" / "kernels", kernels, ignore=shutil.ignore_patterns(*others))
+    shutil.copytree(PACKAGE / "backends" / "common", tmp_path / "common")
+    # The headers of kernels.cpp, which need one another in its order.
+    includes = (kernels / "kernels.cpp").read_text().split("// Which type")[0]
+    includes = includes.replace("kernels.hpp", f"{family}/plan.hpp")
+    for other in others:
+        includes = re.sub(f'#include "{other}/.*', "", includes)
+    (kernels / family / "headers.cpp").write_text(includes + "}\n")
+    definitions = ["-DFA_NAMESPACE=generic", '-DFA_SIMD_HEADER="simd/generic.hpp"', "-Wno-psabi"]
+    sources = [str(path) for path in sorted((kernels / family).glob("*.cpp"))]
+    subprocess.run(["c++", "-std=c++17", "-fsyntax-only", *definitions, f"-I{kernels}", *sources], check=True)
+
+
+def test_a_struct_of_another_size_is_found_when_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in STRUCTS:
+        smaller = {**STRUCTS, name: STRUCTS["FaGradients" if name != "FaGradients" else "FaLinearParams"]}
+        monkeypatch.setattr(library, "STRUCTS", smaller)
+        with pytest.raises(LibraryError, match=f"another version.*{name}"):
+            Library(find_library())
+
+
+def test_addresses_are_packed_by_name_in_the_order_of_the_header() -> None:
+    params = STRUCTS["FaLinearParams"]
+    made = params.from_buffer_copy(pointer_packer(params, "out", "k")(8, 16).ljust(ctypes.sizeof(params), b"\0"))
+    assert (made.out, made.final_state, made.q, made.k, made.dtype) == (8, None, None, 16, 0)
+    for names in (("k", "out"), ("out", "keys")):
+        with pytest.raises(TypeError, match="not in the order"):
+            pointer_packer(params, *names)
 
 
 def test_isas_run_from_generic_to_the_best() -> None:

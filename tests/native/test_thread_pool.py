@@ -27,9 +27,10 @@ def run_program(folder: Path, name: str, sources: tuple[str, ...], options: tupl
 
 
 def test_pool_and_queues_are_free_of_races(tmp_path: Path) -> None:
-    sources = ("thread_pool.cpp", "work_queue.cpp", "omp_team.cpp")
+    sources = ("common/thread_pool.cpp", "common/work_queue.cpp", "common/omp_team.cpp")
     run_program(tmp_path, "pool_stress", sources, ("-fsanitize=thread",))
 
 
 def test_a_fork_finds_no_lock_held(tmp_path: Path) -> None:
-    run_program(tmp_path, "fork_stress", ("thread_pool.cpp", "omp_team.cpp", "arena.cpp"), ())
+    sources = ("common/thread_pool.cpp", "common/omp_team.cpp", "common/arena.cpp")
+    run_program(tmp_path, "fork_stress", sources, ())

@@ -22,7 +22,7 @@ from fastattention import (
 )
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.backends.cpu.backend import CpuBackend
+from fastattention.backends.cpu.attention.backend import CpuBackend
 from unit.functions import CALLS, Call
 
 needs_compiler = pytest.mark.skipif(

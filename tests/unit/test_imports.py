@@ -93,7 +93,7 @@ def test_imports_point_down(path: Path) -> None:
         ("attention.operators", "from fastattention import cli"),
         ("attention.validation.common", "def f():\n    from fastattention.integrations import transformers"),
         ("backends.sdpa.backend", "from fastattention import fast_attn_func"),
-        ("backends.sdpa.masks", "from fastattention.backends.cpu.backend import CpuBackend"),
+        ("backends.sdpa.masks", "from fastattention.backends.cpu.attention.backend import CpuBackend"),
         ("kv_store.dense", "from fastattention.offload.placement import place"),
         ("offload.placement", "from fastattention.cli import console"),
         ("integrations.transformers.serving.server", "from fastattention.cli import console"),
@@ -138,4 +138,4 @@ def test_a_call_loads_only_the_backends_it_asks() -> None:
     call = "q = torch.zeros(1, 1, 1, 8); fastattention.fast_attn_func(q, q, q, backend='sdpa')"
     loaded = modules_after(f"import torch, fastattention; {call}")
     assert "fastattention.backends.sdpa.backend" in loaded
-    assert "fastattention.backends.cpu.backend" not in loaded
+    assert "fastattention.backends.cpu.attention.backend" not in loaded

@@ -31,7 +31,7 @@ from fastattention.attention import operators
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
-from fastattention.backends.cpu import plan as cpu_plan
+from fastattention.backends.cpu.attention import plan as cpu_plan
 from fastattention.backends.cpu.library import load_library
 from fastattention.engine.operator import Plan
 from unit.plan_calls import (
@@ -370,7 +370,7 @@ def test_a_repeated_call_enters_few_files(function: Call, arguments: Callable[..
     given = arguments()
     function(**given)
     entered = files_of(lambda: function(**given))
-    assert "backends/cpu/plan.py" in entered
+    assert "backends/cpu/attention/plan.py" in entered
     assert len(entered) <= (8 if function is fast_attn_func else 11), sorted(entered)
     assert math.isfinite(float(function(**given).sum()))
 

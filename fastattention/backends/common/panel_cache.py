@@ -1,4 +1,4 @@
-"""The interleaved panel layout of a KV cache, which the cpu backend reads in place (cpu/kernels/panel_cache.hpp).
+"""The interleaved panel layout of a KV cache, which the cpu backend reads in place (attention/panel_cache.hpp).
 
 Keys and values of a head lie in panels of PANEL_SIZE tokens. Of bfloat16, two neighbours lie together: of a key's head
 dimension, or of two tokens' values. In the notation of shapes, with pair = 2 for bfloat16 and 1 for other dtypes:

@@ -1,4 +1,4 @@
-"""Finds the native library, loads it with ctypes, and calls its C interface (kernels/params.h)."""
+"""Finds the native library, loads it with ctypes, and calls its C interface (kernels/api.cpp)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 
 import fastattention.backends.cpu
 from fastattention import config
-from fastattention.backends.cpu.params import AttentionParams
+from fastattention.backends.common.c_struct import Params
+from fastattention.backends.cpu.headers import STRUCTS
 from fastattention.backends.cpu.torch_threads import OpenMp, find_openmp
 from fastattention.errors import ArgumentError, LibraryError
 
 _FILE_NAME = "libfastattention_cpu.so"
-_ABI_VERSION = 11  # of api.cpp
+_ABI_VERSION = 12  # of api.cpp
 
 
 class Peaks(NamedTuple):
@@ -42,38 +43,43 @@ class Library:
             self._declare()
         except (OSError, AttributeError) as error:
             raise LibraryError(f"cannot load {path}: {error}; reinstall fastattention") from error
-        abi, size = self._functions.fastattention_abi_version(), self._functions.fastattention_params_size()
-        if abi != _ABI_VERSION or size != ctypes.sizeof(AttentionParams):
-            raise LibraryError(
-                f"{path} is of another version (interface {abi}, parameters of {size} bytes; expected {_ABI_VERSION} "
-                f"and {ctypes.sizeof(AttentionParams)}); reinstall fastattention"
-            )
+        self._check_version()
         self.isas: list[str] = [
             self._functions.fastattention_isa_name(index).decode()
             for index in range(self._functions.fastattention_num_isas())
         ]
         self._isa_index = self._chosen_isa()
-        # Runs a call: of the address of its plan, an AttentionParams, the addresses that are its first fields, and the
-        # number of threads. Returns 0, or 1 when working memory runs out.
+        # Runs a call of attention. Takes the address of its FaAttentionParams, its packed pointers and the number of
+        # threads. Returns 0, or 1 when working memory runs out.
         self.forward: Callable[[int, bytes, int], int] = functools.partial(
             self._functions.fastattention_forward, self._isa_index
         )
 
-        # Fills gradients: of the same, and the address of a GradientParams before the number of threads.
+        # Computes gradients. Takes the same, and the address of an FaGradients before the number of threads.
         self.backward: Callable[[int, bytes, int, int], int] = functools.partial(
             self._functions.fastattention_backward, self._isa_index
         )
 
-        # Runs a call of linear attention, as `forward`.
+        # Runs a call of linear attention. Takes what `forward` does, with FaLinearParams.
         self.linear: Callable[[int, bytes, int], int] = functools.partial(
             self._functions.fastattention_linear, self._isa_index
         )
+
+    def _check_version(self) -> None:
+        abi = self._functions.fastattention_abi_version()
+        found = {name: self._functions.fastattention_sizeof(name.encode()) for name in STRUCTS}
+        expected = {name: ctypes.sizeof(params) for name, params in STRUCTS.items()}
+        if abi != _ABI_VERSION or found != expected:
+            raise LibraryError(
+                f"{self.path} is of another version (interface {abi}, sizes {found}; expected {_ABI_VERSION} "
+                f"and {expected}); reinstall fastattention"
+            )
 
     def _declare(self) -> None:
         int64 = ctypes.c_int64
         declarations: dict[str, tuple[type | None, Sequence[type]]] = {
             "fastattention_abi_version": (int64, ()),
-            "fastattention_params_size": (int64, ()),
+            "fastattention_sizeof": (int64, (ctypes.c_char_p,)),
             "fastattention_num_isas": (int64, ()),
             "fastattention_isa_name": (ctypes.c_char_p, (int64,)),
             "fastattention_multiplies_int8": (int64, (int64,)),
@@ -119,8 +125,8 @@ class Library:
         """Whether this processor multiplies int8 with the instruction set in use."""
         return bool(self._functions.fastattention_multiplies_int8(self._isa_index))
 
-    def prepare(self, params: AttentionParams) -> int:
-        """An attention call to be run later, copied from `params`: a handle for `release`. Raises MemoryError."""
+    def prepare(self, params: Params) -> int:
+        """Copies a call of attention, to be run later; gives a handle for `release`. Raises MemoryError."""
         handle = self._functions.fastattention_prepare(self._isa_index, ctypes.addressof(params))
         if not handle:
             raise MemoryError("fastattention could not get memory for a prepared call")
@@ -128,7 +134,7 @@ class Library:
 
     @property
     def run_address(self) -> int:
-        """Of the C function `void (void*)` that runs a prepared call, given its handle, on any thread."""
+        """Address of the C function `void (void*)` that runs a prepared call, given its handle, on any thread."""
         return int(ctypes.cast(self._functions.fastattention_run, ctypes.c_void_p).value or 0)
 
     def run(self, handle: int) -> None:
@@ -140,18 +146,18 @@ class Library:
         return bool(self._functions.fastattention_failed(handle))
 
     def release(self, handle: int) -> None:
-        """Gives up a prepared call, which nobody runs any more."""
+        """Frees a prepared call, which must not be run again."""
         self._functions.fastattention_release(handle)
 
     def start_queue(self, ready: int, done: int) -> int:
-        """A work queue (kernels/work_queue.hpp) whose numbers are at these addresses: a handle. Raises MemoryError."""
+        """Starts a WorkQueue on the counters at these addresses; gives a handle. Raises MemoryError."""
         handle = self._functions.fastattention_queue_start(ready, done)
         if not handle:
             raise MemoryError("fastattention could not start a thread that works for a GPU")
         return int(handle)
 
     def push(self, queue: int, number: int, function: int, argument: int) -> None:
-        """A job: the C function `void (void*)` at address `function`, once `ready` is `number`. Raises MemoryError."""
+        """Queues the C function `void (void*)` at `function` for when `ready` is `number`. Raises MemoryError."""
         if self._functions.fastattention_queue_push(queue, number, function, argument) != 0:
             raise MemoryError("fastattention could not get memory for a job of the CPU")
 
@@ -160,7 +166,7 @@ class Library:
         return int(self._functions.fastattention_queue_newest(queue))
 
     def end_queue(self, queue: int) -> None:
-        """Gives up a queue: waits for the job under way, and drops others, which count as done."""
+        """Ends a queue: waits for the running job and drops the others, which count as done."""
         self._functions.fastattention_queue_end(queue)
 
     def set_omp_team(self, openmp: OpenMp) -> None:

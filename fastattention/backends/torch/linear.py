@@ -14,13 +14,12 @@ two sums: neither strong gates nor long chunks lose digits, and a gate of -inf f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattention.linear.backend import LinearBackend
+from fastattention.linear.backend import LinearBackend, Serve
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.reference import l2norm, spans
 
@@ -41,7 +40,7 @@ class TorchBackend(LinearBackend):
         """Serves everything."""
         return None
 
-    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Callable[[LinearInputs], LinearOutput]:
+    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """Nothing is prepared."""
         chunk = _CHUNK[problem.gate_per_key] if problem.chunked else 1
 

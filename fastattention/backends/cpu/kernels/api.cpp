@@ -4,13 +4,16 @@
 #include <cstring>
 #include <exception>
 #include <new>
+#include <string_view>
 
-#include "driver.hpp"
-#include "isa.hpp"
-#include "omp_team.hpp"
-#include "prepared.hpp"
-#include "thread_pool.hpp"
-#include "work_queue.hpp"
+#include "attention/driver.hpp"
+#include "attention/prepared.hpp"
+#include "common/isa.hpp"
+#include "common/omp_team.hpp"
+#include "common/thread_pool.hpp"
+#include "common/work_queue.hpp"
+#include "kernels.hpp"
+#include "linear/driver.hpp"
 
 #define FA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -18,54 +21,62 @@ using namespace fastattention;
 
 namespace {
 
-// One of many calls that differ in their addresses only: `addresses` are the fields of `plan` before dtype. Calls of
-// several threads may share a plan.
-FaAttentionParams with_addresses(const FaAttentionParams& plan, const void* addresses, int64_t num_threads) {
-    FaAttentionParams params = plan;
-    std::memcpy(&params, addresses, offsetof(FaAttentionParams, dtype));
+const Kernels& kernels_of(int64_t isa) { return isa_kernels(static_cast<int>(isa)); }
+
+// The arguments of one call. Calls with tensors of the same shapes and strides share a plan: they differ only in
+// `addresses`, the fields of the struct before dtype. Several threads may read a plan at a time.
+template <class Params>
+Params with_addresses(const Params& plan, const void* addresses, int64_t num_threads) {
+    Params params = plan;
+    std::memcpy(&params, addresses, offsetof(Params, dtype));
     params.num_threads = num_threads;
     return params;
 }
 
 }  // namespace
 
-// Changes with every change of params.h, of what its fields may be or of a function below, so that a stale library is found out when it is loaded.
-FA_EXPORT int64_t fastattention_abi_version() { return 11; }
-FA_EXPORT int64_t fastattention_params_size() { return sizeof(FaAttentionParams); }
+// Loading a library of another version fails. Increase it when a params.h, the values that a field may take, or a function
+// below changes.
+FA_EXPORT int64_t fastattention_abi_version() { return 12; }
+
+// Size of a struct of params.h in bytes, which loading compares with the header that Python reads; 0 for an unknown name.
+FA_EXPORT int64_t fastattention_sizeof(const char* name) {
+    const std::string_view wanted = name;
+    if (wanted == "FaAttentionParams") return sizeof(FaAttentionParams);
+    if (wanted == "FaGradients") return sizeof(FaGradients);
+    if (wanted == "FaLinearParams") return sizeof(FaLinearParams);
+    return 0;
+}
 
 FA_EXPORT int64_t fastattention_num_isas() { return num_isas(); }
-FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return isa_kernels(static_cast<int>(isa)).name; }
+FA_EXPORT const char* fastattention_isa_name(int64_t isa) { return kernels_of(isa).name; }
 
 // Whether it serves qk_dtype FA_INT8.
-FA_EXPORT int64_t fastattention_multiplies_int8(int64_t isa) {
-    return has_int8_dot(isa_kernels(static_cast<int>(isa))) ? 1 : 0;
-}
+FA_EXPORT int64_t fastattention_multiplies_int8(int64_t isa) { return has_int8_dot(kernels_of(isa).int8_dot) ? 1 : 0; }
 
 // 0, or 1 when memory ran out.
 FA_EXPORT int64_t fastattention_forward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
                                         int64_t num_threads) {
     const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
-    return forward(isa_kernels(static_cast<int>(isa)), params) ? 0 : 1;
+    return forward(kernels_of(isa).attention, params) ? 0 : 1;
 }
 
 // The gradients of a call without a cache: `plan` and `addresses` are those of its forward.
 FA_EXPORT int64_t fastattention_backward(int64_t isa, const FaAttentionParams* plan, const void* addresses,
                                          const FaGradients* gradients, int64_t num_threads) {
     const FaAttentionParams params = with_addresses(*plan, addresses, num_threads);
-    return backward(isa_kernels(static_cast<int>(isa)), params, *gradients) ? 0 : 1;
+    return backward(kernels_of(isa).attention, params, *gradients) ? 0 : 1;
 }
 
-// Linear attention; 0, or 1 when memory ran out. `addresses` are the fields of `plan` before dtype.
+// Linear attention; 0, or 1 when memory ran out.
 FA_EXPORT int64_t fastattention_linear(int64_t isa, const FaLinearParams* plan, const void* addresses, int64_t num_threads) {
-    FaLinearParams params = *plan;
-    std::memcpy(&params, addresses, offsetof(FaLinearParams, dtype));
-    params.num_threads = num_threads;
-    return linear(isa_kernels(static_cast<int>(isa)), params) ? 0 : 1;
+    const FaLinearParams params = with_addresses(*plan, addresses, num_threads);
+    return linear(kernels_of(isa).linear, params) ? 0 : 1;
 }
 
 // A call of a dense cache with lse, to be run later; null when memory ran out. fastattention_release gives it up.
 FA_EXPORT void* fastattention_prepare(int64_t isa, const FaAttentionParams* params) {
-    return new (std::nothrow) Prepared(isa_kernels(static_cast<int>(isa)), *params);
+    return new (std::nothrow) Prepared(kernels_of(isa).attention, *params);
 }
 
 // From any thread.
@@ -111,7 +122,7 @@ FA_EXPORT void fastattention_set_omp_team(void* parallel, void* max_threads) {
 // Sum of the floating-point operations that all threads did. kind: 0 float32 multiply-add, 1 bfloat16 dot; 0 when the
 // instruction set has none.
 FA_EXPORT double fastattention_flop_loop(int64_t isa, int64_t kind, int64_t iterations, int64_t num_threads) {
-    const Kernels& kernels = isa_kernels(static_cast<int>(isa));
+    const Kernels& kernels = kernels_of(isa);
     const auto loop = kind == 0 ? kernels.fma_loop : kernels.bf16_dot_loop;
     if (loop == nullptr) return 0.0;
     double per_thread = 0.0;
@@ -124,7 +135,7 @@ FA_EXPORT double fastattention_flop_loop(int64_t isa, int64_t kind, int64_t iter
 
 FA_EXPORT void fastattention_read_loop(int64_t isa, const char* data, int64_t bytes, int64_t num_threads) {
     constexpr int64_t kReadChunk = int64_t{1} << 20;
-    const Kernels& kernels = isa_kernels(static_cast<int>(isa));
+    const Kernels& kernels = kernels_of(isa);
     parallel_for(bytes / kReadChunk, static_cast<int>(num_threads),
                  [&](int64_t index, int) { kernels.read_loop(data + index * kReadChunk, kReadChunk); });
 }

@@ -6,45 +6,49 @@
 //   FA_HAS_AMX       when it has AMX tiles for them
 #include FA_SIMD_HEADER
 
-#include "plan.hpp"
+#include "common/wait_for.hpp"
+#include "kernels.hpp"
 
 namespace FA_NAMESPACE {
 using namespace fastattention;
 }
 
-#include "math.hpp"
-// In this order: each uses those above it.
-#include "scores.hpp"
-#include "rows.hpp"
-#include "dropout.hpp"
-#include "quantize.hpp"
-#include "append.hpp"
-#include "gemm.hpp"
+// In this order: each uses those above it. A family uses what is common, and nothing of another family.
+#include "common/math.hpp"
+#include "common/rows.hpp"
+#include "common/gemm.hpp"
 #ifdef FA_HAS_AMX
-#include "gemm_amx.hpp"
+#include "common/gemm_amx.hpp"
 #endif
-#include "row_softmax.hpp"
-#include "int8_products.hpp"
-#include "prefill.hpp"
-#include "panel_cache.hpp"
-#include "backward.hpp"
-#include "linear.hpp"
-#include "linear_chunks.hpp"
-#include "linear_tokens.hpp"
-#include "decode_key_block.hpp"
-#include "decode_dot.hpp"
+#include "common/peaks.hpp"
+
+#include "linear/tokens.hpp"
+#include "linear/chunks.hpp"
+#include "linear/recurrent.hpp"
+
+#include "attention/scores.hpp"
+#include "attention/query_rows.hpp"
+#include "attention/dropout.hpp"
+#include "attention/quantize.hpp"
+#include "attention/append.hpp"
+#include "attention/row_softmax.hpp"
+#include "attention/int8_products.hpp"
+#include "attention/prefill.hpp"
+#include "attention/panel_cache.hpp"
+#include "attention/backward.hpp"
+#include "attention/decode_key_block.hpp"
+#include "attention/decode_dot.hpp"
 #ifdef FA_HAS_AMX
-#include "decode_amx.hpp"
-#include "decode_rows_amx.hpp"
+#include "attention/decode_amx.hpp"
+#include "attention/decode_rows_amx.hpp"
 #endif
-#include "decode.hpp"
-#include "decode_latent.hpp"
-#include "decode_merge.hpp"
-#include "decode_panels.hpp"
+#include "attention/decode.hpp"
+#include "attention/decode_latent.hpp"
+#include "attention/decode_merge.hpp"
+#include "attention/decode_panels.hpp"
 #ifdef FA_HAS_AMX
-#include "decode_panels_amx.hpp"
+#include "attention/decode_panels_amx.hpp"
 #endif
-#include "peaks.hpp"
 
 namespace FA_NAMESPACE {
 
@@ -106,7 +110,7 @@ FA_INLINE auto with_dot(const FaAttentionParams& p, Use&& use) {
     return with_path(p, [&](auto path) { return use(typename decltype(path)::Dot{}); });
 }
 
-static PanelGeometry pack_geometry_of(const FaAttentionParams& params) {
+static PanelGeometry panel_geometry_of(const FaAttentionParams& params) {
     return with_path(params, [&](auto path) {
         using Path = decltype(path);
         using Unit = typename Path::Unit;
@@ -213,7 +217,7 @@ static void backward_chunk_of(const Call& call, const FaGradients& gradients, co
 }
 
 static void linear_of(const FaLinearParams& params, const LinearTask& task, float* scratch) {
-    const FlushSmallNumbers flush;
+    const FlushDenormals flush;
     with_path_of(params.dtype, [&](auto path) {
         using Path = decltype(path);
         if (params.chunk > 0) {
@@ -245,21 +249,9 @@ const Kernels kernels = {
 #else
     Int8Dot::kNone,
 #endif
-    pack_geometry_of,
-    key_mean_of,
-    pack_panel_of,
-    prefill_tile_of,
-    decode_columns_of,
-    decode_splits_of,
-    decode_latent_of,
-    latent_scratch_of,
-    decode_merge_of,
-    append_token_of,
-    backward_geometry_of,
-    pack_rows_of,
-    backward_chunk_of,
-    linear_of,
-    linear_scratch_of,
+    {panel_geometry_of, key_mean_of, pack_panel_of, prefill_tile_of, decode_columns_of, decode_splits_of, decode_latent_of,
+     latent_scratch_of, decode_merge_of, append_token_of, backward_geometry_of, pack_rows_of, backward_chunk_of},
+    {linear_of, linear_scratch_of},
     fma_loop,
 #ifdef FA_HAS_BF16_DOT
     bf16_dot_loop,

@@ -15,8 +15,8 @@ from fastattention.backends.cuda.linear.step import StepCall
 from fastattention.gpu_runtime import device, module
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
-from fastattention.linear.backend import LinearBackend
-from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+from fastattention.linear.backend import LinearBackend, Serve
+from fastattention.linear.problem import LinearInputs, LinearProblem
 
 _MOST_CTAS = 2**31 - 1  # of a launch
 
@@ -45,7 +45,7 @@ class CudaLinearBackend(LinearBackend):
             return f"{num_states} states are more than one launch takes; divide the batch, or use backend='torch'"
         return None
 
-    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Callable[[LinearInputs], LinearOutput]:
+    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
         """Three launches for chunks, one token by token."""
         limits = self._limits(problem)
 

@@ -58,7 +58,7 @@ FA_INLINE __m128i to_bits16(Vec a, Bfloat16) {
 }
 
 FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bits))}; }
-// As float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
+// Converts by way of float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
 FA_INLINE Vec from_bits8(__m128i bits, Float8) {
     const __m128i upper = _mm_slli_epi16(_mm_cvtepu8_epi16(bits), 8);
     const __m128i half = _mm_and_si128(_mm_srai_epi16(upper, 1), _mm_set1_epi16(static_cast<short>(0xbfff)));
@@ -111,7 +111,7 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     memcpy(p, padded, n * sizeof(Half));
 }
 
-// Integral numbers of at most 127.
+// Values are integers of at most 127 in magnitude.
 FA_INLINE void store(Int8* p, Vec a) {
     const __m256i numbers = _mm256_cvtps_epi32(a.v);
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1));
@@ -149,7 +149,7 @@ FA_INLINE Vec scale_exponent(Vec p, Vec n) {
     return {_mm256_and_ps(scaled, _mm256_cmp_ps(n.v, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ))};
 }
 
-// Eight integers of 32 bits, as numbers without a sign.
+// Eight unsigned integers of 32 bits.
 using Integers = __m256i;
 FA_INLINE Integers broadcast_integer(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
 FA_INLINE Integers integers_from(uint32_t x) {
@@ -164,7 +164,7 @@ FA_INLINE void multiply_wide(Integers a, uint32_t b, Integers& high, Integers& l
 }
 // a where x < limit, else b.
 FA_INLINE Vec select_below(Integers x, uint32_t limit, Vec a, Vec b) {
-    const __m256i sign = broadcast_integer(0x80000000u);  // comparisons are of numbers with one
+    const __m256i sign = broadcast_integer(0x80000000u);  // comparisons are signed
     const __m256i below = _mm256_cmpgt_epi32(broadcast_integer(limit ^ 0x80000000u), x ^ sign);
     return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(below))};
 }

@@ -54,7 +54,7 @@ FA_INLINE __m256i to_bits16(Vec a, Bfloat16) {
 }
 
 FA_INLINE Vec from_bits8(__m128i bits, Int8) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bits))}; }
-// As float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
+// Converts by way of float16, whose exponent has another bias: 2^8 apart. NaN gets float16's exponent of NaN.
 FA_INLINE Vec from_bits8(__m128i bits, Float8) {
     const __m256i upper = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bits), 8);
     const __m256i half = _mm256_and_si256(_mm256_srai_epi16(upper, 1), _mm256_set1_epi16(static_cast<short>(0xbfff)));
@@ -90,7 +90,7 @@ FA_INLINE void store_partial(Half* p, Vec a, int n) {
     _mm256_mask_storeu_epi16(p, first_lanes(n), to_bits16(a, Half{}));
 }
 
-// Integral numbers of at most 127.
+// Values are integers of at most 127 in magnitude.
 FA_INLINE void store(Int8* p, Vec a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
@@ -147,7 +147,7 @@ FA_INLINE Vec reduce_columns_as(const Vec* acc) {
 }
 FA_INLINE Vec reduce_columns(const Vec* acc) { return reduce_columns_as<__m512>(acc); }
 
-// Sixteen integers of 32 bits, as numbers without a sign.
+// Sixteen unsigned integers of 32 bits.
 using Integers = __m512i;
 FA_INLINE Integers broadcast_integer(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 FA_INLINE Integers integers_from(uint32_t x) {

@@ -18,7 +18,7 @@ struct Bfloat16 {
 struct Float16 {
     uint16_t bits;
 };
-// Quantized: numbers to be multiplied with a scale.
+// Quantized elements, which a scale multiplies.
 struct Int8 {
     int8_t value;
 };

@@ -44,7 +44,7 @@ FA_INLINE float reduce_add(Vec a) { return (a.v[0] + a.v[2]) + (a.v[1] + a.v[3])
 // a where x < limit, else b.
 FA_INLINE Vec select_less(Vec x, Vec limit, Vec a, Vec b) { return choose((Int4)(x.v < limit.v), a, b); }
 
-// Integral numbers of at most 127.
+// Values are integers of at most 127 in magnitude.
 FA_INLINE void store(Int8* to, Vec a) {
     for (int i = 0; i < 4; ++i) to[i].value = static_cast<int8_t>(a.v[i]);
 }
@@ -52,7 +52,7 @@ FA_INLINE void store(Int8* to, Vec a) {
 // Four integers of 32 bits, given as their bits.
 FA_INLINE Vec integers_to_floats(Vec a) { return {__builtin_convertvector((Int4)a.v, Float4)}; }
 
-// Four integers of 32 bits, as numbers without a sign.
+// Four unsigned integers of 32 bits.
 using Integers = Uint4;
 FA_INLINE Integers broadcast_integer(uint32_t x) { return Uint4{x, x, x, x}; }
 FA_INLINE Integers integers_from(uint32_t x) { return Uint4{x, x + 1, x + 2, x + 3}; }
@@ -91,7 +91,7 @@ FA_INLINE float to_float(Int8 x) { return x.value; }
 FA_INLINE float to_float(Float8 x) {
     const uint32_t magnitude = x.bits & 0x7f;
     if (magnitude == 0x7f) return kNan;
-    // As float16, whose exponent has another bias: 2^8 apart.
+    // Converts by way of float16, whose exponent has another bias: 2^8 apart.
     return to_float(Float16{static_cast<uint16_t>((x.bits & 0x80) << 8 | magnitude << 7)}) * 256.0f;
 }
 

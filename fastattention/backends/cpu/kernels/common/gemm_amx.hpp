@@ -1,0 +1,104 @@
+// The matrix product on AMX: tiles of 16 rows by 64 bytes, in the same interleaved layout as vectors of pairs and quads.
+#pragma once
+
+namespace FA_NAMESPACE {
+
+static constexpr int kAmxTile = 16;  // rows of a tile, units of its depth, columns of its result
+
+// All eight tile registers take 16 rows of 64 bytes. A constant in memory: the intrinsic tells the compiler of only eight of
+// the bytes it reads, so that stores to a local one are dropped.
+alignas(64) static const struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+} kAmxConfig;
+
+template <int kElementsOfUnit>
+struct AmxUnit {
+    static constexpr int kElements = kElementsOfUnit;
+    static constexpr int kOffset = 0;
+    static constexpr int kRowStep = kAmxTile;
+    static constexpr int kDepthStep = kAmxTile;
+    using Stored = float;
+    static constexpr int kOperands = 1;
+    FA_INLINE void load_units(const Stored* p, Vec* operands) { operands[0] = load(p); }
+    FA_INLINE Vec pack(Vec first, Vec second) { return to_pairs(first, second); }
+
+    FA_INLINE void begin() { _tile_loadconfig(&kAmxConfig); }
+    FA_INLINE void end() { _tile_release(); }
+};
+using AmxPair = AmxUnit<2>;
+using AmxQuad = AmxUnit<4>;
+
+// Tile c += tile a times tile b: the instructions take register numbers as literals, which only a macro can pass on.
+#define FA_TILE_DOT(c, a, b)                                   \
+    if constexpr (Unit::kElements == 4) _tile_dpbssd(c, a, b); \
+    else _tile_dpbf16ps(c, a, b)
+
+// C of two by two tiles, or fewer at the edges, in registers 0 to 3; A in 4 and 5, B in 6 and 7.
+template <class Unit, bool kTwoRows, bool kTwoColumns, bool kAccumulate, class Fetch>
+FA_INLINE void multiply_amx(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                            int64_t c_stride, Fetch ahead) {
+    const int64_t a_bytes = a_stride * 4, b_bytes = b_stride * 4, c_bytes = c_stride * 4;
+    float* const c_below = c + kAmxTile * c_stride;
+    if constexpr (kAccumulate) {
+        _tile_loadd(0, c, c_bytes);
+        if constexpr (kTwoColumns) _tile_loadd(1, c + kAmxTile, c_bytes);
+        if constexpr (kTwoRows) _tile_loadd(2, c_below, c_bytes);
+        if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c_below + kAmxTile, c_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < depth; k += kAmxTile) {
+        ahead.fetch(b + k * b_stride, b_bytes);
+        _tile_loadd(4, a + k, a_bytes);
+        _tile_loadd(6, b + k * b_stride, b_bytes);
+        FA_TILE_DOT(0, 4, 6);
+        if constexpr (kTwoColumns) {
+            _tile_loadd(7, b + k * b_stride + kAmxTile, b_bytes);
+            FA_TILE_DOT(1, 4, 7);
+        }
+        if constexpr (kTwoRows) {
+            _tile_loadd(5, a + kAmxTile * a_stride + k, a_bytes);
+            FA_TILE_DOT(2, 5, 6);
+            if constexpr (kTwoColumns) {
+                FA_TILE_DOT(3, 5, 7);
+            }
+        }
+    }
+    _tile_stored(0, c, c_bytes);
+    if constexpr (kTwoColumns) _tile_stored(1, c + kAmxTile, c_bytes);
+    if constexpr (kTwoRows) _tile_stored(2, c_below, c_bytes);
+    if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, c_below + kAmxTile, c_bytes);
+}
+
+template <class Unit, bool kTwoColumns, bool kAccumulate, class Fetch>
+FA_INLINE void multiply_amx_rows(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                                 int64_t c_stride, int64_t rows, Fetch ahead) {
+    int64_t i = 0;
+    for (; i + 2 * kAmxTile <= rows; i += 2 * kAmxTile)
+        multiply_amx<Unit, true, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                           c_stride, ahead);
+    if (i < rows)
+        multiply_amx<Unit, false, kTwoColumns, kAccumulate>(a + i * a_stride, a_stride, b, b_stride, depth, c + i * c_stride,
+                                                            c_stride, ahead);
+}
+
+template <bool kAccumulate, int kElements, class Fetch = FetchNothing>
+static void multiply_panel(AmxUnit<kElements>, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                           int64_t depth, float* c, int64_t c_stride, int64_t rows, int64_t columns, Fetch ahead = {}) {
+    int64_t j = 0;
+    for (; j + 2 * kAmxTile <= columns; j += 2 * kAmxTile)
+        multiply_amx_rows<AmxUnit<kElements>, true, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows,
+                                                                 ahead);
+    if (j < columns)
+        multiply_amx_rows<AmxUnit<kElements>, false, kAccumulate>(a, a_stride, b + j, b_stride, depth, c + j, c_stride, rows,
+                                                                  ahead);
+}
+
+#undef FA_TILE_DOT
+
+}  // namespace FA_NAMESPACE

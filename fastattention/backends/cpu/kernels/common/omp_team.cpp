@@ -1,0 +1,113 @@
+#include "common/omp_team.hpp"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace fastattention {
+namespace {
+
+// From sample to sample: some ticks of the system, by which it counts what threads that run have spent.
+constexpr double kSampleSeconds = 0.025;
+
+// The least share of that time which the caller and the OpenMP team have spent on processors if they are awake. Less than
+// all: others run there too, workers of ours among them. After 10 milliseconds without work the team sleeps.
+constexpr double kLeastShare = 0.75;
+
+std::atomic<decltype(OpenMp::parallel)> parallel{nullptr};
+std::atomic<decltype(OpenMp::max_threads)> max_threads{nullptr};
+thread_local bool declines = false;
+thread_local int known_team = 1;  // the team that the calling thread has, or could have had lately
+
+struct ParallelLoop {
+    int64_t count;
+    int num_threads;
+    Task task;
+    void* context;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> slots{0};
+};
+
+// Every thread of the team comes here, wanted or not.
+void help(void* data) {
+    ParallelLoop& loop = *static_cast<ParallelLoop*>(data);
+    const int slot = loop.slots.fetch_add(1, std::memory_order_relaxed);
+    if (slot >= loop.num_threads) return;
+    for (int64_t index; (index = loop.next.fetch_add(1, std::memory_order_relaxed)) < loop.count;) {
+        loop.task(loop.context, index, slot);
+    }
+}
+
+// Whether so many more threads can be had at once.
+bool can_start(int count) {
+    const SignalBlock signals_blocked;
+    std::mutex gate;
+    std::vector<std::thread> threads;
+    bool all = true;
+    {
+        std::lock_guard<std::mutex> closed(gate);
+        try {
+            threads.reserve(count);
+            for (int i = 0; i < count; ++i) threads.emplace_back([&gate] { std::lock_guard<std::mutex> passed(gate); });
+        } catch (const std::exception&) {
+            all = false;
+        }
+    }
+    for (std::thread& thread : threads) thread.join();
+    return all;
+}
+
+void forget_omp_team() { set_omp_team({}); }
+
+}  // namespace
+
+void set_omp_team(OpenMp openmp) {
+    static const bool forked_child_has_none = pthread_atfork(nullptr, nullptr, forget_omp_team) == 0;
+    max_threads.store(openmp.max_threads, std::memory_order_release);
+    parallel.store(forked_child_has_none ? openmp.parallel : nullptr, std::memory_order_release);
+}
+
+void decline_omp_team() { declines = true; }
+
+double clock_seconds(clockid_t clock) {
+    timespec time{};
+    clock_gettime(clock, &time);
+    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+bool OmpActivityProbe::is_due() {
+    const bool any = parallel.load(std::memory_order_relaxed) != nullptr;
+    return any && clock_seconds(CLOCK_MONOTONIC) - sampled_at_ >= kSampleSeconds;
+}
+
+void OmpActivityProbe::sample(double worker_seconds) {
+    const auto most = max_threads.load(std::memory_order_acquire);
+    if (most == nullptr) return;
+    const double now = clock_seconds(CLOCK_MONOTONIC), used = clock_seconds(CLOCK_PROCESS_CPUTIME_ID) - worker_seconds;
+    is_active_ = used - used_ >= kLeastShare * most() * (now - sampled_at_);
+    sampled_at_ = now;
+    used_ = used;
+}
+
+bool run_on_omp_team(int64_t count, int num_threads, Task task, void* context) {
+    const auto run = parallel.load(std::memory_order_acquire);
+    const auto most = max_threads.load(std::memory_order_acquire);
+    if (run == nullptr || most == nullptr || declines) return false;
+    const int team = most();
+    if (team < num_threads) return false;
+    // OpenMP makes a team for every thread that calls it, and ends the process when it cannot start one of its threads.
+    if (team > known_team && !can_start(team - 1)) {
+        decline_omp_team();
+        return false;
+    }
+    known_team = team;
+    ParallelLoop loop{count, num_threads, task, context};
+    run(help, &loop, 0, 0);  // 0: as many as torch has, or threads would end now and begin again with its next operation
+    return true;
+}
+
+}  // namespace fastattention

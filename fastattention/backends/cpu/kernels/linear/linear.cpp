@@ -1,0 +1,87 @@
+// Linear attention: sequences, heads and columns of values become tasks of the thread pool.
+#include <algorithm>
+#include <exception>
+#include <vector>
+
+#include "common/arena.hpp"
+#include "common/divide_up.hpp"
+#include "common/thread_pool.hpp"
+#include "linear/driver.hpp"
+
+namespace fastattention {
+namespace {
+
+// The columns of a task are a multiple of this. Fewer would repeat the scores of a chunk in more tasks; token by token, the
+// state of more columns would not fit the L1 cache.
+constexpr int64_t kColumns = 64;
+constexpr int64_t kTasksOfThread = 2;
+// Up to this many tokens, reading and writing the state dominates. Threads then share no head if there are enough heads:
+// each would fetch cache lines that the other is about to write.
+constexpr int64_t kFewTokens = 4;
+// Multiply-adds below which waking another thread costs more than it saves.
+constexpr double kSerialWork = 2e5;
+constexpr int64_t kCacheLineFloats = 16;
+
+// The heads of a task of chunks take turns. Their states, in floats, must fit an L2 cache beside the buffers of a chunk.
+constexpr int64_t kMostStateFloats = int64_t{1} << 17;
+
+int64_t heads_of_task(const FaLinearParams& p) {
+    if (p.chunk == 0) return 1;
+    const int64_t heads = p.num_sequences * p.nheads / (kTasksOfThread * p.num_threads);
+    return std::clamp(std::min(heads, kMostStateFloats / (p.headdim_k * p.headdim_v)), int64_t{1}, p.nheads);
+}
+
+int64_t columns_of_task(const FaLinearParams& p) {
+    const int64_t heads = std::max<int64_t>(p.num_sequences * p.nheads, 1);
+    const int64_t tokens = p.cu_seqlens ? p.seqlen / std::max<int64_t>(p.num_sequences, 1) : p.seqlen;
+    if (p.chunk == 0 && tokens > kFewTokens) return kColumns;
+    const int64_t slices = divide_up((p.chunk == 0 ? 1 : kTasksOfThread) * p.num_threads, heads);
+    return divide_up(divide_up(p.headdim_v, slices), kColumns) * kColumns;
+}
+
+std::vector<LinearTask> tasks_of(const FaLinearParams& p) {
+    const int64_t columns = columns_of_task(p), heads = heads_of_task(p);
+    std::vector<LinearTask> tasks;
+    for (int64_t sequence = 0; sequence < p.num_sequences; ++sequence) {
+        LinearTask task{sequence, 0, 0, p.cu_seqlens ? 0 : sequence, 0, p.seqlen, 0, 0};
+        if (p.cu_seqlens) {
+            task.first_token = p.cu_seqlens[sequence];
+            task.num_tokens = p.cu_seqlens[sequence + 1] - task.first_token;
+        }
+        for (task.head = 0; task.head < p.nheads; task.head += heads) {
+            task.num_heads = std::min(heads, p.nheads - task.head);
+            for (task.first_column = 0; task.first_column < p.headdim_v; task.first_column += columns) {
+                task.num_columns = std::min(columns, p.headdim_v - task.first_column);
+                tasks.push_back(task);
+            }
+        }
+    }
+    // The longest first, so that threads finish together.
+    std::stable_sort(tasks.begin(), tasks.end(),
+                     [](const LinearTask& a, const LinearTask& b) { return a.num_tokens > b.num_tokens; });
+    return tasks;
+}
+
+}  // namespace
+
+bool linear(const LinearKernels& kernels, const FaLinearParams& p) {
+    try {
+        const std::vector<LinearTask> tasks = tasks_of(p);
+        double work = 0.0;
+        for (const LinearTask& task : tasks)
+            work += static_cast<double>(task.num_heads) * task.num_tokens * task.num_columns * p.headdim_k;
+        const int threads = work < kSerialWork ? 1 : static_cast<int>(p.num_threads);
+        const int64_t columns = std::min(columns_of_task(p), p.headdim_v);
+        const int64_t scratch = divide_up(kernels.scratch(p, columns, heads_of_task(p)), kCacheLineFloats) * kCacheLineFloats;
+        Arena arena(scratch * threads * sizeof(float));
+        if (arena.data() == nullptr) return false;
+        float* working = reinterpret_cast<float*>(arena.data());
+        parallel_for(static_cast<int64_t>(tasks.size()), threads,
+                     [&](int64_t index, int slot) { kernels.run(p, tasks[index], working + slot * scratch); });
+        return true;
+    } catch (const std::exception&) {  // std::bad_alloc of the list; tasks throw nothing
+        return false;
+    }
+}
+
+}  // namespace fastattention

@@ -1,0 +1,26 @@
+// What linear.cpp hands to the kernels of an instruction set, and the table through which it calls them.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "linear/params.h"
+
+namespace fastattention {
+
+// What one task computes: some value columns of consecutive heads of one sequence.
+struct LinearTask {
+    int64_t sequence, head, num_heads;
+    int64_t batch, first_token;  // where the sequence begins
+    int64_t num_tokens;
+    int64_t first_column, num_columns;
+};
+
+// The kernels of an instruction set.
+struct LinearKernels {
+    // Computes a task, with working memory of scratch() floats.
+    void (*run)(const FaLinearParams& params, const LinearTask& task, float* scratch);
+    int64_t (*scratch)(const FaLinearParams& params, int64_t num_columns, int64_t num_heads);
+};
+
+}  // namespace fastattention

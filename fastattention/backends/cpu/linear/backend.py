@@ -1,0 +1,39 @@
+"""The cpu backend of linear attention: hands a validated call to the native library."""
+
+from __future__ import annotations
+
+from fastattention.backends.common.gradients import why_not_in_transform
+from fastattention.backends.cpu.library import load_library, why_unavailable
+from fastattention.backends.cpu.linear.plan import LinearPlan, chunk_of
+from fastattention.linear.backend import LinearBackend, Serve
+from fastattention.linear.problem import LinearInputs, LinearProblem
+
+
+class CpuLinearBackend(LinearBackend):
+    """Computes in float32; bfloat16 operands use the instruction set's bfloat16 products, where it has them."""
+
+    name = "cpu"
+
+    def why_unavailable(self) -> str | None:
+        """Why the native library cannot be loaded, if so."""
+        return why_unavailable()
+
+    def why_not(self, problem: LinearProblem) -> str | None:
+        """Refuses other devices, and gradients."""
+        if problem.device.type != "cpu":
+            return f"tensors are on {problem.device}; the cpu backend takes tensors in host memory"
+        if problem.grads:
+            named = ", ".join(problem.grads)
+            return f"gradients of {named} are needed, which backend 'torch' computes; use it or torch.no_grad()"
+        if problem.in_transform:
+            return why_not_in_transform("torch")
+        return None
+
+    def how(self, problem: LinearProblem) -> str:
+        """Tokens of a chunk, and the instruction set."""
+        isa = load_library().isa
+        return f"{f'chunks of {chunk_of(problem.dtype, isa)} tokens' if problem.chunked else 'token by token'}, {isa}"
+
+    def plan(self, problem: LinearProblem, inputs: LinearInputs) -> Serve:
+        """A call of the library whose parameters are set up once."""
+        return LinearPlan(problem, inputs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
 from fastattention.attention.problem import Inputs
 
+AnyStride = TypeVar("AnyStride")
 Strides = tuple[object, ...]
 
 
@@ -39,6 +41,11 @@ def null_of(tensor: Tensor) -> int:
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Of a contiguous tensor, as torch has them: an axis without elements counts as one."""
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def named_strides(name: str, strides: Iterable[AnyStride], axes: str = "batch row head") -> dict[str, AnyStride]:
+    """Strides as the fields of parameters: `name`_stride_batch and so on."""
+    return {f"{name}_stride_{axis}": stride for axis, stride in zip(axes.split(), strides, strict=True)}
 
 
 def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:

@@ -44,10 +44,11 @@ class Params(ctypes.Structure):
 class Addresses:
     """The addresses of a call: how they are taken from its tensors, and written into the first fields of its Params."""
 
-    def __init__(self, params: type[Params], inputs: Inputs) -> None:
+    def __init__(self, params: type[ctypes.Structure], inputs: Inputs) -> None:
         """For calls that have the same tensors as `inputs`. Fields that are no tensors of theirs are given apart."""
         names = [field[0] for field in params._fields_ if field[1] is ctypes.c_void_p]
         given = [name for name in names if name in Inputs._fields and getattr(inputs, name) is not None]
+        self.given = tuple(given)
         packed = struct.Struct("".join("8x" if name in Inputs._fields and name not in given else "Q" for name in names))
         self._tensors = operator.attrgetter(*given)
         self.pack, self.pack_into = packed.pack, packed.pack_into

@@ -13,7 +13,7 @@ from fastattention.errors import ArgumentError, UnsupportedError
 
 # Name -> module:class, most specialized first. Modules are imported when first asked for.
 ORDER: dict[str, str] = {
-    "cuda": "fastattention.backends.cuda.backend:CudaBackend",
+    "cuda": "fastattention.backends.cuda.attention.backend:CudaBackend",
     "ascend": "fastattention.backends.ascend.backend:AscendBackend",
     "cpu": "fastattention.backends.cpu.backend:CpuBackend",
     "sdpa": "fastattention.backends.sdpa.backend:SdpaBackend",

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 from fastattention.backends.common.c_struct import Params
-from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, MergeConfig
-from fastattention.backends.cuda.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
-from fastattention.backends.cuda.plan import Plan
-from fastattention.backends.cuda.scratch import Scratch
+from fastattention.backends.cuda.attention.backend import CudaBackend
+from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, MergeConfig
+from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
+from fastattention.backends.cuda.attention.plan import Plan
+from fastattention.backends.cuda.attention.scratch import Scratch
 from fastattention.gpu_runtime.cache import HEADERS, hash_sources
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch

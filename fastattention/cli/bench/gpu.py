@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattention import fast_attn_func
 from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
 from fastattention.backends.base import Backend
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.console import MESSAGES, OUTPUT, first_line, progress_bar
 from fastattention.cli.machine import describe_machine
 from fastattention.errors import ArgumentError, UnsupportedError

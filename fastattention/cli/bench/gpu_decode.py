@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench.gpu import Call, processor_microseconds, show_reasons, write_report
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.cli.machine import describe_machine

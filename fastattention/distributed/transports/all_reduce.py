@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from fastattention.backends.common.c_struct import Params, constants_of, params_of
-from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
+from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Entry
 
@@ -28,7 +28,7 @@ FIRST_WITH_BULK_COPIES = 90  # compute capability
 class AllReduceConfig:
     """One variant of kernels/all_reduce.cuh."""
 
-    include_folders: ClassVar = (_KERNELS, *KERNEL_FOLDERS)
+    include_folders: ClassVar = (_KERNELS, *COMMON_FOLDERS)
     source: ClassVar = "all_reduce.cuh"
 
     dtype: torch.dtype

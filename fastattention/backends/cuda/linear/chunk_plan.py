@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import first_strides, named_strides, pointers, token_strides
+from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
 from fastattention.backends.cuda.linear.chunk_config import factors_of_chunk
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels, operand_dtype
 from fastattention.backends.cuda.linear.params import GATE_FORMATS, ChunkParams
-from fastattention.backends.cuda.memory import aligned_as, check_float16_range
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem

@@ -10,16 +10,16 @@ from torch import Tensor
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import first_strides, named_strides, pointers, score_strides, token_strides
-from fastattention.backends.cuda import decode_heuristics, heuristics
-from fastattention.backends.cuda.decode_heuristics import Split
-from fastattention.backends.cuda.kernel_config import (
+from fastattention.backends.cuda.attention import decode_heuristics, heuristics
+from fastattention.backends.cuda.attention.config import (
     APPEND_WARPS,
     CACHE_FORMATS,
     COMBINE_TEAMS,
     AppendConfig,
     KernelConfig,
 )
-from fastattention.backends.cuda.params import AppendParams, AttentionParams
+from fastattention.backends.cuda.attention.decode_heuristics import Split
+from fastattention.backends.cuda.attention.params import AppendParams, AttentionParams
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 

@@ -12,11 +12,11 @@ import torch
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.common.layout import named_strides, pointers, token_strides
-from fastattention.backends.cuda.call import Launcher, PlannedCall
-from fastattention.backends.cuda.heuristics import modifies_scores, multiplies_int8
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantizeConfig, lanes_for, stored_columns
-from fastattention.backends.cuda.memory import prepared
-from fastattention.backends.cuda.params import QuantizeParams
+from fastattention.backends.cuda.attention.call import Launcher, PlannedCall
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, QuantizeConfig, lanes_for, stored_columns
+from fastattention.backends.cuda.attention.heuristics import modifies_scores, multiplies_int8
+from fastattention.backends.cuda.attention.params import QuantizeParams
+from fastattention.backends.cuda.common.memory import prepared
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.quantized import KEYS_OF_SCALE
 

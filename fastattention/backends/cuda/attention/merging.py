@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import named_strides, pointers, token_strides
-from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
-from fastattention.backends.cuda.params import MOST_PARTS, MergeParams
+from fastattention.backends.cuda.attention.config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
+from fastattention.backends.cuda.attention.params import MOST_PARTS, MergeParams
 from fastattention.gpu_runtime.module import KernelLaunch
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}

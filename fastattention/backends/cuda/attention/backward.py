@@ -12,13 +12,13 @@ from torch import Tensor
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import pointers
-from fastattention.backends.cuda.backward_heuristics import choose_backward
-from fastattention.backends.cuda.call import Launcher
-from fastattention.backends.cuda.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
-from fastattention.backends.cuda.memory import aligned_as, prepared
-from fastattention.backends.cuda.params import AttentionParams, BackwardParams
-from fastattention.backends.cuda.plan import DTYPES, attention_template
+from fastattention.backends.cuda.attention.backward_heuristics import choose_backward
+from fastattention.backends.cuda.attention.call import Launcher
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
+from fastattention.backends.cuda.attention.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
+from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams
+from fastattention.backends.cuda.attention.plan import DTYPES, attention_template
+from fastattention.backends.cuda.common.memory import aligned_as, prepared
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 

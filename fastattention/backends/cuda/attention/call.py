@@ -14,11 +14,11 @@ from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import contiguous_strides
 from fastattention.backends.common.params import Addresses
 from fastattention.backends.common.results import keyless
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
-from fastattention.backends.cuda.memory import is_aligned, prepared
-from fastattention.backends.cuda.params import AttentionParams
-from fastattention.backends.cuda.plan import Plan, append_params, append_template, attention_template
-from fastattention.backends.cuda.scratch import Scratch
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP
+from fastattention.backends.cuda.attention.params import AttentionParams
+from fastattention.backends.cuda.attention.plan import Plan, append_params, append_template, attention_template
+from fastattention.backends.cuda.attention.scratch import Scratch
+from fastattention.backends.cuda.common.memory import is_aligned, prepared
 from fastattention.gpu_runtime.module import KernelLaunch
 
 Launcher = Callable[[Params], None]

@@ -24,7 +24,7 @@ from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.ascend.chips import CHIPS, Chip
 from fastattention.backends.ascend.simulator.workload import padded
 from fastattention.backends.ascend.tiling import Tiling
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench import gpu
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.machine import describe_machine

@@ -29,7 +29,7 @@ from torch import Tensor
 from fastattention import config, fast_attn_func
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.cpu.library import available_isas, load_library
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved, interleaved_on_device
 from fastattention.cli.bench.workload import DTYPES

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import typer
 
-from fastattention.backends.cuda.variants import training_variants_of, variants_of
+from fastattention.backends.cuda.attention.variants import training_variants_of, variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.machine import command_line, source_commit
 from fastattention.cli.warmup import all_reduces_of

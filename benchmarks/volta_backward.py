@@ -52,7 +52,7 @@ from volta_model.backward import (
 from volta_model.chip import V100
 from volta_model.counts import UNIT
 
-from fastattention.backends.cuda.kernel_config import BackwardConfig
+from fastattention.backends.cuda.attention.config import BackwardConfig
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, errors_as_messages, fail
 from fastattention.cli.machine import describe_machine

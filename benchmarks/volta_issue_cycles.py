@@ -46,7 +46,7 @@ from volta_model.launch import TileKind
 from volta_model.paths import find_tiles
 from volta_model.sass import Function
 
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.attention.config import KernelConfig
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.console import OUTPUT, errors_as_messages
 from fastattention.cli.machine import describe_machine

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import typer
 from rich.table import Table
 
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, AppendConfig, KernelConfig
-from fastattention.backends.cuda.variants import UNQUANTIZED, training_variants_of, variants_of
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, AppendConfig, KernelConfig
+from fastattention.backends.cuda.attention.variants import UNQUANTIZED, training_variants_of, variants_of
 from fastattention.cli.console import OUTPUT, errors_as_messages, progress_bar
 from fastattention.cli.warmup import all_reduces_of
 from fastattention.gpu_runtime import cache, compiler

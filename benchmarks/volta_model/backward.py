@@ -13,8 +13,8 @@ from functools import cached_property
 
 import torch
 
-from fastattention.backends.cuda.kernel_config import BackwardConfig
-from fastattention.backends.cuda.variants import training_variants_of
+from fastattention.backends.cuda.attention.config import BackwardConfig
+from fastattention.backends.cuda.attention.variants import training_variants_of
 from fastattention.gpu_runtime.chips import CHIPS
 
 from . import kernels, peer_backward

@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.backends.cuda import heuristics
-from fastattention.backends.cuda.kernel_config import BackwardConfig, KernelConfig
-from fastattention.backends.cuda.variants import choose_variant
+from fastattention.backends.cuda.attention import heuristics
+from fastattention.backends.cuda.attention.config import BackwardConfig, KernelConfig
+from fastattention.backends.cuda.attention.variants import choose_variant
 from fastattention.cli.console import fail
 from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS

@@ -61,7 +61,7 @@ class AttentionBackend(Backend[Problem, Inputs, AttentionOutput]):
 # Most specialized first: `backend="auto"` takes the first that can serve a call.
 ATTENTION_BACKENDS: Registry[Problem, AttentionBackend] = Registry(
     {
-        "cuda": "fastattention.backends.cuda.backend:CudaBackend",
+        "cuda": "fastattention.backends.cuda.attention.backend:CudaBackend",
         "ascend": "fastattention.backends.ascend.backend:AscendBackend",
         "cpu": "fastattention.backends.cpu.attention.backend:CpuBackend",
         "sdpa": "fastattention.backends.sdpa.backend:SdpaBackend",

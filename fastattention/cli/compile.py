@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V
-from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, KernelConfig
-from fastattention.backends.cuda.variants import choose_decode_variant, choose_variant
+from fastattention.backends.cuda.attention.config import CACHE_FORMATS, KernelConfig
+from fastattention.backends.cuda.attention.variants import choose_decode_variant, choose_variant
 from fastattention.cli.console import OUTPUT, check_output_file, status
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime import compiler

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fastattention import config
-from fastattention.backends.cuda.variants import DTYPES, training_variants_of, variants_of
+from fastattention.backends.cuda.attention.variants import DTYPES, training_variants_of, variants_of
 from fastattention.cli.compile import check_headdims
 from fastattention.cli.console import OUTPUT, progress_bar
 from fastattention.errors import ArgumentError, UnsupportedError

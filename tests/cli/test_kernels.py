@@ -11,7 +11,7 @@ import pytest
 import torch
 from build_cubins import Built, cubins_to_build
 
-from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig, MergeConfig
+from fastattention.backends.cuda.attention.config import AppendConfig, KernelConfig, MergeConfig
 from fastattention.distributed.transports.all_reduce import choose_config, usual_configs
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import cache, compiler, module

@@ -10,7 +10,7 @@ import torch
 from emulator import Range, Report, launch
 from torch import Tensor
 
-from fastattention.backends.common.params import Params
+from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.linear.backend import CudaLinearBackend
 from fastattention.backends.cuda.linear.params import StepParams
 from fastattention.gpu_runtime.chips import CHIPS, Limits

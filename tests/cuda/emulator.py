@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
-from fastattention.backends.common.params import Params
-from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, MergeConfig
-from fastattention.backends.cuda.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
-from fastattention.backends.cuda.plan import Plan
-from fastattention.backends.cuda.scratch import Scratch
+from fastattention.backends.common.c_struct import Params
+from fastattention.backends.cuda.attention.backend import CudaBackend
+from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, MergeConfig
+from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams, MergeParams, QuantizeParams
+from fastattention.backends.cuda.attention.plan import Plan
+from fastattention.backends.cuda.attention.scratch import Scratch
 from fastattention.gpu_runtime.cache import HEADERS, hash_sources
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
@@ -184,7 +184,7 @@ def ranges_of(params: Params, problem: Problem, num_slots: int) -> list[Range]:
     return [part for part in ranges if part.bytes > 0]
 
 
-def ranges_of_backward(params: BackwardParams, problem: Problem) -> list[Range]:
+def ranges_of_backward(params: Params, problem: Problem) -> list[Range]:
     """Likewise a backward: the tensors of the call, the gradient of out and the gradients, which are contiguous."""
     call = params.call
     ranges = ranges_of(call, problem, 0)
@@ -203,7 +203,7 @@ def ranges_of_backward(params: BackwardParams, problem: Problem) -> list[Range]:
     return ranges
 
 
-def ranges_of_quantize(params: QuantizeParams, problem: Problem) -> list[Range]:
+def ranges_of_quantize(params: Params, problem: Problem) -> list[Range]:
     """Likewise what makes bytes of queries and keys: both, and the bytes."""
     varlen, batches = problem.layout is Layout.VARLEN, 1 if problem.layout is Layout.VARLEN else problem.batch_size
     ranges = []
@@ -230,7 +230,7 @@ def _int32s(address: int, count: int) -> list[int]:
     return list((ctypes.c_int32 * count).from_address(address)) if count else []
 
 
-def _blocks(params: AttentionParams, problem: Problem) -> list[tuple[int, int]]:
+def _blocks(params: Params, problem: Problem) -> list[tuple[int, int]]:
     """Pages or rows of the batch that hold keys of the call, and up to which token in each."""
     batch = problem.batch_size
     if problem.layout is Layout.DENSE:
@@ -248,7 +248,7 @@ def _blocks(params: AttentionParams, problem: Problem) -> list[tuple[int, int]]:
     return list(zip(rows, lengths, strict=True))
 
 
-def _pages(params: AttentionParams, lengths: Sequence[int]) -> list[int]:
+def _pages(params: Params, lengths: Sequence[int]) -> list[int]:
     """Every page that a sequence of one of these lengths uses."""
     pages: set[int] = set()
     for i, length in enumerate(lengths):

@@ -14,16 +14,14 @@ import pytest
 import torch
 from tiers import Tier, deep, slow, thin, tier_of
 
-from fastattention.backends.cuda.kernel_config import (
-    MAX_REGISTERS,
+from fastattention.backends.cuda.attention.config import (
     AppendConfig,
     BackwardConfig,
     DeltaConfig,
     KernelConfig,
     MergeConfig,
 )
-from fastattention.backends.cuda.linear.config import step_variants
-from fastattention.backends.cuda.variants import (
+from fastattention.backends.cuda.attention.variants import (
     HEADDIMS,
     UNQUANTIZED,
     Feature,
@@ -32,6 +30,8 @@ from fastattention.backends.cuda.variants import (
     training_variants_of,
     variants_of,
 )
+from fastattention.backends.cuda.common.arch import MAX_REGISTERS
+from fastattention.backends.cuda.linear.config import step_variants
 from fastattention.distributed.transports.all_reduce import MOST_RANKS, AllReduceConfig, usual_configs
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import compiler

@@ -30,10 +30,10 @@ from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
 from fastattention.backends.cuda import heuristics
-from fastattention.backends.cuda.decode_heuristics import is_decode
-from fastattention.backends.cuda.kernel_config import AppendConfig, KernelConfig
-from fastattention.backends.cuda.plan import make_plan
-from fastattention.backends.cuda.variants import variants_of
+from fastattention.backends.cuda.attention.config import AppendConfig, KernelConfig
+from fastattention.backends.cuda.attention.decode_heuristics import is_decode
+from fastattention.backends.cuda.attention.plan import make_plan
+from fastattention.backends.cuda.attention.variants import variants_of
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.variant import Variant
 from fastattention.quantized import LARGEST_STORED, quantize

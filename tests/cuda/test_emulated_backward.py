@@ -19,9 +19,9 @@ from tiers import Tier, thin, tier_of
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.validation import lengths
 from fastattention.backends.common.gradients import COMPUTED
-from fastattention.backends.cuda.backward import make_backward_plan
-from fastattention.backends.cuda.kernel_config import BackwardConfig, DeltaConfig
-from fastattention.backends.cuda.variants import training_variants_of
+from fastattention.backends.cuda.attention.backward import make_backward_plan
+from fastattention.backends.cuda.attention.config import BackwardConfig, DeltaConfig
+from fastattention.backends.cuda.attention.variants import training_variants_of
 from fastattention.gpu_runtime.variant import Variant
 
 RUNS = [

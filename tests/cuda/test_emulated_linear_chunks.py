@@ -16,7 +16,7 @@ from linear.oracle import check
 from tiers import combinations, thin, tier_of
 from torch import Tensor
 
-from fastattention.backends.common.params import Params
+from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.linear.chunk_config import (
     OutputsConfig,
     PrepareConfig,
@@ -24,8 +24,8 @@ from fastattention.backends.cuda.linear.chunk_config import (
     StatesConfig,
 )
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
-from fastattention.backends.cuda.linear.chunk_params import ChunkParams
 from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
+from fastattention.backends.cuda.linear.params import ChunkParams
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch

@@ -15,8 +15,8 @@ from torch import Tensor
 from fastattention import merge_attn_states
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import MergeProblem
-from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS
-from fastattention.backends.cuda.merging import MOST_WARPS
+from fastattention.backends.cuda.attention.config import MERGE_COLUMNS
+from fastattention.backends.cuda.attention.merging import MOST_WARPS
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 STEP = MergeCase("step", 3, (1, 1, 32, 128))

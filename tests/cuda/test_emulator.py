@@ -14,7 +14,7 @@ import torch
 from emulator import EmulatorError
 from probing import CTA, NONE, WARP, aligned, probe
 
-from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
+from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
 
 LANES = np.arange(32)
 
@@ -27,7 +27,7 @@ def test_every_intrinsic_is_emulated() -> None:
         declared = re.findall(r"FA_DEVICE [\w ]+?[ *](\w+)\(", text)
         return {*declared, *re.findall(r"^FA_MMA_\w+\((\w+),", text, re.MULTILINE)}
 
-    real = functions(KERNEL_FOLDERS[0] / "intrinsics.cuh") - {"name"}
+    real = functions(COMMON_FOLDERS[0] / "intrinsics.cuh") - {"name"}
     assert "mma_m8n8k4_row_col" in real
     assert "cta_barrier" in real
     assert real <= functions(emulator.SOURCES / "intrinsics.hpp")

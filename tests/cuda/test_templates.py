@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
-from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.backends.cuda.call import PlannedCall
+from fastattention.backends.cuda.attention.backend import CudaBackend
+from fastattention.backends.cuda.attention.call import PlannedCall
 
 CAPACITY = 90
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from cuda.bindings import driver
 from torch import Tensor
 
+from fastattention.backends.common.c_struct import Params
 from fastattention.distributed.transports import p2p_base, peer_kernel
 from fastattention.distributed.transports.all_reduce import AllReduceConfig, AllReduceParams
 from fastattention.distributed.transports.p2p_base import PeerToPeer
@@ -149,7 +150,7 @@ def await_flag(address: Any, is_raised: Callable[[int], bool]) -> None:
         time.sleep(0)
 
 
-def all_reduce(params: AllReduceParams, config: AllReduceConfig) -> None:
+def all_reduce(params: Params, config: AllReduceConfig) -> None:
     """kernels/all_reduce.cuh by one of its CTAs, which adds up everything."""
     barrier(params, config.num_ranks)
     nbytes = params.count * config.dtype.itemsize
@@ -161,7 +162,7 @@ def all_reduce(params: AllReduceParams, config: AllReduceConfig) -> None:
     barrier(params, config.num_ranks)
 
 
-def barrier(params: AllReduceParams, num_ranks: int) -> None:
+def barrier(params: Params, num_ranks: int) -> None:
     step = flag_at(params.steps).value = flag_at(params.steps).value + 1
     others = [rank for rank in range(num_ranks) if rank != params.rank]
     for other in others:
@@ -174,7 +175,7 @@ class Launch(NamedTuple):
     """Of the kernel by which peer_kernel sums."""
 
     config: AllReduceConfig
-    params: AllReduceParams
+    params: Params
     stream: Stream
 
 
@@ -224,7 +225,7 @@ class Host:
     def load_kernel(self, config: AllReduceConfig, _: object) -> SimpleNamespace:
         """With its function, whose parameters are copied before a launch returns."""
 
-        def launch(params: AllReduceParams, num_ctas: int, stream: int) -> None:
+        def launch(params: Params, num_ctas: int, stream: int) -> None:
             assert (config.num_ranks, params.num_ctas, params.rank) == (self.size, num_ctas, self.here.rank)
             one = Launch(config, AllReduceParams.from_buffer_copy(params), stream_of(stream))
             one.stream.enqueue(lambda: all_reduce(one.params, config))

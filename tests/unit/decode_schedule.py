@@ -11,8 +11,8 @@ import torch
 
 from fastattention.attention.problem import Layout, Problem
 from fastattention.backends.common.tile_range import TileRange
-from fastattention.backends.cuda.decode_heuristics import Split
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.attention.config import KernelConfig
+from fastattention.backends.cuda.attention.decode_heuristics import Split
 
 # One query of each head against a long cache.
 DECODE = Problem(

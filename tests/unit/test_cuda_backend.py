@@ -12,7 +12,7 @@ import torch
 
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Layout, Problem
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime import cache, compiler, module
 from fastattention.gpu_runtime.chips import CHIPS

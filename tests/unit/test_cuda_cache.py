@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS, KernelConfig
-from fastattention.backends.cuda.variants import variants_of
+from fastattention.backends.cuda.attention.config import KERNEL_FOLDERS, KernelConfig
+from fastattention.backends.cuda.attention.variants import variants_of
 from fastattention.errors import ArgumentError, CompileError
 from fastattention.gpu_runtime import cache, compiler
 from fastattention.gpu_runtime.cache import Origin
@@ -97,7 +97,7 @@ def test_every_macro_is_in_the_options(field: str) -> None:
 
 
 def test_every_header_is_in_the_hash(tmp_path: Path) -> None:
-    folders = tuple(tmp_path / folder.name for folder in KERNEL_FOLDERS)
+    folders = tuple(tmp_path / str(number) for number in range(len(KERNEL_FOLDERS)))
     for source, copy in zip(KERNEL_FOLDERS, folders, strict=True):
         shutil.copytree(source, copy)
     before = cache.hash_sources(folders)
@@ -190,7 +190,7 @@ REFUSED = """
 import os, resource, sys
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime import cache, compiler
-from fastattention.backends.cuda.variants import variants_of
+from fastattention.backends.cuda.attention.variants import variants_of
 from fastattention.errors import CompileError
 
 compiler.version = lambda: (12, 9)

@@ -10,17 +10,16 @@ import torch
 from tiers import thin
 
 from fastattention.attention.problem import Layout
-from fastattention.backends.cuda import decode_heuristics
-from fastattention.backends.cuda.decode_heuristics import choose_decode, choose_split, is_decode
-from fastattention.backends.cuda.heuristics import padded_headdims
-from fastattention.backends.cuda.kernel_config import (
-    ARCH_FACTS,
+from fastattention.backends.cuda.attention import decode_heuristics
+from fastattention.backends.cuda.attention.config import (
     CACHE_FORMATS,
     WIDEST_OF_A_WARP,
     KernelConfig,
     why_not_fitting,
 )
-from fastattention.backends.cuda.variants import (
+from fastattention.backends.cuda.attention.decode_heuristics import choose_decode, choose_split, is_decode
+from fastattention.backends.cuda.attention.heuristics import padded_headdims
+from fastattention.backends.cuda.attention.variants import (
     DTYPES,
     HEADDIMS,
     Feature,
@@ -28,6 +27,7 @@ from fastattention.backends.cuda.variants import (
     choose_decode_variant,
     variants_of,
 )
+from fastattention.backends.cuda.common.arch import ARCH_FACTS
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import ARCHS, CHIPS
 

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastattention.attention.problem import Problem
-from fastattention.backends.cuda.decode_heuristics import Split, choose_decode, choose_split, num_rows
-from fastattention.backends.cuda.kernel_config import KernelConfig
+from fastattention.backends.cuda.attention.config import KernelConfig
+from fastattention.backends.cuda.attention.decode_heuristics import Split, choose_decode, choose_split, num_rows
 from fastattention.gpu_runtime.chips import CHIPS, Limits
 
 from .decode_schedule import DECODE, SequenceSpan, TileStream, tiles_of

@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastattention.attention.problem import MAX_HEADDIM, MAX_HEADDIM_V, Layout, Problem
-from fastattention.backends.cuda import heuristics
-from fastattention.backends.cuda.heuristics import choose_config, multiplies_int8
-from fastattention.backends.cuda.kernel_config import (
-    ARCH_FACTS,
+from fastattention.backends.cuda.attention import heuristics
+from fastattention.backends.cuda.attention.config import (
     WIDEST_OF_A_WARP,
     KernelConfig,
     why_not_fitting,
 )
-from fastattention.backends.cuda.variants import (
+from fastattention.backends.cuda.attention.heuristics import choose_config, multiplies_int8
+from fastattention.backends.cuda.attention.variants import (
     DTYPES,
     HEADDIMS,
     UNQUANTIZED,
@@ -28,6 +27,7 @@ from fastattention.backends.cuda.variants import (
     choose_variant,
     variants_of,
 )
+from fastattention.backends.cuda.common.arch import ARCH_FACTS
 from fastattention.errors import CompileError
 from fastattention.gpu_runtime.chips import ARCHS, CHIPS, Limits, arch_of
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastattention.backends.cuda import scratch
-from fastattention.backends.cuda.scratch import DeviceScratch, Scratch
+from fastattention.backends.cuda.attention import scratch
+from fastattention.backends.cuda.attention.scratch import DeviceScratch, Scratch
 
 TOTAL, OF_STREAM = 1 << 20, 1 << 14  # counters
 MOST_KEPT = 1 << 23  # floats

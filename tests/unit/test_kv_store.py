@@ -24,7 +24,7 @@ from fastattention import (
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.problem import Problem
 from fastattention.backends.ascend.backend import AscendBackend
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.backends.sdpa.backend import SdpaBackend
 from unit.refusals import Refusal, assert_refused, refusals
 

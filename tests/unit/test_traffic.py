@@ -18,9 +18,9 @@ from fastattention.backends.common.traffic import (
     token_bytes,
     traffic_of,
 )
-from fastattention.backends.cuda.backend import CudaBackend
-from fastattention.backends.cuda.plan import make_plan
-from fastattention.backends.cuda.traffic import tiled_keys
+from fastattention.backends.cuda.attention.backend import CudaBackend
+from fastattention.backends.cuda.attention.plan import make_plan
+from fastattention.backends.cuda.attention.traffic import tiled_keys
 from fastattention.engine.explain import Bytes, Traffic
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import CHIPS, Limits

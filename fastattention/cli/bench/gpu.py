@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fastattention import fast_attn_func
 from fastattention.attention.backend import AttentionBackend
 from fastattention.attention.validation import Options, prepare_dense, prepare_varlen
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved_on_device
 from fastattention.cli.console import OUTPUT, first_line, progress_bar

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend
 from fastattention import fast_attn_func
 from fastattention.attention.problem import OutputGradients
 from fastattention.attention.validation import Options, prepare_dense
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench.gpu import (
     HIDDEN,
     PEERS,

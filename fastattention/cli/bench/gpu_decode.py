@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fastattention import fast_attn_with_kvcache
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache
-from fastattention.backends.cuda.backend import CudaBackend
+from fastattention.backends.cuda.attention.backend import CudaBackend
 from fastattention.cli.bench.gpu import Call, processor_microseconds, show_reasons
 from fastattention.cli.bench.record import write_record
 from fastattention.cli.bench.timing import interleaved_on_device, time_on_device

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from fastattention.attention.problem import MAX_HEADDIM_V, Layout, Problem
 from fastattention.backends.common.traffic import Extent, traffic_of
-from fastattention.backends.cuda.kernel_config import KernelConfig
-from fastattention.backends.cuda.plan import make_plan
-from fastattention.backends.cuda.traffic import resident_ctas, tiled_keys
+from fastattention.backends.cuda.attention.config import KernelConfig
+from fastattention.backends.cuda.attention.plan import make_plan
+from fastattention.backends.cuda.attention.traffic import resident_ctas, tiled_keys
 from fastattention.cli.console import OUTPUT
 from fastattention.engine.explain import Bytes, Traffic
 from fastattention.errors import ArgumentError

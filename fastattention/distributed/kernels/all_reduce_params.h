@@ -1,4 +1,4 @@
-// What all_reduce.cuh is told. fastattention/distributed/transports/all_reduce.py has the same fields.
+// The arguments of all_reduce.cuh, which Python fills by name.
 #pragma once
 
 #include "integers.h"

@@ -9,12 +9,14 @@ from typing import ClassVar
 
 import torch
 
-from fastattention.backends.common.params import Params, fields, formats
-from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
+from fastattention.backends.common.c_struct import Params, constants_of, params_of
+from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Entry
 
-MOST_RANKS = 8  # kernels/all_reduce_params.h says the same
+_KERNELS = Path(__file__).parents[1] / "kernels"
+AllReduceParams = params_of(_KERNELS / "all_reduce_params.h", "AllReduceParams")
+MOST_RANKS = constants_of(_KERNELS / "all_reduce_params.h")["kMostRanks"]
 WARPS = 16  # of a CTA; kernels/peer_reads.cuh says the same
 MOST_CTAS = 64
 PACKET_BYTES = 16  # that a thread reads at a time
@@ -26,7 +28,7 @@ FIRST_WITH_BULK_COPIES = 90  # compute capability
 class AllReduceConfig:
     """One variant of kernels/all_reduce.cuh."""
 
-    include_folders: ClassVar = (Path(__file__).parents[1] / "kernels", *KERNEL_FOLDERS)
+    include_folders: ClassVar = (_KERNELS, *COMMON_FOLDERS)
     source: ClassVar = "all_reduce.cuh"
 
     dtype: torch.dtype
@@ -89,21 +91,9 @@ class Flags:
     COUNT = STEPS + MOST_CTAS
 
 
-class AllReduceParams(Params):
-    """Of kernels/all_reduce_params.h."""
-
-    _fields_ = fields(
-        {"ranks": MOST_RANKS},
-        Q="parts[ranks] arrivals[ranks] out steps",
-        q="count timeout",
-        i="num_ctas rank one_shot",
-    )
-    _pointers, _rest = formats(_fields_)
-
-
 def make_params(
     parts: tuple[int, ...], flags: tuple[int, ...], rank: int, count: int, num_ctas: int, timeout: int, one_shot: bool
-) -> AllReduceParams:
+) -> Params:
     """Parameters of a launch; `out`, the address of the result, is left to be set.
 
     parts, flags: addresses by rank, as this one reaches them: multiples of PACKET_BYTES, and Flags
@@ -111,8 +101,12 @@ def make_params(
     one_shot: every rank adds up everything, in the place of its share
     """
     unused = (0,) * (MOST_RANKS - len(parts))
-    template = AllReduceParams.template(count, timeout, num_ctas, rank, int(one_shot))
-    return AllReduceParams.make(template, *parts, *unused, *flags, *unused, 0, flags[rank] + 4 * Flags.STEPS)
+    return AllReduceParams.make(
+        AllReduceParams.template(count=count, timeout=timeout, num_ctas=num_ctas, rank=rank, one_shot=one_shot),
+        parts=(*parts, *unused),
+        arrivals=(*flags, *unused),
+        steps=flags[rank] + 4 * Flags.STEPS,
+    )
 
 
 def ctas_for(nbytes: int, num_ranks: int, at_most: int, one_shot: bool) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fastattention.backends.common.c_struct import Params
 from fastattention.distributed.object_collectives import gather, timeout_of
 from fastattention.distributed.transports.all_reduce import (
     AllReduceConfig,
-    AllReduceParams,
     Flags,
     choose_config,
     ctas_for,
@@ -92,4 +92,4 @@ class _Launch(NamedTuple):
     """A launch but for the result, whose address is written to `params`."""
 
     function: Function
-    params: AllReduceParams
+    params: Params

@@ -27,7 +27,6 @@ pytest.importorskip("transformers", reason="transformers is not installed; `make
 if importlib.util.find_spec("triton") is None or any(find_tool(tool) is None for tool in TOOLS):
     pytest.skip("needs triton-ascend and LLVM 19: run `make test-ascend`", allow_module_level=True)
 
-from fastattention.attention.dispatch import forget_plans  # noqa: E402
 from integrations.budgets import LARGE, SLOW  # noqa: E402
 from integrations.models import assert_same, deep, make_cache, padding_mask, pair, prompts  # noqa: E402
 from offload.fake_device import FakeDevice  # noqa: E402
@@ -37,6 +36,7 @@ from fastattention.attention.problem import AttentionOutput, Inputs, Problem  # 
 from fastattention.backends.ascend.backend import AscendBackend  # noqa: E402
 from fastattention.backends.ascend.call import Launch  # noqa: E402
 from fastattention.backends.sdpa.backend import SdpaBackend  # noqa: E402
+from fastattention.engine.operator import forget_plans  # noqa: E402
 from fastattention.errors import ArgumentError  # noqa: E402
 from fastattention.integrations.transformers import FastAttentionCache  # noqa: E402
 from fastattention.integrations.transformers.versions import CACHE_ARGUMENT  # noqa: E402

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, OutputGradients, Problem
+from fastattention.backends.common.addresses import Addresses
 from fastattention.backends.common.layout import contiguous_strides
-from fastattention.backends.common.params import Addresses
 from fastattention.backends.cpu.attention.params import AttentionParams, attention_params, gradient_params
 from fastattention.backends.cpu.attention.prepared import PreparedCall
 from fastattention.backends.cpu.headers import pointer_packer

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from fastattention import config
+from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.gradients import why_not_in_transform
-from fastattention.backends.common.params import Params
 from fastattention.backends.cuda.linear.chunk_plan import ChunkedCall
 from fastattention.backends.cuda.linear.heuristics import choose_step, num_ctas
 from fastattention.backends.cuda.linear.step import StepCall

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fastattention.backends.cuda.kernel_config import ARCH_FACTS, KERNEL_FOLDERS
+from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS
 from fastattention.gpu_runtime.variant import Entry
 
-FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", *KERNEL_FOLDERS)
+FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
 
 HEADDIMS = (64, 128, 256)  # columns of a tile of queries or keys
 _ELEMENT_BYTES = 2  # in shared memory, on Pascal too: floats would not fit

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastattention.backends.cuda.kernel_config import ARCH_FACTS
+from fastattention.backends.cuda.common.arch import ARCH_FACTS
 from fastattention.backends.cuda.linear.chunk_config import (
     OutputsConfig,
     PrepareConfig,

@@ -13,17 +13,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import first_strides, pointers, token_strides
+from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.layout import first_strides, named_strides, pointers, token_strides
+from fastattention.backends.cuda.common.memory import aligned_as, check_float16_range
 from fastattention.backends.cuda.linear.chunk_config import factors_of_chunk
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels, operand_dtype
-from fastattention.backends.cuda.linear.chunk_params import ChunkParams
-from fastattention.backends.cuda.linear.params import GATE_FORMATS
-from fastattention.backends.cuda.memory import aligned_as, check_float16_range
+from fastattention.backends.cuda.linear.params import GATE_FORMATS, ChunkParams
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 
-Launcher = Callable[[ChunkParams], None]
+Launcher = Callable[[Params], None]
 
 
 class ChunkedCall:
@@ -41,9 +41,14 @@ class ChunkedCall:
         tokens = states.chunk * states.headdim * problem.gate_per_key
         factors = states.headdim if problem.gate_per_key else factors_of_chunk(states.chunk)
         state, updates = self._columns_v * states.headdim, self._columns_v * states.chunk * problem.delta_rule
-        # Bytes of scratch in the order of ChunkParams.
-        sizes = 2 * square, 2 * square * problem.delta_rule, 4 * factors, 2 * tokens, 2 * tokens, 2 * state, 2 * updates
-        *self._offsets, self._scratch_bytes = itertools.accumulate((heads * size for size in sizes), initial=0)
+        scratch = {  # bytes
+            "scores": 2 * square, "inverse": 2 * square * problem.delta_rule, "factors": 4 * factors,
+            "q_scaled": 2 * tokens, "k_scaled": 2 * tokens, "states": 2 * state, "updates": 2 * updates,
+        }  # fmt: skip
+        *self._offsets, self._scratch_bytes = itertools.accumulate(
+            (heads * size for size in scratch.values()), initial=0
+        )
+        self._make = ChunkParams.maker(*LinearInputs._fields, "out", "final_state", *scratch)
         state_parts = -(-problem.headdim_v // states.columns) * states.num_key_parts
         grids = (
             heads,
@@ -67,7 +72,7 @@ class ChunkedCall:
         final_state = q.new_empty(problem.state_shape, dtype=torch.float32) if problem.returns_state else None
         scratch = q.new_empty(self._scratch_bytes, dtype=torch.uint8)
         (first,) = pointers(scratch)
-        params = ChunkParams.make(
+        params = self._make(
             self._template(q, k, v, inputs),
             *pointers(q, k, v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens, out, final_state),
             *(first + offset for offset in self._offsets),
@@ -80,15 +85,27 @@ class ChunkedCall:
 
     def _template(self, q: Tensor, k: Tensor, v: Tensor, inputs: LinearInputs) -> bytes:
         problem = self._problem
-        (q_batch, q_row, q_head), (k_batch, k_row, k_head), (v_batch, v_row, v_head) = map(token_strides, (q, k, v))
-        gates = *first_strides(inputs.g), *first_strides(inputs.beta)
         return ChunkParams.template(
-            q_batch, q_head, k_batch, k_head, v_batch, v_head, *gates,
-            *first_strides(inputs.initial_state), q_row, k_row, v_row,
-            problem.num_sequences, problem.seqlen, self._num_slots, problem.nheads, problem.group_size,
-            problem.headdim_k, problem.headdim_v, q.shape[-1], self._columns_v,
-            GATE_FORMATS[problem.gate_dtype], GATE_FORMATS[problem.beta_dtype], problem.l2norm, problem.scale,
-        )  # fmt: skip
+            **named_strides("q", token_strides(q)),
+            **named_strides("k", token_strides(k)),
+            **named_strides("v", token_strides(v)),
+            **named_strides("g", first_strides(inputs.g)),
+            **named_strides("beta", first_strides(inputs.beta)),
+            **named_strides("state", first_strides(inputs.initial_state), "sequence head key"),
+            num_sequences=problem.num_sequences,
+            seqlen=problem.seqlen,
+            num_slots=self._num_slots,
+            nheads=problem.nheads,
+            group_size=problem.group_size,
+            headdim_k=problem.headdim_k,
+            headdim_v=problem.headdim_v,
+            columns_k=q.shape[-1],
+            columns_v=self._columns_v,
+            gate_format=GATE_FORMATS[problem.gate_dtype],
+            beta_format=GATE_FORMATS[problem.beta_dtype],
+            normalizes=problem.l2norm,
+            scale=problem.scale,
+        )
 
 
 def _num_slots(problem: LinearProblem, chunk: int) -> int:

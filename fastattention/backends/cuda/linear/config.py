@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from fastattention.backends.cuda.kernel_config import KERNEL_FOLDERS
+from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
 from fastattention.gpu_runtime.variant import Entry
 
 STEP_COLUMNS = (16, 32)
@@ -23,7 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class StepConfig:
     """One variant of kernels/step.cuh, for both rules and gates of every dtype."""
 
-    include_folders: ClassVar = (Path(__file__).parent / "kernels", *KERNEL_FOLDERS)
+    include_folders: ClassVar = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
     source: ClassVar = "step.cuh"
 
     dtype: torch.dtype  # of q, k, v and out

@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from fastattention.backends.common.layout import contiguous_strides, first_strides, pointers
-from fastattention.backends.common.params import Params
+from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.layout import contiguous_strides, first_strides, named_strides, pointers
 from fastattention.backends.cuda.linear.heuristics import choose_step, column_tiles, num_ctas
 from fastattention.backends.cuda.linear.params import GATE_FORMATS, StepParams
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 
+_make_params = StepParams.maker(*LinearInputs._fields, "out", "final_state")
 Launcher = Callable[[Params], None]
 
 
@@ -38,23 +39,27 @@ class StepCall:
         state = None if self._state is None else out.new_empty_strided(*self._state, dtype=torch.float32)
         if self._launch is not None:
             results = out.data_ptr(), 0 if state is None else state.data_ptr()
-            self._launch(StepParams.make(self._template, *addresses, *results))
+            self._launch(_make_params(self._template, *addresses, *results))
         return LinearOutput(out, state)
 
 
 def step_template(problem: LinearProblem, inputs: LinearInputs, columns: int) -> bytes:
     """All parameters but addresses. columns: of a state, that a CTA takes."""
-    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
     return StepParams.template(
-        *(stride for tensor in tokens for stride in first_strides(tensor)),
-        problem.seqlen,
-        problem.nheads,
-        problem.group_size,
-        problem.headdim_k,
-        problem.headdim_v,
-        column_tiles(problem, columns),
-        GATE_FORMATS[problem.gate_dtype],
-        GATE_FORMATS[problem.beta_dtype],
-        problem.l2norm,
-        problem.scale,
+        **named_strides("q", first_strides(inputs.q), "batch token head"),
+        **named_strides("k", first_strides(inputs.k), "batch token head"),
+        **named_strides("v", first_strides(inputs.v), "batch token head"),
+        **named_strides("g", first_strides(inputs.g), "batch token head"),
+        **named_strides("beta", first_strides(inputs.beta), "batch token head"),
+        **named_strides("initial", first_strides(inputs.initial_state), "sequence head row"),
+        seqlen=problem.seqlen,
+        nheads=problem.nheads,
+        group_size=problem.group_size,
+        headdim_k=problem.headdim_k,
+        headdim_v=problem.headdim_v,
+        column_tiles=column_tiles(problem, columns),
+        g_format=GATE_FORMATS[problem.gate_dtype],
+        beta_format=GATE_FORMATS[problem.beta_dtype],
+        l2norm=problem.l2norm,
+        scale=problem.scale,
     )

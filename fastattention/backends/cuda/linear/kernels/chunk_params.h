@@ -1,4 +1,4 @@
-// The arguments of the kernels of chunked linear attention; chunk_params.py mirrors them. Strides are in elements.
+// The arguments of the kernels of chunked linear attention, which Python fills by name. Strides are in elements.
 #pragma once
 
 #include "integers.h"

@@ -1,4 +1,4 @@
-// What step.cuh is told. fastattention/backends/cuda/linear/params.py has the same fields.
+// The arguments of step.cuh, which Python fills by name.
 #pragma once
 
 #include "integers.h"

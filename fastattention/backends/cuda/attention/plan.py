@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.problem import Inputs, Layout, Problem
-from fastattention.backends.common.layout import first_strides, pointers, score_strides, token_strides
-from fastattention.backends.common.params import Params
-from fastattention.backends.cuda import decode_heuristics, heuristics
-from fastattention.backends.cuda.decode_heuristics import Split
-from fastattention.backends.cuda.kernel_config import (
+from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.layout import first_strides, named_strides, pointers, score_strides, token_strides
+from fastattention.backends.cuda.attention import decode_heuristics, heuristics
+from fastattention.backends.cuda.attention.config import (
     APPEND_WARPS,
     CACHE_FORMATS,
     COMBINE_TEAMS,
     AppendConfig,
     KernelConfig,
 )
-from fastattention.backends.cuda.params import AppendParams, AttentionParams
+from fastattention.backends.cuda.attention.decode_heuristics import Split
+from fastattention.backends.cuda.attention.params import AppendParams, AttentionParams
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
@@ -85,33 +85,55 @@ def attention_template(
 ) -> bytes:
     """The parameters of a call without its pointers. What is not given is for the caller to fill in."""
     bias, alibi, table = inputs.attn_bias, inputs.alibi_slopes, inputs.block_table
-    (q_batch, q_row, q_head), (k_batch, k_row, k_head) = token_strides(inputs.q), token_strides(inputs.k)
-    v_batch, v_row, v_head = token_strides(inputs.v)
     varlen = problem.layout is Layout.VARLEN
-    out_row = problem.nheads * inputs.v.shape[-1]
+    headdim_v = inputs.v.shape[-1]
+    out_row = problem.nheads * headdim_v
     lse_head = problem.total_q if varlen else problem.seqlen_q
     split, page_block_size = split or Split(0, 0, 0, 0, 0, 0, 0, False), problem.page_block_size or 0
-    # fmt: off
+    block_m, block_n = problem.block_size or (0, 0)
     return AttentionParams.template(
-        q_batch, q_head, k_batch, k_head, v_batch, v_head,
-        *first_strides(inputs.k_scale), *first_strides(inputs.v_scale),
-        0 if varlen else problem.seqlen_q * out_row, inputs.v.shape[-1],
-        0 if varlen else problem.nheads * lse_head, lse_head,
-        *score_strides(bias),
-        0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
-        0 if table is None else table.stride(0),
-        *score_strides(inputs.block_mask),
-        q_row, k_row, v_row, out_row,
-        problem.batch_size, problem.seqlen_q, problem.seqlen_k, problem.seqlen_new,
-        max_cache_seqlen(problem, inputs), problem.nheads, problem.group_size, *divisor(problem.group_size),
-        inputs.q.shape[-1], inputs.v.shape[-1], page_block_size, *divisor(page_block_size),
-        problem.window_left, problem.window_right, *(problem.block_size or (0, 0)),
-        bias is not None and bias.dtype == torch.float32,
-        num_m_tiles, heads_per_l2_wave, split.num_units, *divisor(split.num_units),
-        split.num_cta_groups, *divisor(split.num_cta_groups), split.num_splits, split.partial_rows, split.teams_of_row,
-        dropout_threshold(problem.dropout_p), problem.softmax_scale, problem.softcap, 1.0 / (1.0 - problem.dropout_p),
+        **named_strides("q", token_strides(inputs.q)),
+        **named_strides("k", token_strides(inputs.k)),
+        **named_strides("v", token_strides(inputs.v)),
+        **named_strides("k_scale", first_strides(inputs.k_scale)),
+        **named_strides("v_scale", first_strides(inputs.v_scale)),
+        **named_strides("out", (0 if varlen else problem.seqlen_q * out_row, out_row, headdim_v)),
+        **named_strides("lse", (0 if varlen else problem.nheads * lse_head, lse_head), "batch head"),
+        **named_strides("bias", score_strides(bias), "batch head row key"),
+        **named_strides("block", score_strides(inputs.block_mask), "batch head row key"),
+        **divisor("group", problem.group_size),
+        **divisor("page", page_block_size),
+        **divisor("units", split.num_units),
+        **divisor("cta_groups", split.num_cta_groups),
+        alibi_stride_batch=0 if alibi is None or alibi.dim() == 1 else alibi.stride(0),
+        block_table_stride=0 if table is None else table.stride(0),
+        batch_size=problem.batch_size,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        seqlen_new=problem.seqlen_new,
+        max_cache_seqlen=max_cache_seqlen(problem, inputs),
+        nheads=problem.nheads,
+        group_size=problem.group_size,
+        headdim=inputs.q.shape[-1],
+        headdim_v=headdim_v,
+        page_block_size=page_block_size,
+        window_left=problem.window_left,
+        window_right=problem.window_right,
+        block_m=block_m,
+        block_n=block_n,
+        bias_is_float=bias is not None and bias.dtype == torch.float32,
+        num_m_tiles=num_m_tiles,
+        heads_per_l2_wave=heads_per_l2_wave,
+        num_units=split.num_units,
+        num_cta_groups=split.num_cta_groups,
+        num_splits=split.num_splits,
+        partial_rows=split.partial_rows,
+        teams_of_row=split.teams_of_row,
+        dropout_threshold=dropout_threshold(problem.dropout_p),
+        softmax_scale=problem.softmax_scale,
+        softcap=problem.softcap,
+        dropout_factor=1.0 / (1.0 - problem.dropout_p),
     )
-    # fmt: on
 
 
 def dropout_threshold(dropout_p: float) -> int:
@@ -119,13 +141,17 @@ def dropout_threshold(dropout_p: float) -> int:
     return (min(round(dropout_p * 2**32), 2**32 - 1) ^ 1 << 31) - (1 << 31)
 
 
-def divisor(size: int) -> tuple[int, int]:
-    """(multiplier, shift) with which kernels divide by a number (Divisor in numbers.cuh), as int32; zeros below 2."""
-    if size < 2:
-        return 0, 0
-    exponent = (size - 1).bit_length()
-    multiplier = -(-(1 << 31 + exponent) // size)
-    return (multiplier ^ 1 << 31) - (1 << 31), exponent - 1
+def divisor(name: str, size: int) -> dict[str, int]:
+    """What kernels divide by a number with (Divisor in numbers.cuh), as int32: `name`_multiplier, `name`_shift.
+
+    Zeros below 2.
+    """
+    multiplier = shift = 0
+    if size >= 2:
+        exponent = (size - 1).bit_length()
+        multiplier = (-(-(1 << 31 + exponent) // size) ^ 1 << 31) - (1 << 31)
+        shift = exponent - 1
+    return {f"{name}_multiplier": multiplier, f"{name}_shift": shift}
 
 
 def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
@@ -140,28 +166,41 @@ def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
 def append_template(problem: Problem, inputs: Inputs) -> bytes:
     """Likewise of the append before a call."""
     table = inputs.block_table
-    # fmt: off
     return AppendParams.template(
-        *token_strides(inputs.k_new), *token_strides(inputs.v_new), *token_strides(inputs.k), *token_strides(inputs.v),
-        *first_strides(inputs.k_scale), *first_strides(inputs.v_scale),
-        *token_strides(inputs.q if problem.rotary_dim else None),
-        0 if table is None else table.stride(0),
-        problem.batch_size, problem.seqlen_q, problem.seqlen_new, problem.nheads, problem.nheads_k,
-        problem.headdim, problem.headdim_v, problem.page_block_size or 0, max_cache_seqlen(problem, inputs),
-        problem.rotary_dim, problem.rotary_interleaved, problem.has_window,
+        **named_strides("k_new", token_strides(inputs.k_new)),
+        **named_strides("v_new", token_strides(inputs.v_new)),
+        **named_strides("k", token_strides(inputs.k)),
+        **named_strides("v", token_strides(inputs.v)),
+        **named_strides("k_scale", first_strides(inputs.k_scale)),
+        **named_strides("v_scale", first_strides(inputs.v_scale)),
+        **named_strides("q", token_strides(inputs.q if problem.rotary_dim else None)),
+        block_table_stride=0 if table is None else table.stride(0),
+        batch_size=problem.batch_size,
+        seqlen_q=problem.seqlen_q,
+        seqlen_new=problem.seqlen_new,
+        nheads=problem.nheads,
+        nheads_k=problem.nheads_k,
+        headdim=problem.headdim,
+        headdim_v=problem.headdim_v,
+        page_block_size=problem.page_block_size or 0,
+        max_cache_seqlen=max_cache_seqlen(problem, inputs),
+        rotary_dim=problem.rotary_dim,
+        rotary_interleaved=problem.rotary_interleaved,
+        rotates_by_token=problem.has_window,
     )
-    # fmt: on
+
+
+_make_append = AppendParams.maker(
+    "k_new", "v_new", "k", "v", "k_scale", "v_scale", "q", "q_rotated", "rotary_cos", "rotary_sin",
+    "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
+)  # fmt: skip
 
 
 def append_params(template: bytes, inputs: Inputs, q_rotated: Tensor | None) -> Params:
     """The parameters of an append. q_rotated: where rotated queries go; None without rotary embedding."""
-    # fmt: off
-    return AppendParams.make(
-        template,
-        *pointers(
-            inputs.k_new, inputs.v_new, inputs.k, inputs.v, inputs.k_scale, inputs.v_scale,
-            None if q_rotated is None else inputs.q, q_rotated, inputs.rotary_cos, inputs.rotary_sin,
-            inputs.cache_seqlens, inputs.cache_batch_idx, inputs.cache_leftpad, inputs.block_table,
-        ),
-    )
-    # fmt: on
+    tensors = (
+        inputs.k_new, inputs.v_new, inputs.k, inputs.v, inputs.k_scale, inputs.v_scale,
+        None if q_rotated is None else inputs.q, q_rotated, inputs.rotary_cos, inputs.rotary_sin,
+        inputs.cache_seqlens, inputs.cache_batch_idx, inputs.cache_leftpad, inputs.block_table,
+    )  # fmt: skip
+    return _make_append(template, *pointers(*tensors))

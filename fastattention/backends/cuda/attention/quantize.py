@@ -11,15 +11,18 @@ from dataclasses import replace
 import torch
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
-from fastattention.backends.common.layout import pointers, token_strides
-from fastattention.backends.cuda.call import Launcher, PlannedCall
-from fastattention.backends.cuda.heuristics import modifies_scores, multiplies_int8
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, QuantizeConfig, lanes_for, stored_columns
-from fastattention.backends.cuda.memory import prepared
-from fastattention.backends.cuda.params import QuantizeParams
+from fastattention.backends.common.layout import named_strides, pointers, token_strides
+from fastattention.backends.cuda.attention.call import Launcher, PlannedCall
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, QuantizeConfig, lanes_for, stored_columns
+from fastattention.backends.cuda.attention.heuristics import modifies_scores, multiplies_int8
+from fastattention.backends.cuda.attention.params import QuantizeParams
+from fastattention.backends.cuda.common.memory import prepared
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.quantized import KEYS_OF_SCALE
 
+_make_params = QuantizeParams.maker(
+    "q", "k", "cu_seqlens_q", "cu_seqlens_k", "sums", "q_stored", "k_stored", "q_scale", "q_shift", "k_scale"
+)
 _CHUNK_TOKENS = 512  # keys that are summed up together; kernels/quantize_rows.cuh says the same
 
 
@@ -90,15 +93,23 @@ class Int8Call:
         q_shift = torch.empty_like(q_scale) if self._keeps_shift else None
         k_scale = q_scale.new_empty(problem.batch_size, problem.nheads_k, self._tiles[1])
         sums = q_scale.new_empty(problem.batch_size, self._num_chunks, problem.nheads_k, columns)
-        params = QuantizeParams.make(
-            QuantizeParams.template(
-                *token_strides(q), *token_strides(k), problem.batch_size, problem.seqlen_q, problem.seqlen_k,
-                tokens, problem.nheads, problem.nheads_k, q.shape[-1], columns, self._num_chunks, *self._tiles,
-            ),
-            *pointers(
-                q, k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, sums, q_stored, k_stored, q_scale, q_shift, k_scale
-            ),
-        )  # fmt: skip
+        template = QuantizeParams.template(
+            **named_strides("q", token_strides(q)),
+            **named_strides("k", token_strides(k)),
+            batch_size=problem.batch_size,
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            total_q=tokens,
+            nheads=problem.nheads,
+            nheads_k=problem.nheads_k,
+            headdim=q.shape[-1],
+            columns=columns,
+            num_chunks=self._num_chunks,
+            q_tiles=self._tiles[0],
+            k_tiles=self._tiles[1],
+        )
+        tensors = (q, k, inputs.cu_seqlens_q, inputs.cu_seqlens_k, sums, q_stored, k_stored, q_scale, q_shift, k_scale)
+        params = _make_params(template, *pointers(*tensors))
         for launch in self._launchers:
             launch(params)
         return inputs._replace(

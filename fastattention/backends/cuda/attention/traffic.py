@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastattention.attention.problem import Problem
 from fastattention.backends.common.traffic import Extent, mask_of, token_bytes, visible_keys
-from fastattention.backends.cuda.kernel_config import KernelConfig
-from fastattention.backends.cuda.plan import Plan
+from fastattention.backends.cuda.attention.config import KernelConfig
+from fastattention.backends.cuda.attention.plan import Plan
 from fastattention.gpu_runtime.chips import Limits
 
 

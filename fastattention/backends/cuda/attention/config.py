@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from fastattention.attention.problem import MAX_HEADDIM
+from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS, MAX_REGISTERS
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Entry
 
-# Of the kernels that backends call; all of their headers.
-KERNEL_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", Path(__file__).parents[1] / "common")
-
-MAX_REGISTERS = 255  # of a thread, on every GPU
-
-
-class ArchFacts(NamedTuple):
-    """What kernels/arch/sm*.cuh say of themselves."""
-
-    step_rows: int  # query rows that a warp's matrix instruction takes
-    elements: int  # floats a lane holds of step_rows x 8 accumulators
-    shared_bytes: int  # of an element in shared memory
-
-
-ARCH_FACTS = {
-    60: ArchFacts(16, 4, 4),
-    70: ArchFacts(32, 8, 2),
-    75: ArchFacts(16, 4, 2),
-    80: ArchFacts(16, 4, 2),
-}
-
+KERNEL_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
 
 CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8"}
 _CACHE_FORMAT_NUMBERS = {"": "0", "int8": "1", "float8": "2"}  # in kernels/element.cuh

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from fastattention.attention.problem import MAX_HEADDIM, Layout, Problem
-from fastattention.backends.cuda.heuristics import first_that_fits, modifies_scores, padded_headdims
-from fastattention.backends.cuda.kernel_config import CACHE_FORMATS, COMBINE_TEAMS, WIDEST_OF_A_WARP, KernelConfig
+from fastattention.backends.cuda.attention.config import CACHE_FORMATS, COMBINE_TEAMS, WIDEST_OF_A_WARP, KernelConfig
+from fastattention.backends.cuda.attention.heuristics import first_that_fits, modifies_scores, padded_headdims
 from fastattention.gpu_runtime.chips import Limits
 
 # Keys of a sequence, without a cache (docs/decisions/0030-decode-few-queries-of-dense-calls.md).

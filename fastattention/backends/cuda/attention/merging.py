@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastattention.backends.common.layout import pointers, token_strides
-from fastattention.backends.common.params import Params
-from fastattention.backends.cuda.kernel_config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
-from fastattention.backends.cuda.params import MOST_PARTS, MergeParams
+from fastattention.backends.common.c_struct import Params
+from fastattention.backends.common.layout import named_strides, pointers, token_strides
+from fastattention.backends.cuda.attention.config import MERGE_COLUMNS, MERGE_WARPS, MergeConfig
+from fastattention.backends.cuda.attention.params import MOST_PARTS, MergeParams
 from fastattention.gpu_runtime.module import KernelLaunch
 
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_make_params = MergeParams.maker("outs", "lses", "out", "lse")
 MOST_WARPS = 2**31 - 1  # of a launch: kernels count them in 32 bits
 
 
@@ -35,10 +36,18 @@ def make_merge_plan(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch
     """The plan of one launch: up to MOST_PARTS parts into an out of `dtype`."""
     *batch, tokens, nheads, headdim_v = outs[0].shape
     batch_size = math.prod(batch)
-    strides = [(*token_strides(out), *_lse_strides(lse)) for out, lse in zip(outs, lses, strict=True)]
-    strides += [(0,) * 6] * (MOST_PARTS - len(outs))
-    by_axis = [stride for axis in zip(*strides, strict=True) for stride in axis]
-    template = MergeParams.template(*by_axis, len(outs), batch_size, tokens, nheads, headdim_v)
+    missing = [(0, 0, 0)] * (MOST_PARTS - len(outs))
+    outs_strides = zip(*map(token_strides, outs), *missing, strict=True)  # of each axis those of all parts
+    lses_strides = zip(*map(_lse_strides, lses), *missing, strict=True)
+    template = MergeParams.template(
+        **named_strides("outs", outs_strides),
+        **named_strides("lses", lses_strides, "batch head row"),
+        num_parts=len(outs),
+        batch_size=batch_size,
+        tokens=tokens,
+        nheads=nheads,
+        headdim_v=headdim_v,
+    )
     num_ctas = -(-num_warps(outs[0].shape) // MERGE_WARPS)
     config = MergeConfig(DTYPE_NAMES[outs[0].dtype], DTYPE_NAMES[dtype])
     return MergePlan(KernelLaunch(config, 0, num_ctas) if num_ctas else None, template)
@@ -48,7 +57,7 @@ def merge_params(template: bytes, outs: Sequence[Tensor], lses: Sequence[Tensor]
     """The parameters of a launch."""
     missing = (0,) * (MOST_PARTS - len(outs))
     addresses = (*pointers(*outs), *missing, *pointers(*lses), *missing)
-    return MergeParams.make(template, *addresses, out.data_ptr(), lse.data_ptr())
+    return _make_params(template, *addresses, out.data_ptr(), lse.data_ptr())
 
 
 def _lse_strides(lse: Tensor) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from fastattention.attention.problem import BLOCK_STEP, MAX_HEADDIM, MAX_HEADDIM_V, Problem
-from fastattention.backends.cuda.kernel_config import (
+from fastattention.backends.cuda.attention.config import (
     WIDEST_OF_A_WARP,
     BackwardConfig,
     KernelConfig,

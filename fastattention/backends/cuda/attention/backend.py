@@ -15,9 +15,14 @@ from fastattention.backends.common.gradients import why_not_backward
 from fastattention.backends.common.layout import Strides, strides_of
 from fastattention.backends.common.panel_cache import REFUSAL
 from fastattention.backends.common.traffic import Extent, is_modelled, traffic_of
-from fastattention.backends.cuda.backward import BackwardPlan, differentiate, make_backward_plan, why_not_widths
-from fastattention.backends.cuda.call import Launcher, PlannedCall, may_share_memory, values_in_keys
-from fastattention.backends.cuda.merging import (
+from fastattention.backends.cuda.attention.backward import (
+    BackwardPlan,
+    differentiate,
+    make_backward_plan,
+    why_not_widths,
+)
+from fastattention.backends.cuda.attention.call import Launcher, PlannedCall, may_share_memory, values_in_keys
+from fastattention.backends.cuda.attention.merging import (
     DTYPE_NAMES,
     MOST_WARPS,
     MergePlan,
@@ -25,11 +30,11 @@ from fastattention.backends.cuda.merging import (
     merge_params,
     num_warps,
 )
-from fastattention.backends.cuda.params import MOST_PARTS
-from fastattention.backends.cuda.plan import Plan, make_plan
-from fastattention.backends.cuda.quantize import Int8Call, why_not_int8
-from fastattention.backends.cuda.scratch import Scratch, scratch_of
-from fastattention.backends.cuda.traffic import tiled_keys
+from fastattention.backends.cuda.attention.params import MOST_PARTS
+from fastattention.backends.cuda.attention.plan import Plan, make_plan
+from fastattention.backends.cuda.attention.quantize import Int8Call, why_not_int8
+from fastattention.backends.cuda.attention.scratch import Scratch, scratch_of
+from fastattention.backends.cuda.attention.traffic import tiled_keys
 from fastattention.engine.bounded import BoundedDict
 from fastattention.engine.explain import Traffic
 from fastattention.gpu_runtime import device, module
@@ -91,7 +96,7 @@ class CudaBackend(AttentionBackend):
         return "the forward kernel" if problem.layout is Layout.KVCACHE else ""
 
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
-        """Of the kernels; copies that a call makes before them (backends/cuda/memory.py) are not counted."""
+        """Of the kernels; copies that a call makes before them (backends/cuda/common/memory.py) are not counted."""
         if not is_modelled(problem):
             return None
         limits = self._limits(problem)

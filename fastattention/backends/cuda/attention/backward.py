@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
+from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import pointers
-from fastattention.backends.cuda.backward_heuristics import choose_backward
-from fastattention.backends.cuda.call import Launcher
-from fastattention.backends.cuda.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
-from fastattention.backends.cuda.memory import aligned_as, prepared
-from fastattention.backends.cuda.params import AttentionParams, BackwardParams
-from fastattention.backends.cuda.plan import DTYPES, attention_template
+from fastattention.backends.cuda.attention.backward_heuristics import choose_backward
+from fastattention.backends.cuda.attention.call import Launcher
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
+from fastattention.backends.cuda.attention.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
+from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams
+from fastattention.backends.cuda.attention.plan import DTYPES, attention_template
+from fastattention.backends.cuda.common.memory import aligned_as, prepared
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
@@ -114,25 +115,30 @@ def _params(
     grads: OutputGradients,
     stats: Tensor,
     found: dict[str, Tensor],
-) -> BackwardParams:
+) -> Params:
     """Of all kernels. Those of a pass are still missing."""
-    params = BackwardParams()
-    params.call = AttentionParams.make(
-        attention_template(problem, inputs),
-        *pointers(
-            inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.cu_seqlens_q, inputs.cu_seqlens_k,
-            None, None, None, None, inputs.alibi_slopes, inputs.sinks, inputs.attn_bias, inputs.dropout_seed,
-            inputs.block_mask, None, None, None, None, None, None, None,
-        ),
-    )  # fmt: skip
-    params.grad_out, params.grad_lse, params.stats = pointers(grads.out, grads.lse, stats)
-    params.grad_q, params.grad_k, params.grad_v = pointers(*(found.get(name) for name in "qkv"))
-    params.num_rows = stats[0].numel()
-    params.exponents_of_lse = 1.0 if modifies_scores(problem) else math.log2(math.e)
-    return params
+    tensors = {
+        "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": result.out, "lse": result.lse,
+        "cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k, "alibi_slopes": inputs.alibi_slopes,
+        "sinks": inputs.sinks, "attn_bias": inputs.attn_bias, "dropout_seed": inputs.dropout_seed,
+        "block_mask": inputs.block_mask,
+    }  # fmt: skip
+    call = AttentionParams.make(attention_template(problem, inputs), **_addresses(tensors))
+    template = BackwardParams.template(
+        call=bytes(call),
+        num_rows=stats[0].numel(),
+        exponents_of_lse=1.0 if modifies_scores(problem) else math.log2(math.e),
+    )
+    gradients: dict[str, Tensor | None] = {f"grad_{name}": tensor for name, tensor in found.items()}
+    given = {"grad_out": grads.out, "grad_lse": grads.lse, "stats": stats}
+    return BackwardParams.make(template, **_addresses(gradients | given))
 
 
-def _launch(plan: BackwardPlan, params: BackwardParams, launcher: Callable[[KernelLaunch], Launcher]) -> None:
+def _addresses(tensors: dict[str, Tensor | None]) -> dict[str, int]:
+    return dict(zip(tensors, pointers(*tensors.values()), strict=True))
+
+
+def _launch(plan: BackwardPlan, params: Params, launcher: Callable[[KernelLaunch], Launcher]) -> None:
     launcher(plan.delta)(params)
     for step in plan.passes:
         if step.launch.num_ctas:

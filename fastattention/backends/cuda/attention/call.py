@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, Problem
+from fastattention.backends.common.addresses import Addresses
+from fastattention.backends.common.c_struct import Params
 from fastattention.backends.common.layout import contiguous_strides
-from fastattention.backends.common.params import Addresses, Params
 from fastattention.backends.common.results import keyless
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP
-from fastattention.backends.cuda.memory import is_aligned, prepared
-from fastattention.backends.cuda.params import AttentionParams
-from fastattention.backends.cuda.plan import Plan, append_params, append_template, attention_template
-from fastattention.backends.cuda.scratch import Scratch
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP
+from fastattention.backends.cuda.attention.params import AttentionParams
+from fastattention.backends.cuda.attention.plan import Plan, append_params, append_template, attention_template
+from fastattention.backends.cuda.attention.scratch import Scratch
+from fastattention.backends.cuda.common.memory import is_aligned, prepared
 from fastattention.gpu_runtime.module import KernelLaunch
 
 Launcher = Callable[[Params], None]
@@ -41,6 +42,8 @@ class PlannedCall:
         self._append = None if plan.append is None else (launcher(plan.append), append_template(problem, inputs))
         self._launchers = [launcher(launch) for launch in plan.attention]
         self._addresses = Addresses(AttentionParams, inputs)
+        q_k_v, others = self._addresses.given[:3], self._addresses.given[3:]
+        self._make = AttentionParams.maker(*q_k_v, "out", "lse", *others, "partial_out", "partial_stats", "counters")
         self._template: bytes | None = None  # of calls whose tensors kernels read where they are
         self._out = problem.out_shape, contiguous_strides(problem.out_shape)
         self._lse = (problem.lse_shape, contiguous_strides(problem.lse_shape)) if problem.keeps_lse else None
@@ -86,11 +89,8 @@ class PlannedCall:
             scratch = self._take_scratch(self._num_counters, rows * (columns + 2))
             partials_at, counters_at = scratch.partials_at, scratch.counters_at
             stats_at = partials_at + 4 * rows * columns
-        params = AttentionParams.from_buffer_copy(template)
         results = out.data_ptr(), 0 if lse is None else lse.data_ptr()
-        self._addresses.pack_into(
-            params, 0, *addresses[:3], *results, *addresses[3:], partials_at, stats_at, counters_at
-        )  # fmt: skip
+        params = self._make(template, *addresses[:3], *results, *addresses[3:], partials_at, stats_at, counters_at)
         for launch in self._launchers:
             launch(params)
         return AttentionOutput(out, lse)

@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 
 from fastattention.attention.problem import Layout, Problem
-from fastattention.backends.cuda import decode_heuristics, heuristics
-from fastattention.backends.cuda.backward import make_backward_plan
-from fastattention.backends.cuda.heuristics import multiplies_int8
-from fastattention.backends.cuda.kernel_config import (
+from fastattention.backends.cuda.attention import decode_heuristics, heuristics
+from fastattention.backends.cuda.attention.backward import make_backward_plan
+from fastattention.backends.cuda.attention.config import (
     CACHE_FORMATS,
     WIDEST_OF_A_WARP,
     AppendConfig,
@@ -23,6 +22,7 @@ from fastattention.backends.cuda.kernel_config import (
     lanes_for,
     stored_columns,
 )
+from fastattention.backends.cuda.attention.heuristics import multiplies_int8
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.variant import Variant
 

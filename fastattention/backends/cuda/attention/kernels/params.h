@@ -1,4 +1,4 @@
-// The arguments of the kernels, passed by value. Mirrored field by field in ../params.py; a test holds the two together.
+// The arguments of the kernels, passed by value. Python reads this header, and fills the fields by name.
 // Pointers are to device memory. Strides are in elements, never bytes.
 #pragma once
 

@@ -6,14 +6,14 @@ import functools
 from typing import NamedTuple
 
 from fastattention.attention.problem import Problem
-from fastattention.backends.cuda.heuristics import (
+from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig
+from fastattention.backends.cuda.attention.heuristics import (
     computed_dtype,
     first_that_fits,
     modifies_scores,
     padded_headdims,
     serves_blocks,
 )
-from fastattention.backends.cuda.kernel_config import WIDEST_OF_A_WARP, BackwardConfig
 from fastattention.gpu_runtime.chips import Limits
 
 

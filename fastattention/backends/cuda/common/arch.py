@@ -1,0 +1,26 @@
+"""Facts of the code paths that kernels are compiled for, and where the headers that families share lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+COMMON_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", Path(__file__).parents[2] / "common")
+
+MAX_REGISTERS = 255  # of a thread, on every GPU
+
+
+class ArchFacts(NamedTuple):
+    """What kernels/arch/sm*.cuh say of themselves."""
+
+    step_rows: int  # query rows that a warp's matrix instruction takes
+    elements: int  # floats a lane holds of step_rows x 8 accumulators
+    shared_bytes: int  # of an element in shared memory
+
+
+ARCH_FACTS = {
+    60: ArchFacts(16, 4, 4),
+    70: ArchFacts(32, 8, 2),
+    75: ArchFacts(16, 4, 2),
+    80: ArchFacts(16, 4, 2),
+}

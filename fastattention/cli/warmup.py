@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from rich.markup import escape
-from rich.table import Table
 
 from fastattention import config
 from fastattention.backends.cuda.attention.variants import DTYPES, training_variants_of, variants_of
@@ -109,10 +108,9 @@ def _obtain(kernel: Variant, target: int) -> Warmed:
 
 
 def _show(device: str, warmed: list[Warmed]) -> None:
-    table = Table("kernel", "from", "seconds", title=f"kernels of {device}", title_justify="left")
+    OUTPUT.print(f"kernels of {escape(device)}", style="italic")
     for kernel, origin, seconds in sorted(warmed, key=lambda one: one.kernel.name):
-        table.add_row(kernel.name, origin.value, f"{seconds:.2f}")
-    OUTPUT.print(table)
+        OUTPUT.print(f"{seconds:7.2f} s  {origin.value:8}  {kernel.name}", soft_wrap=True)
     counts = Counter(one.origin for one in warmed)
     sources = ", ".join(f"{counts[origin]} from the {origin.value}" for origin in Origin)
     OUTPUT.print(f"{len(warmed)} kernels: {sources}. The cache is {escape(str(config.kernel_cache()))}", soft_wrap=True)

@@ -57,7 +57,7 @@ def source_hash(folders: tuple[Path, ...]) -> str:
 
 def _file_name(kernel: Variant, target: int, *more: str) -> str:
     content = "\n".join(
-        [source_hash(kernel.include_folders), compiler.source(kernel), *compiler.options(kernel, target), *more]
+        [source_hash(kernel.include_folders), compiler.source(kernel), *compiler.options(target), *more]
     )
     return f"{kernel.name}_on_sm{target}_{hashlib.sha256(content.encode()).hexdigest()[:24]}.cubin"
 

@@ -107,16 +107,15 @@ def why_not_target(target: int) -> str | None:
     return f"NVRTC {numbers} builds for compute capabilities {known}, not {target}; {advice}"
 
 
-def options(config: Variant, target: int) -> list[str]:
+def options(target: int) -> list[str]:
     """Everything the compiler is told besides the source: part of the cache's key."""
-    macros = [f"-D{name}={value}" for name, value in config.macros().items()]
     # Lambdas have no place for __device__ in standard C++, hence the last option.
-    return [f"-arch=sm_{target}", "-std=c++17", "--ftz=true", "--device-as-default-execution-space", *macros]
+    return [f"-arch=sm_{target}", "-std=c++17", "--ftz=true", "--device-as-default-execution-space"]
 
 
 def source(config: Variant) -> str:
-    """What is compiled: one header."""
-    return f'#include "{config.source}"\n'
+    """What is compiled: the compile-time parameters and one header."""
+    return f'{config.declaration}#include "{config.source}"\n'
 
 
 def compile_kernel(config: Variant, target: int) -> Cubin:
@@ -127,7 +126,7 @@ def compile_kernel(config: Variant, target: int) -> Cubin:
     program = _checked(nvrtc.nvrtcCreateProgram(source(config).encode(), b"kernel.cu", 0, [], []))
     try:
         folders = [f"-I{folder}" for folder in config.include_folders]
-        arguments = [option.encode() for option in (*options(config, target), *folders, "--ptxas-options=-v")]
+        arguments = [option.encode() for option in (*options(target), *folders, "--ptxas-options=-v")]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         if int(status) != 0:

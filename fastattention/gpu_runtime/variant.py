@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 
 class Entry(NamedTuple):
@@ -15,24 +18,57 @@ class Entry(NamedTuple):
     overlaps: bool = False  # may start before the kernel before it has ended: it waits where it must
 
 
-class Variant(Protocol):
-    """Anything that can be compiled and loaded. Equal ones are the same machine code."""
+@dataclass(frozen=True)
+class Variant:
+    """A kernel and its compile-time parameters: the fields of a subclass. Equal ones are the same machine code.
+
+    C++ reads integers and booleans as members of `struct Config`, by the names of the fields. Strings and dtypes are
+    not among them: properties in `exports` say what C++ needs of them.
+    """
 
     include_folders: ClassVar[tuple[Path, ...]]  # where headers are looked for; their contents are part of its identity
-
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
+    exports: ClassVar[tuple[str, ...]] = ()  # properties that are members of Config too
+    constants: ClassVar[Mapping[str, int]] = {}  # members that are the same for all variants of a kernel
 
     @property
     def source(self) -> str:
         """The header that is compiled."""
+        raise NotImplementedError
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its functions."""
+        raise NotImplementedError
 
-    def macros(self) -> dict[str, str]:
-        """What it is compiled with."""
+    @property
+    def name(self) -> str:
+        """Unique among variants: the kernel, and fields that differ from their defaults, by their initials."""
+        parts = [self.source.removesuffix(".cuh")]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(_named(field.name, value))
+        return "_".join(filter(None, parts))
 
-    def __hash__(self) -> int: ...
+    @property
+    def declaration(self) -> str:
+        """The C++ text that comes before the source."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {**self.constants, **{name: getattr(self, name) for name in self.exports}}
+        members = [
+            f"    static constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
+            for name, value in values.items()
+            if isinstance(value, int)
+        ]
+        # The preprocessor chooses the header of an architecture.
+        header = f'#define FA_ARCH_HEADER "arch/sm{values["arch"]}.cuh"\n' if "arch" in values else ""
+        return f"{header}namespace fastattention {{\nstruct Config {{\n{''.join(members)}}};\n}}\n"
+
+
+def _named(field: str, value: object) -> str:
+    initials = "".join(word[0] for word in field.split("_"))
+    if isinstance(value, bool):
+        return "" if not value else initials if "_" in field else field
+    if isinstance(value, int):
+        return f"sm{value}" if field == "arch" else f"{initials}{value}"
+    return str(value).removeprefix("torch.")

@@ -75,7 +75,7 @@ def kernels_of(loaded: list[tuple[Variant, int]]) -> list[KernelConfig]:
 def test_compile_writes_machine_code(run_command: RunCommand, tmp_path: Path) -> None:
     exit_code, output = run_command("compile", "--arch", 75, "--headdim", 32, "-o", "kernel.cubin")
     assert exit_code == 0
-    assert "forward_sm75_float16_d32x32_" in output
+    assert "forward_sm75_float16_h32_hv32_" in output
     assert (tmp_path / "kernel.cubin").read_bytes().startswith(b"\x7fELF")
 
 
@@ -101,8 +101,8 @@ def test_compile_prints_what_the_kernel_takes(
     exit_code, output = run_command("compile", *arguments)
     assert exit_code == 0
     ((name, target),) = compiled
-    assert name.startswith("forward_sm80_bfloat16_d128x64_")
-    assert name.endswith("_scores_paged")
+    assert name.startswith("forward_sm80_bfloat16_h128_hv64_")
+    assert name.endswith("_ms_paged")
     assert target == 90
     takes = "128 threads, 77 registers each, 16 bytes spilled"
     for said in (name, "9.0", "fastattention_forward", takes, "NVRTC 12.9", f"[k].cubin, {len(name)} bytes"):
@@ -113,10 +113,18 @@ def test_compile_prints_what_the_kernel_takes(
 @pytest.mark.parametrize(
     ("arguments", "begin", "end"),
     [
-        ("--decode", "decode_sm75_float16_d64x64_m16", "rq"),
-        ("--decode --paged --scores --dtype bfloat16", "decode_sm75_bfloat16_d64x64_m16", "rq_scores_paged"),
-        ("--decode --cache int8", "decode_sm75_float16_d64x64_m16", "rq_int8"),
-        ("--decode --cache float8 --headdim-v 40", "decode_sm75_float16_d64x64_m16", "rq_float8"),
+        ("--decode", "decode_sm75_float16_h64_hv64_tm16_", "_decodes_skaw"),
+        (
+            "--decode --paged --scores --dtype bfloat16",
+            "decode_sm75_bfloat16_h64_hv64_tm16_",
+            "_ms_paged_decodes_skaw",
+        ),
+        ("--decode --cache int8", "decode_sm75_float16_h64_hv64_tm16_", "_decodes_int8_skaw"),
+        (
+            "--decode --cache float8 --headdim-v 40",
+            "decode_sm75_float16_h64_hv64_tm16_",
+            "_decodes_float8_skaw",
+        ),
     ],
 )
 def test_compile_makes_a_decode_kernel_and_prints_what_each_entry_takes(

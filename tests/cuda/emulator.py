@@ -9,7 +9,7 @@ import hashlib
 import math
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fastattention import files
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, MergeProblem, Problem
 from fastattention.backends.common.c_struct import Params
 from fastattention.backends.cuda.attention.backend import CudaBackend
@@ -105,24 +106,31 @@ def _compile(path: Path, arguments: Sequence[str]) -> Path:
         return made.replace(path)
 
 
-def build(
-    name: str, source: Path, macros: Mapping[str, str], include_folders: tuple[Path, ...] = KERNEL_FOLDERS
-) -> Path:
+def build(name: str, source: Path, declaration: str = "", include_folders: tuple[Path, ...] = KERNEL_FOLDERS) -> Path:
     """The library of one source file and the emulator."""
     machine = _compiled("machine.o", [*MACHINE_OPTIONS, *(str(SOURCES / file) for file in MACHINE)], (SOURCES,))
     # Reading the headers takes a third of the time, so it is done once. -include finds them by a name without .gch.
     header = ["-x", "c++-header", *KERNEL_OPTIONS, str(SOURCES / "intrinsics.hpp")]
     precompiled = _compiled("intrinsics.hpp.gch", header, (SOURCES,))
-    definitions = [f"-D{key}={value}" for key, value in {**macros, "FA_INTRINSICS_HEADER": '"intrinsics.hpp"'}.items()]
+    declared = _declared(declaration)
     includes = [f"-I{folder}" for folder in (SOURCES, *include_folders)]
-    arguments = ["-shared", *KERNEL_OPTIONS, "-include", str(precompiled.with_suffix("")), *definitions, *includes]
+    arguments = ["-shared", *KERNEL_OPTIONS, "-include", str(precompiled.with_suffix("")), "-include", str(declared)]
+    arguments += ['-DFA_INTRINSICS_HEADER="intrinsics.hpp"', *includes]
     return _compiled(f"{name}.so", [*arguments, str(source), str(machine)], (HERE, *include_folders))
+
+
+def _declared(declaration: str) -> Path:
+    """A header of the cache with these compile-time parameters."""
+    path = CACHE / f"{hashlib.sha256(declaration.encode()).hexdigest()[:24]}.h"
+    if not path.exists():
+        files.write_atomically(path, declaration.encode())
+    return path
 
 
 def build_variant(variant: Variant) -> Path:
     """The library of one variant of a kernel, which has all of its entries."""
     return build(
-        variant.name, SOURCES / variant.source.replace(".cuh", ".cpp"), variant.macros(), variant.include_folders
+        variant.name, SOURCES / variant.source.replace(".cuh", ".cpp"), variant.declaration, variant.include_folders
     )
 
 

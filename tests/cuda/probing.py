@@ -30,7 +30,7 @@ class Arguments(ctypes.Structure):
 @functools.cache
 def library(name: str) -> ctypes.CDLL:
     """Of a source file next to this one."""
-    return ctypes.CDLL(str(emulator.build(name, Path(__file__).parent / f"{name}.cpp", {})))
+    return ctypes.CDLL(str(emulator.build(name, Path(__file__).parent / f"{name}.cpp")))
 
 
 def aligned(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

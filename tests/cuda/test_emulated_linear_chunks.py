@@ -228,7 +228,7 @@ def test_few_heads_share_out_key_dimensions_without_the_delta_rule(rule: str) ->
         case = LinearCase(rule, batch_size, seqlen=1, nheads=16, nheads_k=16, headdim_k=128, headdim_v=128)
         problem, _ = prepare(case.tensors(torch.float16), case.options(chunked=True))
         states = choose_chunk_kernels(problem, chip.arch, chip).states
-        assert (states.columns, states.keys) == (columns, keys)
+        assert (states.columns, states.key_columns) == (columns, keys)
 
 
 @thin(quick=3)

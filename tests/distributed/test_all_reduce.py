@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 import torch
@@ -48,17 +47,18 @@ def test_bulk_copies_are_for_hopper_and_newer_with_their_shared_memory(chip: str
 def test_shared_memory_is_stages_of_chunks_and_their_counters(num_ranks: int, stages: int, at_once: int) -> None:
     config = AllReduceConfig(BRAIN, num_ranks, bulk_copies=True)
     assert config.shared_bytes == stages * (num_ranks * at_once * PACKET_BYTES * PACKETS_OF_CTA + 8)
-    assert config.macros()["FA_SHARED_BYTES"] == str(config.shared_bytes)
+    assert f"int shared_bytes = {config.shared_bytes};" in config.declaration
     assert [entry.shared_bytes for entry in config.entries] == [config.shared_bytes]
 
 
-def test_macros_differ_where_variants_do() -> None:
+def test_declarations_differ_where_variants_do() -> None:
     config = AllReduceConfig(BRAIN, 4, bulk_copies=True)
-    assert (config.macros()["FA_RANKS"], config.macros()["FA_BULK_COPIES"]) == ("4", "1")
-    assert config.name == "all_reduce_bfloat16_4_ranks_bulk"
+    assert "int num_ranks = 4;" in config.declaration
+    assert "bool bulk_copies = true;" in config.declaration
+    assert config.name == "all_reduce_bfloat16_nr4_bc"
     for change in ({"dtype": HALF}, {"dtype": SINGLE}, {"num_ranks": 8}, {"bulk_copies": False}):
         other = dataclasses.replace(config, **change)  # type: ignore[arg-type]
-        assert other.macros() != config.macros()
+        assert other.declaration != config.declaration
         assert other.name != config.name
 
 
@@ -69,11 +69,6 @@ def test_variants_for_usual_hosts_are_listed(chip: str) -> None:
 
     assert list(usual_configs(CHIPS[chip])) == listed(*DTYPES)
     assert list(usual_configs(CHIPS[chip], [HALF])) == listed(SINGLE, HALF)
-
-
-def test_kernels_have_as_many_warps_as_are_launched() -> None:
-    text = (AllReduceConfig.include_folders[0] / "peer_reads.cuh").read_text()
-    assert re.findall(r"constexpr int kAllReduceWarps = (\d+);", text) == [str(WARPS)]
 
 
 @pytest.mark.parametrize(

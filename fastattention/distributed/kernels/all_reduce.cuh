@@ -12,7 +12,7 @@
 namespace fastattention {
 
 class AllReduce {
-    using Format = FormatOf<FA_FLOAT32_PARTS>::Type;
+    using Format = FormatOf<Config::float32>::Type;
     using Item = Format::Item;
     using SomePacket = Packet<Format>;
     using Ranges = PeerRanges<Format>;
@@ -109,7 +109,7 @@ private:
     const AllReduceParams& p_;
     const int cta_;
     int32_t step_;
-    PeerReads<Format> reads_;
+    typename PeerReadsOf<Format, Config::bulk_copies>::Type reads_;
 };
 
 }  // namespace fastattention

@@ -6,8 +6,8 @@
 
 namespace fastattention {
 
-constexpr int kRanks = FA_RANKS;
-constexpr int kAllReduceWarps = 16;  // of a CTA
+constexpr int kRanks = Config::num_ranks;
+constexpr int kAllReduceWarps = Config::num_warps;  // of a CTA
 constexpr int kAllReduceThreads = 32 * kAllReduceWarps;
 
 // Of rank r the packets from begin + r * step on, `longest` of them or until `end`; none of the rank `without`.
@@ -28,17 +28,15 @@ struct PeerRanges {
     }
 };
 
-#if !FA_BULK_COPIES
-
 // Through registers. A multiprocessor gets some 10 GB/s of other GPUs this way, however many loads are on their way.
 template <class Format>
-class PeerReads {
+class RegisterReads {
     using SomePacket = Packet<Format>;
     using Ranges = PeerRanges<Format>;
     static constexpr int kAtOnce = 8 / kRanks > 1 ? 8 / kRanks : 1;
 
 public:
-    FA_DEVICE PeerReads(int cta, int num_ctas)
+    FA_DEVICE RegisterReads(int cta, int num_ctas)
         : first_(static_cast<int64_t>(cta) * kAllReduceThreads + thread_index()),
           stride_(static_cast<int64_t>(num_ctas) * kAllReduceThreads) {}
 
@@ -63,22 +61,20 @@ private:
     const int64_t first_, stride_;
 };
 
-#else
-
 // Through shared memory, by bulk copies: three times as fast.
 template <class Format>
-class PeerReads {
+class BulkReads {
     using SomePacket = Packet<Format>;
     using Ranges = PeerRanges<Format>;
-    static constexpr int kAtOnce = kRanks <= 4 ? 2 : 1;             // packets of a thread, between two barriers
+    static constexpr int kAtOnce = kRanks <= 4 ? 2 : 1;  // packets of a thread, between two barriers
     static constexpr int kStagePackets = kAtOnce * kAllReduceThreads;  // packets of a rank that are copied together
     static constexpr int kStageBytes = 16 * kStagePackets;
     static constexpr int kStages = 24 / (kAtOnce * kRanks);
     static constexpr int kCounters = kStages * kRanks * kStageBytes;  // where they are
-    static_assert(FA_SHARED_BYTES == kCounters + kStages * 8, "transports/all_reduce.py counts shared memory otherwise");
+    static_assert(!Config::bulk_copies || Config::shared_bytes == kCounters + kStages * 8, "Python counts otherwise");
 
 public:
-    FA_DEVICE PeerReads(int cta, int num_ctas)
+    FA_DEVICE BulkReads(int cta, int num_ctas)
         : first_(static_cast<int64_t>(cta) * kStagePackets), stride_(static_cast<int64_t>(num_ctas) * kStagePackets) {
         if (thread_index() == 0)
             for (int stage = 0; stage < kStages; ++stage) bulk_begin(counter(stage));
@@ -138,9 +134,16 @@ private:
     static FA_DEVICE uint32_t counter(uint32_t stage) { return shared_memory() + kCounters + stage * 8; }
 
     const int64_t first_, stride_;  // packets of this CTA: where chunks begin
-    uint32_t taken_ = 0;            // chunks, since the kernel began
+    uint32_t taken_ = 0;  // chunks, since the kernel began
 };
 
-#endif
+template <class Format, bool kBulkCopies>
+struct PeerReadsOf {
+    using Type = RegisterReads<Format>;
+};
+template <class Format>
+struct PeerReadsOf<Format, true> {
+    using Type = BulkReads<Format>;
+};
 
 }  // namespace fastattention

@@ -12,12 +12,12 @@ import torch
 from fastattention.backends.common.c_struct import Params, constants_of, params_of
 from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.gpu_runtime.variant import Entry
+from fastattention.gpu_runtime.variant import Entry, Variant
 
 _KERNELS = Path(__file__).parents[1] / "kernels"
 AllReduceParams = params_of(_KERNELS / "all_reduce_params.h", "AllReduceParams")
 MOST_RANKS = constants_of(_KERNELS / "all_reduce_params.h")["kMostRanks"]
-WARPS = 16  # of a CTA; kernels/peer_reads.cuh says the same
+WARPS = 16  # of a CTA
 MOST_CTAS = 64
 PACKET_BYTES = 16  # that a thread reads at a time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -25,21 +25,27 @@ FIRST_WITH_BULK_COPIES = 90  # compute capability
 
 
 @dataclass(frozen=True)
-class AllReduceConfig:
+class AllReduceConfig(Variant):
     """One variant of kernels/all_reduce.cuh."""
 
     include_folders: ClassVar = (_KERNELS, *COMMON_FOLDERS)
-    source: ClassVar = "all_reduce.cuh"
+    source: ClassVar[str] = "all_reduce.cuh"
+    exports: ClassVar = ("bfloat16", "float32", "shared_bytes")
+    constants: ClassVar = {"num_warps": WARPS}
 
     dtype: torch.dtype
     num_ranks: int
     bulk_copies: bool
 
     @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"all_reduce_{dtype}_{self.num_ranks}_ranks{'_bulk' * self.bulk_copies}"
+    def bfloat16(self) -> bool:
+        """Whether 16-bit elements are; otherwise they are float16."""
+        return self.dtype is torch.bfloat16
+
+    @property
+    def float32(self) -> bool:
+        """Whether elements are."""
+        return self.dtype is torch.float32
 
     @property
     def shared_bytes(self) -> int:
@@ -53,17 +59,6 @@ class AllReduceConfig:
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
         return (Entry("fastattention_all_reduce", 32 * WARPS, self.shared_bytes),)
-
-    def macros(self) -> dict[str, str]:
-        """What it and the headers of the cuda backend that it includes are compiled with."""
-        return {
-            "FA_BFLOAT16": str(int(self.dtype is torch.bfloat16)),
-            "FA_CACHE_FORMAT": "0",
-            "FA_FLOAT32_PARTS": str(int(self.dtype is torch.float32)),
-            "FA_RANKS": str(self.num_ranks),
-            "FA_BULK_COPIES": str(int(self.bulk_copies)),
-            "FA_SHARED_BYTES": str(self.shared_bytes),
-        }
 
 
 def choose_config(dtype: torch.dtype, num_ranks: int, limits: Limits) -> AllReduceConfig:

@@ -3,4 +3,5 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_all_reduce, fastattention_all_reduce, AllReduceParams, fastattention::kAllReduceWarps, FA_SHARED_BYTES)
+FA_EMULATED(emulate_all_reduce, fastattention_all_reduce, AllReduceParams, fastattention::kAllReduceWarps,
+            fastattention::Config::shared_bytes)

@@ -3,4 +3,5 @@
 
 #include "launch.hpp"
 
-FA_EMULATED(emulate_linear_step, fastattention_linear_step, StepParams, fastattention::kStepWarps, FA_SHARED_BYTES)
+FA_EMULATED(emulate_linear_step, fastattention_linear_step, StepParams, fastattention::kStepWarps,
+            fastattention::Config::shared_bytes)

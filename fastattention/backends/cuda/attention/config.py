@@ -1,4 +1,4 @@
-"""The configurations of kernels (attention, its backward, append, merge) and their macros."""
+"""The configurations of kernels (attention, its backward, append, merge) and what C++ reads of them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,38 @@ from typing import ClassVar
 import torch
 
 from fastattention.attention.problem import MAX_HEADDIM
-from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS, MAX_REGISTERS
+from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS, MAX_REGISTERS, PLAIN_TILES
 from fastattention.gpu_runtime.chips import Limits
-from fastattention.gpu_runtime.variant import Entry
+from fastattention.gpu_runtime.variant import Entry, Variant
 
 KERNEL_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
 
 CACHE_FORMATS: dict[torch.dtype | None, str] = {None: "", torch.int8: "int8", torch.float8_e4m3fn: "float8"}
-_CACHE_FORMAT_NUMBERS = {"": "0", "int8": "1", "float8": "2"}  # in kernels/element.cuh
 
 # Head dimension beyond which warps or CTAs share out the columns of v.
 WIDEST_OF_A_WARP = 256
 # Beyond which Pascal's tiles are no floats, but of 16 bits: more would not fit the 48 KB that a CTA may have there.
 _WIDEST_AS_FLOATS, _WIDEST_AS_FLOATS_IN_BACKWARDS = 256, 128
-COMBINE_WARPS = 8  # of a CTA that merges the partial results of rows; kernels/combine.cuh says the same
+COMBINE_WARPS = 8  # of a CTA that merges the partial results of rows
 COMBINE_TEAMS = 2 * COMBINE_WARPS  # half warps
-APPEND_WARPS = 4  # likewise kernels/append.cuh
-MERGE_WARPS = 4  # likewise kernels/merge.cuh
+APPEND_WARPS = 4
+MERGE_WARPS = 4
 MERGE_COLUMNS = 128  # that each of them takes
-DELTA_WARPS = 4  # likewise kernels/delta.cuh
-QUANTIZE_THREADS = 128  # likewise kernels/quantize_rows.cuh
+DELTA_WARPS = 4
+QUANTIZE_THREADS = 128
 
 
 @dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(Variant):
     """One variant of kernels/forward.cuh or kernels/decode.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
+    exports: ClassVar = (
+        "key_columns", "value_columns", "bfloat16", "bfloat16_operands", "quantized", "cache_is_int8", "swizzled",
+        "element_bytes", "shared_bytes", "combine_bytes",
+    )  # fmt: skip
+    constants: ClassVar = {"combine_warps": COMBINE_WARPS}
+
     arch: int  # code path: 60, 70, 75 or 80
     dtype: str  # "float16" or "bfloat16"
     headdim: int  # columns of a tile of queries and keys; the call's headdim may be less
@@ -58,6 +63,31 @@ class KernelConfig:
     block_sparse: bool = False  # there is a block mask
     mixes_blocks: bool = False  # rows of a CTA lie in several of its rows
     int8_products: bool = False  # queries and keys are bytes (kernels/quantize_rows.cuh)
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether q, k, v and out are; otherwise they are float16."""
+        return self.dtype == "bfloat16"
+
+    @property
+    def bfloat16_operands(self) -> bool:
+        """Whether matrix products take bfloat16 as it is."""
+        return self.bfloat16 and self.arch >= 80
+
+    @property
+    def value_columns(self) -> int:
+        """Of tiles of values."""
+        return self.headdim_v
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache is."""
+        return self.cache_format != ""
+
+    @property
+    def cache_is_int8(self) -> bool:
+        """Otherwise it is float8, or not quantized."""
+        return self.cache_format == "int8"
 
     @property
     def source(self) -> str:
@@ -101,12 +131,12 @@ class KernelConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernels assert the same."""
+        """Shared memory of a CTA, which the kernels assert."""
         size = self.element_bytes
-        query_pitch = self._pitch(self._key_columns, size)
+        query_pitch = self._pitch(self.key_columns, size)
         # Asynchronous copies leave a quantized cache as it is.
         cache_size = 1 if self.cache_format and self.arch >= 80 else size
-        key_bytes = self._pitch(self._key_columns, cache_size)
+        key_bytes = self._pitch(self.key_columns, cache_size)
         if not self.values_in_keys:
             key_bytes += self._pitch(self.headdim_v, cache_size)
         stages = self.key_warps * self.num_stages * self.tile_n * (key_bytes + 8 * bool(self.cache_format))
@@ -117,13 +147,13 @@ class KernelConfig:
         return rows + stages + _block_list_bytes(self)
 
     @property
-    def _key_columns(self) -> int:
+    def key_columns(self) -> int:
         """Of tiles of queries and keys, 16 bits each: two bytes where these are multiplied."""
         return self.headdim // 2 if self.int8_products else self.headdim
 
     @property
     def combine_bytes(self) -> int:
-        """Shared memory of a CTA that merges, which asserts the same: of each half warp a row, its maximum and sum."""
+        """Shared memory of a CTA that merges, which it asserts: of each half warp a row, its maximum and sum."""
         return COMBINE_TEAMS * (self.headdim_v * self.num_value_parts + 4) * 4
 
     @property
@@ -144,43 +174,18 @@ class KernelConfig:
         columns = (self.tile_n + self.headdim_v) // self.column_warps
         return steps * (columns // 8 * facts.elements + queries)
 
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        parts = f"p{self.num_value_parts}" * (self.num_value_parts > 1)
-        columns = f"c{self.column_warps}" * (self.column_warps > 1) + "l" * self.values_in_keys
-        layout = "r" * self.split_keys_across_warps + "q" * self.queries_in_registers + parts + columns
-        cache = f"_{self.cache_format}" if self.cache_format else ""
-        features = cache + "_scores" * self.modifies_scores + "_paged" * self.paged + "_drops" * self.drops
-        features += "_blocks" * self.block_sparse + "_mixed" * self.mixes_blocks + "_int8products" * self.int8_products
-        return (
-            f"{'decode' if self.decodes else 'forward'}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}"
-            f"_m{self.tile_m}n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}{layout}{features}"
-        )
-
-    def macros(self) -> dict[str, str]:
-        """What kernels/variant.cuh is compiled with."""
-        return {
-            **_tile_macros(self),
-            "FA_HEADDIM": str(self._key_columns),
-            "FA_INT8_PRODUCTS": str(int(self.int8_products)),
-            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
-            "FA_QUERIES_IN_REGISTERS": str(int(self.queries_in_registers)),
-            "FA_PAGED": str(int(self.paged)),
-            "FA_GROUPED_ROWS": str(int(self.decodes)),
-            "FA_SPLIT_KEYS_ACROSS_WARPS": str(int(self.split_keys_across_warps)),
-            "FA_COLUMN_WARPS": str(self.column_warps),
-            "FA_VALUES_IN_KEYS": str(int(self.values_in_keys)),
-            "FA_SWIZZLED": str(int(self.swizzled)),
-            "FA_COMBINE_SHARED_BYTES": str(self.combine_bytes),
-        }
-
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class BackwardConfig(Variant):
     """One variant of kernels/backward.cuh: which gradients it computes, of tiles of rows that are queries or keys."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
+    exports: ClassVar = (
+        "key_columns", "value_columns", "bfloat16", "bfloat16_operands", "element_bytes", "shared_bytes",
+        "rows_are_keys", "differentiates_scores", "differentiates_values",
+    )  # fmt: skip
+    constants: ClassVar = PLAIN_TILES | {"paged": False, "decodes": False, "split_keys_across_warps": False}
+
     gradients: str  # "q", "kv", "k" or "v"
     arch: int
     dtype: str
@@ -200,6 +205,26 @@ class BackwardConfig:
     source: ClassVar[str] = "backward.cuh"
 
     @property
+    def bfloat16(self) -> bool:
+        """Whether q, k, v and out are; otherwise they are float16."""
+        return self.dtype == "bfloat16"
+
+    @property
+    def bfloat16_operands(self) -> bool:
+        """Whether matrix products take bfloat16 as it is."""
+        return self.bfloat16 and self.arch >= 80
+
+    @property
+    def value_columns(self) -> int:
+        """Of tiles of values and of gradients of results."""
+        return self.headdim_v
+
+    @property
+    def key_columns(self) -> int:
+        """Of tiles of queries and keys."""
+        return self.headdim
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
         return (Entry("fastattention_backward", self.num_threads, self.shared_bytes),)
@@ -215,6 +240,11 @@ class BackwardConfig:
         return self.gradients != "v"
 
     @property
+    def differentiates_values(self) -> bool:
+        """Whether gradients of values are computed."""
+        return "v" in self.gradients
+
+    @property
     def element_bytes(self) -> int:
         """Of an element in shared memory: Pascal's floats, unless they are too many."""
         is_wide = max(self.headdim, self.headdim_v) > _WIDEST_AS_FLOATS_IN_BACKWARDS
@@ -222,7 +252,7 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernel asserts the same."""
+        """Shared memory of a CTA, which the kernel asserts."""
         first, second = (columns * self.element_bytes + 16 for columns in (self.headdim, self.headdim_v))
         rows = first + second if self.differentiates_scores else max(first, 2 * self.headdim_v + 16)
         stats = 4 * (1 + self.differentiates_scores + self.modifies_scores)
@@ -235,7 +265,7 @@ class BackwardConfig:
         """Registers of a thread that hold scores and gradients."""
         facts = ARCH_FACTS[self.arch]
         steps = self.tile_m // (self.num_warps * facts.step_rows)
-        gradients = self.headdim * self.differentiates_scores + self.headdim_v * ("v" in self.gradients)
+        gradients = self.headdim * self.differentiates_scores + self.headdim_v * self.differentiates_values
         scores = self.tile_n * (1 + self.differentiates_scores + self.modifies_scores)
         return steps * (gradients // self.num_value_parts + scores) // 8 * facts.elements
 
@@ -244,71 +274,11 @@ class BackwardConfig:
         """Threads of a CTA."""
         return 32 * self.num_warps
 
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        features = (
-            "_scores" * self.modifies_scores
-            + "_drops" * self.drops
-            + "_blocks" * self.block_sparse
-            + "_mixed" * self.mixes_blocks
-        )
-        return (
-            f"backward_{self.gradients}_sm{self.arch}_{self.dtype}_d{self.headdim}x{self.headdim_v}_m{self.tile_m}"
-            f"n{self.tile_n}w{self.num_warps}s{self.num_stages}b{self.min_ctas}p{self.num_value_parts}{features}"
-        )
-
-    def macros(self) -> dict[str, str]:
-        """What kernels/variant.cuh and kernels/gradient_rows.cuh are compiled with."""
-        off = dict.fromkeys(
-            (
-                "FA_INT8_PRODUCTS",
-                "FA_CACHE_FORMAT",
-                "FA_QUERIES_IN_REGISTERS",
-                "FA_PAGED",
-                "FA_GROUPED_ROWS",
-                "FA_SPLIT_KEYS_ACROSS_WARPS",
-                "FA_VALUES_IN_KEYS",
-                "FA_SWIZZLED",
-            ),
-            "0",
-        )
-        return {
-            **_tile_macros(self),
-            **off,
-            "FA_COLUMN_WARPS": "1",
-            "FA_ROWS_ARE_KEYS": str(int(self.rows_are_keys)),
-            "FA_GRAD_FIRST": str(int(self.differentiates_scores)),
-            "FA_GRAD_SECOND": str(int("v" in self.gradients)),
-        }
-
 
 def _block_list_bytes(config: KernelConfig | BackwardConfig) -> int:
     """The list of kept blocks of kernels/tile_walk.cuh, in shared memory."""
     entries = config.num_warps + config.num_threads + 1
     return -(-entries // 4) * 16 if config.block_sparse else 0
-
-
-def _tile_macros(config: KernelConfig | BackwardConfig) -> dict[str, str]:
-    return {
-        "FA_ARCH_HEADER": f'"arch/sm{config.arch}.cuh"',
-        "FA_BFLOAT16": str(int(config.dtype == "bfloat16")),
-        "FA_BFLOAT16_OPERANDS": str(int(config.dtype == "bfloat16" and config.arch >= 80)),
-        "FA_HEADDIM": str(config.headdim),
-        "FA_HEADDIM_V": str(config.headdim_v),
-        "FA_TILE_M": str(config.tile_m),
-        "FA_TILE_N": str(config.tile_n),
-        "FA_WARPS": str(config.num_warps),
-        "FA_STAGES": str(config.num_stages),
-        "FA_MIN_CTAS": str(config.min_ctas),
-        "FA_VALUE_PARTS": str(config.num_value_parts),
-        "FA_ELEMENT_BYTES": str(config.element_bytes),
-        "FA_MODIFIES": str(int(config.modifies_scores)),
-        "FA_DROPS": str(int(config.drops)),
-        "FA_BLOCK_SPARSE": str(int(config.block_sparse)),
-        "FA_MIXES_BLOCKS": str(int(config.mixes_blocks)),
-        "FA_SHARED_BYTES": str(config.shared_bytes),
-    }
 
 
 def stored_columns(headdim: int) -> int:
@@ -322,14 +292,21 @@ def lanes_for(columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(Variant):
     """One variant of kernels/delta.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
+    exports: ClassVar = ("bfloat16",)
+    constants: ClassVar = {"num_warps": DELTA_WARPS}
     dtype: str
     lanes_of_row: int  # neighbours that read a row, eight elements each
 
     source: ClassVar[str] = "delta.cuh"
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether q, k, v and out are; otherwise they are float16."""
+        return self.dtype == "bfloat16"
 
     @property
     def rows_of_cta(self) -> int:
@@ -337,64 +314,48 @@ class DeltaConfig:
         return DELTA_WARPS * 32 // self.lanes_of_row
 
     @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"delta_{self.dtype}_{self.lanes_of_row}"
-
-    @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
         return (Entry("fastattention_delta", 32 * DELTA_WARPS, 0),)
 
-    def macros(self) -> dict[str, str]:
-        """What kernels/element.cuh and kernels/delta.cuh are compiled with."""
-        return {
-            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
-            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
-            "FA_LANES_OF_ROW": str(self.lanes_of_row),
-        }
-
 
 @dataclass(frozen=True)
-class QuantizeConfig:
+class QuantizeConfig(Variant):
     """One variant of kernels/quantize_rows.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
+    exports: ClassVar = ("bfloat16", "shared_bytes")
+    constants: ClassVar = {"num_threads": QUANTIZE_THREADS, "quantized": True, "cache_is_int8": True}
     dtype: str  # of queries and keys
     lanes_of_row: int  # neighbours that read a row, eight elements each
 
     source: ClassVar[str] = "quantize_rows.cuh"
 
     @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"quantize_{self.dtype}_{self.lanes_of_row}"
+    def bfloat16(self) -> bool:
+        """Whether q, k, v and out are; otherwise they are float16."""
+        return self.dtype == "bfloat16"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The sums of keys; then queries and keys become bytes."""
         names = "fastattention_sum_keys", "fastattention_quantize_rows"
-        return tuple(Entry(name, QUANTIZE_THREADS, self._shared_bytes) for name in names)
+        return tuple(Entry(name, QUANTIZE_THREADS, self.shared_bytes) for name in names)
 
     @property
-    def _shared_bytes(self) -> int:
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: eight sums of a thread."""
         return QUANTIZE_THREADS * 8 * 4
-
-    def macros(self) -> dict[str, str]:
-        """What kernels/element.cuh and kernels/quantize_rows.cuh are compiled with."""
-        return {
-            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
-            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS["int8"],
-            "FA_LANES_OF_ROW": str(self.lanes_of_row),
-            "FA_SHARED_BYTES": str(self._shared_bytes),
-        }
 
 
 @dataclass(frozen=True)
-class AppendConfig:
+class AppendConfig(Variant):
     """One variant of kernels/append.cuh."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
+    source: ClassVar[str] = "append.cuh"
+    exports: ClassVar = ("bfloat16", "quantized", "cache_is_int8")
+    constants: ClassVar = {"num_warps": APPEND_WARPS}
     dtype: str  # of q, k, v and the rotary tables: "float16" or "bfloat16"
     cache_format: str = ""  # of a quantized cache: "int8" or "float8"
     columns: int = WIDEST_OF_A_WARP  # of a row of keys or values, at most; a multiple of 32
@@ -405,60 +366,56 @@ class AppendConfig:
         return AppendConfig.columns if max(headdim, headdim_v) <= AppendConfig.columns else MAX_HEADDIM
 
     @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"append_{self.dtype}_{self.columns}" + (f"_{self.cache_format}" if self.cache_format else "")
+    def bfloat16(self) -> bool:
+        """Whether q, k, v and out are; otherwise they are float16."""
+        return self.dtype == "bfloat16"
 
     @property
-    def source(self) -> str:
-        """The header in kernels/ that is compiled."""
-        return "append.cuh"
+    def quantized(self) -> bool:
+        """Whether the cache is."""
+        return self.cache_format != ""
+
+    @property
+    def cache_is_int8(self) -> bool:
+        """Otherwise it is float8, or not quantized."""
+        return self.cache_format == "int8"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
         return (Entry("fastattention_append", 32 * APPEND_WARPS, 0, overlaps=True),)
 
-    def macros(self) -> dict[str, str]:
-        """What kernels/element.cuh is compiled with."""
-        return {
-            "FA_BFLOAT16": str(int(self.dtype == "bfloat16")),
-            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[self.cache_format],
-            "FA_COLUMNS": str(self.columns),
-        }
-
 
 @dataclass(frozen=True)
-class MergeConfig:
+class MergeConfig(Variant):
     """One variant of kernels/merge.cuh. dtypes: "float16", "bfloat16" or "float32", not both of the first two."""
 
     include_folders: ClassVar = KERNEL_FOLDERS
+    source: ClassVar[str] = "merge.cuh"
+    exports: ClassVar = ("bfloat16", "float32_parts", "float32_out")
+    constants: ClassVar = {"num_warps": MERGE_WARPS, "columns_of_warp": MERGE_COLUMNS}
     parts_dtype: str
     out_dtype: str
 
     @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"merge_{self.parts_dtype}_to_{self.out_dtype}"
+    def bfloat16(self) -> bool:
+        """Whether parts or out are; otherwise 16 bits are float16."""
+        return "bfloat16" in (self.parts_dtype, self.out_dtype)
 
     @property
-    def source(self) -> str:
-        """The header in kernels/ that is compiled."""
-        return "merge.cuh"
+    def float32_parts(self) -> bool:
+        """Whether parts are."""
+        return self.parts_dtype == "float32"
+
+    @property
+    def float32_out(self) -> bool:
+        """Whether out is."""
+        return self.out_dtype == "float32"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
         return (Entry("fastattention_merge", 32 * MERGE_WARPS, 0, overlaps=True),)
-
-    def macros(self) -> dict[str, str]:
-        """What kernels/element.cuh and kernels/merge.cuh are compiled with."""
-        return {
-            "FA_BFLOAT16": str(int("bfloat16" in (self.parts_dtype, self.out_dtype))),
-            "FA_CACHE_FORMAT": _CACHE_FORMAT_NUMBERS[""],
-            "FA_FLOAT32_PARTS": str(int(self.parts_dtype == "float32")),
-            "FA_FLOAT32_OUT": str(int(self.out_dtype == "float32")),
-        }
 
 
 def why_not_fitting(config: KernelConfig | BackwardConfig, limits: Limits) -> str | None:

@@ -7,6 +7,12 @@ from typing import NamedTuple
 
 COMMON_FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", Path(__file__).parents[2] / "common")
 
+# Of a kernel that multiplies tiles of 16-bit values without a cache: what the headers that families share read besides.
+PLAIN_TILES = {
+    "quantized": False, "cache_is_int8": False, "int8_products": False, "queries_in_registers": False,
+    "values_in_keys": False, "swizzled": False, "column_warps": 1,
+}  # fmt: skip
+
 MAX_REGISTERS = 255  # of a thread, on every GPU
 
 

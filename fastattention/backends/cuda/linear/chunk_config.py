@@ -1,4 +1,4 @@
-"""The configurations of the kernels of chunked linear attention, and their macros."""
+"""The configurations of the kernels of chunked linear attention, and what C++ reads of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS
-from fastattention.gpu_runtime.variant import Entry
+from fastattention.backends.cuda.common.arch import ARCH_FACTS, COMMON_FOLDERS, PLAIN_TILES
+from fastattention.gpu_runtime.variant import Entry, Variant
 
 FOLDERS: tuple[Path, ...] = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
 
@@ -31,17 +31,60 @@ def _tile_bytes(rows: int, columns: int) -> int:
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
-    """One variant of kernels/prepare.cuh."""
+class _ChunkVariant(Variant):
+    """What the kernels have in common."""
 
     include_folders: ClassVar = FOLDERS
+    exports: ClassVar[tuple[str, ...]] = (
+        "tile_m", "tile_n", "key_columns", "value_columns", "bfloat16", "bfloat16_operands", "num_warps",
+        "shared_bytes", "gate_per_key", "delta_rule",
+    )  # fmt: skip
+    constants: ClassVar = PLAIN_TILES | {"element_bytes": _ELEMENT_BYTES, "num_stages": 1, "min_ctas": 1}
+
     arch: int  # code path: 60, 70, 75 or 80
     dtype: str  # "float16" or "bfloat16"
-    headdim: int  # one of HEADDIMS
+    headdim: int  # one of HEADDIMS, of keys: all of them
     chunk: int  # tokens
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of tiles: the tokens of a chunk."""
+        return self.chunk
+
+    tile_n = tile_m
+
+    @property
+    def key_columns(self) -> int:
+        """Of tiles of queries and keys."""
+        return self.headdim
+
+    @property
+    def value_columns(self) -> int:
+        """Of tiles of values."""
+        return self.headdim
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether 16-bit tensors are; otherwise they are float16."""
+        return self.dtype == "bfloat16"
+
+    bfloat16_operands = bfloat16
+
+    @property
+    def gate_per_key(self) -> bool:
+        """Whether every key dimension has a gate."""
+        return False
+
+
+@dataclass(frozen=True)
+class PrepareConfig(_ChunkVariant):
+    """One variant of kernels/prepare.cuh."""
+
     delta_rule: bool
 
     source: ClassVar[str] = "prepare.cuh"
+    # As many CTAs as shared memory holds: the compiler takes 116 registers otherwise.
+    constants: ClassVar = _ChunkVariant.constants | {"min_ctas": 4}
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -55,40 +98,24 @@ class PrepareConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernel asserts the same."""
+        """Shared memory of a CTA, which the kernel asserts."""
         products = self.chunk * (self.chunk + 8) * 4
         return 2 * _tile_bytes(self.chunk, self.headdim) + products + 4 * self.chunk * 4
 
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        rule = "delta" if self.delta_rule else "head"
-        return f"linear_prepare_{rule}_sm{self.arch}_{self.dtype}_d{self.headdim}c{self.chunk}"
-
-    def macros(self) -> dict[str, str]:
-        """What the kernel, and kernels/variant.cuh of attention, are compiled with."""
-        return {
-            **_macros(self.arch, self.dtype, self.headdim, self.chunk, self.delta_rule),
-            "FA_HEADDIM_V": str(self.headdim),
-            "FA_WARPS": str(self.num_warps),
-            "FA_MIN_CTAS": "4",  # as many as shared memory holds: the compiler takes 116 registers otherwise
-            "FA_STAGES": "1",
-            "FA_SHARED_BYTES": str(self.shared_bytes),
-        }
-
 
 @dataclass(frozen=True)
-class PrepareKeysConfig:
+class PrepareKeysConfig(_ChunkVariant):
     """One variant of kernels/prepare_keys.cuh."""
 
-    include_folders: ClassVar = FOLDERS
-    arch: int  # code path: 60, 70, 75 or 80
-    dtype: str  # "float16" or "bfloat16"
-    headdim: int  # one of HEADDIMS
-    chunk: int  # tokens: 32 or 64
     gate_format: int  # of GATE_FORMATS
 
     source: ClassVar[str] = "prepare_keys.cuh"
+    exports: ClassVar = (*(name for name in _ChunkVariant.exports if name != "delta_rule"), "min_ctas")
+
+    @property
+    def min_ctas(self) -> int:
+        """With 128 registers a thread."""
+        return 16 // self.num_warps
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -102,43 +129,43 @@ class PrepareKeysConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernel asserts the same: slices of 64 columns, and products of their gates."""
+        """Shared memory of a CTA, which the kernel asserts: slices of 64 columns, and products of their gates."""
         sizes = 4 if self.chunk == 64 else 3  # of parts that are joined
         return sizes * _tile_bytes(self.chunk, 64) + self.num_warps * 64 * 4
 
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"linear_prepare_keys_sm{self.arch}_{self.dtype}_d{self.headdim}c{self.chunk}g{self.gate_format}"
-
-    def macros(self) -> dict[str, str]:
-        """What the kernel, and kernels/variant.cuh of attention, are compiled with."""
-        return {
-            **_macros(self.arch, self.dtype, self.headdim, self.chunk, False),
-            "FA_GATE_FORMAT": str(self.gate_format),
-            "FA_HEADDIM_V": str(self.headdim),
-            "FA_WARPS": str(self.num_warps),
-            "FA_MIN_CTAS": str(16 // self.num_warps),  # 128 registers a thread
-            "FA_STAGES": "1",
-            "FA_SHARED_BYTES": str(self.shared_bytes),
-        }
-
 
 @dataclass(frozen=True)
-class StatesConfig:
+class StatesConfig(_ChunkVariant):
     """One variant of kernels/states.cuh."""
 
-    include_folders: ClassVar = FOLDERS
-    arch: int
-    dtype: str
-    headdim: int  # one of HEADDIMS, of keys: all of them
-    chunk: int  # tokens
     rule: str  # "delta", or of gated linear attention with a gate a "head" or a "key" dimension
     num_steps: int  # of columns of v, of a CTA
     num_key_parts: int  # CTAs that share the key dimensions; 1 for the delta rule
     num_stages: int  # chunks in shared memory
 
     source: ClassVar[str] = "states.cuh"
+    exports: ClassVar = (*_ChunkVariant.exports, "num_copy_warps")
+    constants: ClassVar = {name: value for name, value in _ChunkVariant.constants.items() if name != "num_stages"}
+
+    @property
+    def key_columns(self) -> int:
+        """Key dimensions of a CTA."""
+        return self.headdim // self.num_key_parts
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of a CTA."""
+        return self.columns
+
+    @property
+    def delta_rule(self) -> bool:
+        """Otherwise gated linear attention."""
+        return self.rule == "delta"
+
+    @property
+    def gate_per_key(self) -> bool:
+        """Whether every key dimension has a gate."""
+        return self.rule == "key"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -149,11 +176,6 @@ class StatesConfig:
     def columns(self) -> int:
         """Of v, of a CTA."""
         return self.num_steps * ARCH_FACTS[self.arch].step_rows
-
-    @property
-    def keys(self) -> int:
-        """Key dimensions of a CTA."""
-        return self.headdim // self.num_key_parts
 
     @property
     def num_warps(self) -> int:
@@ -167,51 +189,41 @@ class StatesConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernel asserts the same."""
+        """Shared memory of a CTA, which the kernel asserts."""
         delta = self.rule == "delta"
         squares = delta * _tile_bytes(self.chunk, self.chunk)
-        tokens = _tile_bytes(self.chunk, self.keys) + _tile_bytes(self.chunk, self.columns)
-        factors = 4 * (self.keys if self.rule == "key" else factors_of_chunk(self.chunk))
+        tokens = _tile_bytes(self.chunk, self.key_columns) + _tile_bytes(self.chunk, self.columns)
+        factors = 4 * (self.key_columns if self.rule == "key" else factors_of_chunk(self.chunk))
         turns = 2 if self.num_stages > 1 and not delta else 1  # of what warps exchange
-        exchange = turns * _tile_bytes(self.columns, self.keys) + (turns + 2 * delta) * _tile_bytes(
+        exchange = turns * _tile_bytes(self.columns, self.key_columns) + (turns + 2 * delta) * _tile_bytes(
             self.columns, self.chunk
         )
         return self.num_stages * (squares + tokens + factors) + exchange
 
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        tiles = f"d{self.headdim}p{self.num_key_parts}c{self.chunk}v{self.columns}s{self.num_stages}"
-        return f"linear_states_{self.rule}_sm{self.arch}_{self.dtype}_{tiles}"
-
-    def macros(self) -> dict[str, str]:
-        """What the kernel, and kernels/variant.cuh of attention, are compiled with."""
-        return {
-            **_macros(self.arch, self.dtype, self.keys, self.chunk, self.rule == "delta"),
-            "FA_GATE_PER_KEY": str(int(self.rule == "key")),
-            "FA_KEY_PARTS": str(self.num_key_parts),
-            "FA_HEADDIM_V": str(self.columns),
-            "FA_WARPS": str(self.num_warps),
-            "FA_COPY_WARPS": str(self.num_copy_warps),
-            "FA_MIN_CTAS": "1",
-            "FA_STAGES": str(self.num_stages),
-            "FA_SHARED_BYTES": str(self.shared_bytes),
-        }
-
 
 @dataclass(frozen=True)
-class OutputsConfig:
+class OutputsConfig(_ChunkVariant):
     """One variant of kernels/outputs.cuh."""
 
-    include_folders: ClassVar = FOLDERS
-    arch: int
-    dtype: str
-    headdim: int  # one of HEADDIMS, of keys
-    chunk: int  # tokens
     rule: str  # as of StatesConfig
     columns: int  # of v, of a CTA
 
     source: ClassVar[str] = "outputs.cuh"
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of a CTA."""
+        return self.columns
+
+    @property
+    def delta_rule(self) -> bool:
+        """Otherwise gated linear attention."""
+        return self.rule == "delta"
+
+    @property
+    def gate_per_key(self) -> bool:
+        """Whether every key dimension has a gate."""
+        return self.rule == "key"
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -225,47 +237,7 @@ class OutputsConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA; the kernel asserts the same."""
+        """Shared memory of a CTA, which the kernel asserts."""
         updates = (self.columns, self.chunk) if self.rule == "delta" else (self.chunk, self.columns)
         scores = _tile_bytes(self.chunk, self.chunk)
         return _tile_bytes(self.chunk + self.columns, self.headdim) + scores + _tile_bytes(*updates)
-
-    @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        return f"linear_outputs_{self.rule}_sm{self.arch}_{self.dtype}_d{self.headdim}c{self.chunk}v{self.columns}"
-
-    def macros(self) -> dict[str, str]:
-        """What the kernel, and kernels/variant.cuh of attention, are compiled with."""
-        return {
-            **_macros(self.arch, self.dtype, self.headdim, self.chunk, self.rule == "delta"),
-            "FA_GATE_PER_KEY": str(int(self.rule == "key")),
-            "FA_HEADDIM_V": str(self.columns),
-            "FA_WARPS": str(self.num_warps),
-            "FA_MIN_CTAS": "1",
-            "FA_STAGES": "1",
-            "FA_SHARED_BYTES": str(self.shared_bytes),
-        }
-
-
-def _macros(arch: int, dtype: str, headdim: int, chunk: int, delta_rule: bool) -> dict[str, str]:
-    """Those that the kernels have in common. What attention has besides is off."""
-    off = (
-        "FA_CACHE_FORMAT", "FA_MODIFIES", "FA_DROPS", "FA_PAGED", "FA_INT8_PRODUCTS", "FA_BLOCK_SPARSE",
-        "FA_MIXES_BLOCKS", "FA_GROUPED_ROWS", "FA_SPLIT_KEYS_ACROSS_WARPS", "FA_VALUES_IN_KEYS",
-        "FA_QUERIES_IN_REGISTERS", "FA_SWIZZLED",
-    )  # fmt: skip
-    return {
-        **dict.fromkeys(off, "0"),
-        "FA_ARCH_HEADER": f'"arch/sm{arch}.cuh"',
-        "FA_BFLOAT16": str(int(dtype == "bfloat16")),
-        "FA_BFLOAT16_OPERANDS": str(int(dtype == "bfloat16")),
-        "FA_ELEMENT_BYTES": str(_ELEMENT_BYTES),
-        "FA_CHUNK": str(chunk),
-        "FA_DELTA_RULE": str(int(delta_rule)),
-        "FA_HEADDIM": str(headdim),
-        "FA_TILE_M": str(chunk),
-        "FA_TILE_N": str(chunk),
-        "FA_VALUE_PARTS": "1",
-        "FA_COLUMN_WARPS": "1",
-    }

@@ -1,4 +1,4 @@
-"""StepConfig: the variants of the kernel that goes token by token, and their macros."""
+"""StepConfig: the variants of the kernel that goes token by token, and what C++ reads of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from typing import ClassVar
 import torch
 
 from fastattention.backends.cuda.common.arch import COMMON_FOLDERS
-from fastattention.gpu_runtime.variant import Entry
+from fastattention.gpu_runtime.variant import Entry, Variant
 
 STEP_COLUMNS = (16, 32)
 STEP_WARPS = (1, 2, 4, 8)
-WARP_ROWS = 32  # of a state; kernels/step.cuh says the same
+WARP_ROWS = 32  # of a state
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class StepConfig:
+class StepConfig(Variant):
     """One variant of kernels/step.cuh, for both rules and gates of every dtype."""
 
     include_folders: ClassVar = (Path(__file__).parent / "kernels", *COMMON_FOLDERS)
-    source: ClassVar = "step.cuh"
+    source: ClassVar[str] = "step.cuh"
+    exports: ClassVar = ("bfloat16", "float32", "shared_bytes")
+    constants: ClassVar = {"warp_rows": WARP_ROWS}
 
     dtype: torch.dtype  # of q, k, v and out
     gate_per_key: bool
@@ -32,10 +34,14 @@ class StepConfig:
     num_warps: int  # that share out the rows
 
     @property
-    def name(self) -> str:
-        """A readable name, unique among variants."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"linear_step_{dtype}{'_keygates' * self.gate_per_key}_c{self.columns}w{self.num_warps}"
+    def bfloat16(self) -> bool:
+        """Whether 16-bit tensors are; otherwise they are float16."""
+        return self.dtype is torch.bfloat16
+
+    @property
+    def float32(self) -> bool:
+        """Whether q, k, v and out are."""
+        return self.dtype is torch.float32
 
     @property
     def shared_bytes(self) -> int:
@@ -48,18 +54,6 @@ class StepConfig:
     def entries(self) -> tuple[Entry, ...]:
         """Its one function."""
         return (Entry("fastattention_linear_step", 32 * self.num_warps, self.shared_bytes, overlaps=True),)
-
-    def macros(self) -> dict[str, str]:
-        """What it and the headers of backends/cuda that it includes are compiled with."""
-        return {
-            "FA_BFLOAT16": str(int(self.dtype is torch.bfloat16)),
-            "FA_FLOAT32": str(int(self.dtype is torch.float32)),
-            "FA_GATE_PER_KEY": str(int(self.gate_per_key)),
-            "FA_CACHE_FORMAT": "0",
-            "FA_COLUMNS": str(self.columns),
-            "FA_WARPS": str(self.num_warps),
-            "FA_SHARED_BYTES": str(self.shared_bytes),
-        }
 
 
 def step_variants(dtypes: Iterable[torch.dtype] = DTYPES) -> list[StepConfig]:

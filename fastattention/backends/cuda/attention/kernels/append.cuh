@@ -7,8 +7,8 @@
 
 namespace fastattention {
 
-constexpr int kAppendWarps = 4;  // of a CTA
-constexpr int kMostOfLane = FA_COLUMNS / 32;  // elements of a row
+constexpr int kAppendWarps = Config::num_warps;  // of a CTA
+constexpr int kMostOfLane = Config::columns / 32;  // elements of a row
 
 // One row: lane l holds columns l, l + 32, ...
 struct Row {

@@ -99,7 +99,7 @@ constexpr int kFirstBytes =
 constexpr int kSecondBytes = kGradFirst ? SecondRows::kBytes : 0;
 constexpr int kRowBytes = kFirstBytes + kSecondBytes + (kRowsAreKeys ? 0 : RowStatsCopy::kBytes);
 constexpr int kSharedMemory = kRowBytes + kStages * PassingTiles::kBytes + TileWalk::kSharedBytes;
-static_assert(kSharedMemory == FA_SHARED_BYTES, "kernel_config.py computes the same");
+static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
 
 class BackwardTile {
 public:
@@ -296,7 +296,7 @@ FA_DEVICE Work work_of_backward(const AttentionParams& p) {
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::Config::min_ctas)
     fastattention_backward(FA_PARAMETER fastattention::BackwardParams params) {
     using namespace fastattention;
     const Work work = work_of_backward(params.call);

@@ -6,11 +6,11 @@
 
 namespace fastattention {
 
-constexpr int kCombineWarps = 8;
+constexpr int kCombineWarps = Config::combine_warps;
 constexpr int kCombineTeams = kCombineWarps * kRowsOfWarp;
 constexpr int kCombineTogether = 4;  // parts, of each team: more would be registers that other CTAs need
 constexpr int kCombineShared = kCombineTeams * (kColumnsOfRow + 4) * 4;  // a row, and its maximum and sum, of each team
-static_assert(kCombineShared == FA_COMBINE_SHARED_BYTES, "kernel_config.py counts shared memory otherwise");
+static_assert(kCombineShared == Config::combine_bytes, "attention/config.py counts shared memory otherwise");
 
 class CombineRows {
 public:

@@ -41,7 +41,7 @@ constexpr int kMergeParts = kHeaddimV / kMergeColumns;
 static_assert(kMergeParts * kMergeColumns == kHeaddimV, "parts are equally wide");
 
 constexpr int kSharedMemory = kLoopBytes + kResultRows * 8 + kExchangeBytes;
-static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
+static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
 
 // The part of a sequence that a CTA has.
 struct SequenceSpan {
@@ -193,7 +193,7 @@ private:
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::Config::min_ctas)
     fastattention_decode(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
     wait_for_previous_kernel();

@@ -11,8 +11,8 @@
 
 namespace fastattention {
 
-constexpr int kDeltaWarps = 4;
-constexpr int kLanesOfRow = FA_LANES_OF_ROW;
+constexpr int kDeltaWarps = Config::num_warps;
+constexpr int kLanesOfRow = Config::lanes_of_row;
 constexpr int kRowsOfWarp = 32 / kLanesOfRow;
 
 // Beyond it lse cannot tell how many keys share a row: its last bit is 8, more than log of their number.

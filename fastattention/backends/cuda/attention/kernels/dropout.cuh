@@ -1,8 +1,8 @@
 // Which weights dropout keeps: a pure function of the seed and of where a weight is, as backends/common/dropout.py says.
 #pragma once
 
+#include "attention_variant.cuh"
 #include "params.h"
-#include "variant.cuh"
 
 namespace fastattention {
 

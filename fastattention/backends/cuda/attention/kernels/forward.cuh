@@ -11,7 +11,7 @@ using Loop = KeyLoop<WholeCta>;
 // Rows of the output pass through the memory of the queries, 16 bits each.
 constexpr int kQueryBytes = Loop::kQueryBytes > kTileM* kOutPitch ? Loop::kQueryBytes : kTileM * kOutPitch;
 constexpr int kSharedMemory = kQueryBytes + Loop::kTeamBytes + kExchangeBytes + TileWalk::kSharedBytes;
-static_assert(kSharedMemory == FA_SHARED_BYTES, "heuristics.py computes the same");
+static_assert(kSharedMemory == Config::shared_bytes, "attention/config.py computes the same");
 
 FA_DEVICE void forward_tile(const AttentionParams& p, const Work& work, const BasicTileRange<int>& mask) {
     const int first_row = work.m_tile * kTileM;
@@ -52,7 +52,7 @@ FA_DEVICE void write_rows_behind(const AttentionParams& p, const Work& work) {
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::Config::min_ctas)
     fastattention_forward(FA_PARAMETER fastattention::AttentionParams params) {
     using namespace fastattention;
     const Work work = find_work(params, params.nheads);

@@ -21,9 +21,9 @@
 
 namespace fastattention {
 
-constexpr bool kRowsAreKeys = FA_ROWS_ARE_KEYS;
-constexpr bool kGradFirst = FA_GRAD_FIRST;  // of rows' first vectors
-constexpr bool kGradSecond = FA_GRAD_SECOND;  // of their second ones, which only values have
+constexpr bool kRowsAreKeys = Config::rows_are_keys;
+constexpr bool kGradFirst = Config::differentiates_scores;  // of rows' first vectors
+constexpr bool kGradSecond = Config::differentiates_values;  // of their second ones, which only values have
 static_assert(kRowsAreKeys || !kGradSecond, "gradients of the result have none");
 static_assert(kColumnWarps == 1 && !kGroupedRows && !kPaged, "a backward has no cache");
 

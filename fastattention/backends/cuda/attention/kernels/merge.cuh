@@ -8,13 +8,13 @@
 
 namespace fastattention {
 
-constexpr int kMergeWarps = 4;      // of a CTA
-constexpr int kMergeColumns = 128;  // of a warp
+constexpr int kMergeWarps = Config::num_warps;  // of a CTA
+constexpr int kMergeColumns = Config::columns_of_warp;  // of a warp
 
 class Merge {
 public:
-    using Parts = FormatOf<FA_FLOAT32_PARTS>::Type;
-    using Out = FormatOf<FA_FLOAT32_OUT>::Type;
+    using Parts = FormatOf<Config::float32_parts>::Type;
+    using Out = FormatOf<Config::float32_out>::Type;
 
     // index: of a warp, among those of all rows
     FA_DEVICE Merge(const MergeParams& p, int index, int warps_of_row) : p_(p), row_(quotient(index, warps_of_row)) {

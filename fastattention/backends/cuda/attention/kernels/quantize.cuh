@@ -1,6 +1,7 @@
 // From numbers to what a quantized cache stores of them; fastattention/quantized.py has the formula.
 #pragma once
 
+#include "cache_format.cuh"
 #include "element.cuh"
 #include "lanes.cuh"
 

@@ -9,15 +9,15 @@
 
 namespace fastattention {
 
-constexpr int kQuantizeThreads = 128;
-constexpr int kLanesOfRow = FA_LANES_OF_ROW;
+constexpr int kQuantizeThreads = Config::num_threads;
+constexpr int kLanesOfRow = Config::lanes_of_row;
 constexpr int kTeams = kQuantizeThreads / kLanesOfRow;  // each takes a row at a time
 constexpr int kTileColumns = 8 * kLanesOfRow;
 constexpr int kChunkTokens = 512;  // keys that a CTA sums up; quantize.py says the same
 constexpr int kRowsOfTeam = kKeysOfScale / kTeams;  // a CTA rounds as many rows, of queries too
 constexpr float kShare = 1.0f / (1 << 24);  // of a key in sums: exact, and no sum of floats overflows
-constexpr int kSumBytes = kQuantizeThreads * 8 * 4;
-static_assert(kSumBytes == FA_SHARED_BYTES, "kernel_config.py computes the same");
+constexpr int kSumBytes = Config::shared_bytes;
+static_assert(kSumBytes == kQuantizeThreads * 8 * 4, "a thread has eight sums");
 
 // Queries or keys of one head of one sequence.
 struct HeadRows {

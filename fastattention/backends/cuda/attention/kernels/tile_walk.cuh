@@ -1,8 +1,8 @@
 // Which tiles of columns the rows of a CTA go through, in order: all of a range, or those in blocks that a block mask keeps.
 #pragma once
 
+#include "attention_variant.cuh"
 #include "block_grid.cuh"
-#include "variant.cuh"
 
 namespace fastattention {
 

@@ -1,6 +1,7 @@
 // Which tile of which head a CTA computes, how long its sequence is, and where its queries, keys and values lie.
 #pragma once
 
+#include "attention_variant.cuh"
 #include "cache.cuh"
 #include "shared_tile.cuh"
 

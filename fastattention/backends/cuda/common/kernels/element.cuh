@@ -17,27 +17,16 @@ struct Bfloat16 {
     static FA_DEVICE float widen(uint16_t bits) { return as_float(static_cast<uint32_t>(bits) << 16); }
 };
 
-// Of q, k, v and out in memory.
-#if FA_BFLOAT16
-using Element = Bfloat16;
-#else
-using Element = Float16;
-#endif
-
-// What caches hold: 0, elements; otherwise one byte of a number that its token's scale multiplies, 1 int8 or 2 float8
-// (e4m3).
-constexpr int kCacheFormat = FA_CACHE_FORMAT;
-constexpr bool kQuantized = kCacheFormat != 0;
-constexpr bool kInt8 = kCacheFormat == 1;
-
-template <bool kIsByte>
-struct CacheItemOf {
-    using Type = uint16_t;
+template <bool kIsBfloat16>
+struct ElementOf {
+    using Type = Float16;
 };
 template <>
-struct CacheItemOf<true> {
-    using Type = uint8_t;
+struct ElementOf<true> {
+    using Type = Bfloat16;
 };
-using CacheItem = CacheItemOf<kQuantized>::Type;
+
+// Of q, k, v and out in memory.
+using Element = ElementOf<Config::bfloat16>::Type;
 
 }  // namespace fastattention

@@ -4,6 +4,7 @@
 // and 1279; float8 has float16's layout with fewer bits, and is 2^-8 of its number there, which kStoredFactor makes up for.
 #pragma once
 
+#include "cache_format.cuh"
 #include "variant.cuh"
 
 namespace fastattention {

@@ -6,7 +6,7 @@
 
 namespace fastattention {
 
-constexpr int kChunk = FA_CHUNK;  // tokens
+constexpr int kChunk = Config::chunk;  // tokens
 
 // The last chunk of a sequence may have fewer tokens than the others. Its slots of scratch have room for all.
 struct Sequence {

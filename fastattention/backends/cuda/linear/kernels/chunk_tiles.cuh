@@ -7,7 +7,7 @@
 
 namespace fastattention {
 
-constexpr bool kGatePerKey = FA_GATE_PER_KEY;
+constexpr bool kGatePerKey = Config::gate_per_key;
 static_assert(!(kDeltaRule && kGatePerKey), "the delta rule has one gate a head");
 
 constexpr int kColumns = kHeaddimV;  // of v, of a CTA

@@ -5,7 +5,7 @@
 
 namespace fastattention {
 
-constexpr bool kDeltaRule = FA_DELTA_RULE;
+constexpr bool kDeltaRule = Config::delta_rule;
 
 // A plane has a number for each token, which multiplies
 enum FactorPlane {

@@ -138,11 +138,11 @@ private:
     const int query_, out_column_;  // the warp's first, of the CTA's
     const uint32_t at_ = shared_memory();
 };
-static_assert(Outputs::kBytes == FA_SHARED_BYTES, "chunk_config.py computes the same");
+static_assert(Outputs::kBytes == Config::shared_bytes, "chunk_config.py computes the same");
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::Config::min_ctas)
     fastattention_linear_outputs(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
     wait_for_previous_kernel();

@@ -62,7 +62,7 @@ public:
 private:
     uint32_t at_;
 };
-static_assert(ChunkMemory::kBytes == FA_SHARED_BYTES, "chunk_config.py computes the same");
+static_assert(ChunkMemory::kBytes == Config::shared_bytes, "chunk_config.py computes the same");
 
 FA_DEVICE float load_number(uint32_t at) { return as_float(load_shared_32(at)); }
 FA_DEVICE void store_number(uint32_t at, float x) { store_shared_32(at, as_bits(x)); }
@@ -437,7 +437,7 @@ private:
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::Config::min_ctas)
     fastattention_linear_prepare(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
     const int slot = static_cast<int>(cta_index() / params.nheads), head = static_cast<int>(cta_index() % params.nheads);

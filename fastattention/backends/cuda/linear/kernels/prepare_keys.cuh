@@ -27,7 +27,7 @@ namespace fastattention {
 
 constexpr int kBlock = 4, kGroup = 16, kGroups = kChunk / kGroup;
 constexpr int kSlice = 64;  // columns of queries and keys at a time
-constexpr int kGateFormat = FA_GATE_FORMAT;  // as ChunkParams::gate_format
+constexpr int kGateFormat = Config::gate_format;  // as ChunkParams::gate_format
 constexpr int kSizes = kGroups == 4 ? 4 : 3;  // of parts: kBlock << index
 static_assert(kGroups == 4 || kGroups == 2, "two or four groups are joined");
 static_assert(kWarps == kChunk / (2 * kBlock), "a warp has two blocks");
@@ -38,7 +38,8 @@ constexpr int kPitch = pitch_of<2>(kSlice);
 constexpr int kTileBytes = kChunk * kPitch;
 constexpr int kScorePitch = pitch_of<2>(kChunk);
 constexpr int kSharedMemory = kSizes * kTileBytes + kWarps * kSlice * 4;
-static_assert(kChunk * kScorePitch <= kSharedMemory && kSharedMemory == FA_SHARED_BYTES, "chunk_config.py computes the same");
+static_assert(kChunk * kScorePitch <= kSharedMemory && kSharedMemory == Config::shared_bytes,
+              "chunk_config.py computes the same");
 
 // Numbers of four neighbouring columns.
 struct Four {
@@ -354,7 +355,7 @@ private:
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::Config::min_ctas)
     fastattention_linear_prepare_keys(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
     const int index = static_cast<int>(cta_index()), slot = quotient(index, params.nheads),

@@ -17,9 +17,9 @@
 namespace fastattention {
 
 constexpr int kSteps = kColumns / Arch::kStepRows;
-constexpr int kKeyParts = FA_KEY_PARTS;  // CTAs that share the key dimensions of a head
+constexpr int kKeyParts = Config::num_key_parts;  // CTAs that share the key dimensions of a head
 constexpr int kStateColumns = kKeyParts * kHeaddim;  // of a row of scratch
-constexpr int kCopyWarps = FA_COPY_WARPS, kStateWarps = kWarps - kCopyWarps;
+constexpr int kCopyWarps = Config::num_copy_warps, kStateWarps = kWarps - kCopyWarps;
 constexpr int kKeyDims = kHeaddim / kStateWarps;  // of the state, of a warp
 constexpr int kTokens = kChunk / kStateWarps;  // likewise of keys and updates
 static_assert(kTokens % 8 == 0 && kKeyDims % 16 == 0, "warps have whole accumulators");
@@ -112,7 +112,7 @@ public:
 private:
     const uint32_t at_ = shared_memory();
 };
-static_assert(Exchange::kBytes == FA_SHARED_BYTES, "chunk_config.py computes the same");
+static_assert(Exchange::kBytes == Config::shared_bytes, "chunk_config.py computes the same");
 
 class States {
 public:
@@ -399,7 +399,7 @@ private:
 
 }  // namespace fastattention
 
-extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, FA_MIN_CTAS)
+extern "C" FA_KERNEL void FA_LAUNCH_BOUNDS(fastattention::kThreads, fastattention::Config::min_ctas)
     fastattention_linear_states(FA_PARAMETER fastattention::ChunkParams params) {
     using namespace fastattention;
     let_next_kernel_start();

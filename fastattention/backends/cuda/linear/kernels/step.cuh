@@ -14,24 +14,24 @@
 
 namespace fastattention {
 
-constexpr int kStepWarps = FA_WARPS;  // of a CTA
+constexpr int kStepWarps = Config::num_warps;  // of a CTA
 // Warps for which a multiprocessor has registers. With 16 of them 128 states of 128 x 128 are one wave on an H100's 132
 // multiprocessors. Floats as inputs take more registers.
-constexpr int kStepWarpsOfSm = FA_FLOAT32 ? 12 : 16;
-constexpr int kStepColumns = FA_COLUMNS;
+constexpr int kStepWarpsOfSm = Config::float32 ? 12 : 16;
+constexpr int kStepColumns = Config::columns;
 constexpr int kLanesOfRow = kStepColumns / 4;
-constexpr int kWarpRows = 32;
+constexpr int kWarpRows = Config::warp_rows;
 constexpr int kRows = kWarpRows * kLanesOfRow / 32;  // of a lane, which are neighbours
 static_assert(kRows % 4 == 0, "keys are read in fours");
-constexpr int kGates = FA_GATE_PER_KEY ? kRows : 1;  // of a lane, for each token
+constexpr int kGates = Config::gate_per_key ? kRows : 1;  // of a lane, for each token
 // Whether a call may ask for the delta rule, whose gates are those of heads.
-constexpr bool kAllowsDelta = !FA_GATE_PER_KEY;
+constexpr bool kAllowsDelta = !Config::gate_per_key;
 
 class Step {
-    using Format = FormatOf<FA_FLOAT32>::Type;
+    using Format = FormatOf<Config::float32>::Type;
     using Item = Format::Item;
     using Sums = RowSums<kLanesOfRow, kStepWarps, 1 + kAllowsDelta>;
-    static_assert(Sums::kBytes == FA_SHARED_BYTES, "the launch has another size");
+    static_assert(Sums::kBytes == Config::shared_bytes, "the launch has another size");
 
     // Of one token, as it lies in memory.
     struct Token {
@@ -124,8 +124,8 @@ private:
              head_k * p_.k_stride_head + row_;
         v_ = static_cast<const Item*>(p_.v) + batch * p_.v_stride_batch + token * p_.v_stride_token +
              head_ * p_.v_stride_head + column_;
-        gate_ =
-            batch * p_.g_stride_batch + token * p_.g_stride_token + head_ * p_.g_stride_head + (FA_GATE_PER_KEY ? row_ : 0);
+        gate_ = batch * p_.g_stride_batch + token * p_.g_stride_token + head_ * p_.g_stride_head +
+                (Config::gate_per_key ? row_ : 0);
         beta_ = batch * p_.beta_stride_batch + token * p_.beta_stride_token + head_ * p_.beta_stride_head;
         out_ = static_cast<Item*>(p_.out) +
                ((static_cast<int64_t>(batch) * p_.seqlen + token) * p_.nheads + head_) * p_.headdim_v + column_;
@@ -140,7 +140,7 @@ private:
         }
         x.v = Columns<Format>::read(v_, p_.headdim_v - column_);
         // Rows behind the last one have gate 1.
-        const int gates = FA_GATE_PER_KEY ? p_.headdim_k - row_ : 1;
+        const int gates = Config::gate_per_key ? p_.headdim_k - row_ : 1;
 #pragma unroll
         for (int i = 0; i < kGates; ++i)
             if (i < gates) x.gates[i] = read_bits(p_.g, gate_ + i, p_.g_format);

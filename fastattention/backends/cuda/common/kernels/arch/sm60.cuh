@@ -14,7 +14,7 @@ struct Arch : Layout16 {
     static_assert(kColumnWarps == 1 && !kValuesInKeys, "probabilities stay in registers");
     static constexpr bool kAsyncCopy = false;
     static constexpr bool kSeparateFullTiles = false;
-    static constexpr int kSharedBytes = FA_ELEMENT_BYTES;
+    static constexpr int kSharedBytes = Config::element_bytes;
     static constexpr int kKeyStep = 8;  // keys come in multiples of this
 
     template <class Item>

@@ -9,11 +9,11 @@ struct MmaM16N8K16 {
     static constexpr int kParts = 1;
 
     static FA_DEVICE void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int /*part*/) {
-#if FA_BFLOAT16_OPERANDS
-        mma_m16n8k16_bfloat16(c, a, b0, b1);
-#else
-        mma_m16n8k16_float16(c, a, b0, b1);
-#endif
+        if constexpr (Operand::kIsBfloat16) {
+            mma_m16n8k16_bfloat16(c, a, b0, b1);
+        } else {
+            mma_m16n8k16_float16(c, a, b0, b1);
+        }
     }
 };
 

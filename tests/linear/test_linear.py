@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiers import slow, thin
+from tiers import sampled, slow
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -24,15 +24,15 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_form = pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
 
 
-@thin(quick=11, all=5)
+@sampled
 @every_backend
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
 )
 @every_form
-@pytest.mark.parametrize("name", CASES)
-def test_linear_attention_is_right(backend: str, name: str, chunked: bool, dtype: torch.dtype) -> None:
-    problem, inputs = prepare(CASES[name].tensors(dtype), CASES[name].options(chunked))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_linear_attention_is_right(backend: str, case: LinearCase, chunked: bool, dtype: torch.dtype) -> None:
+    problem, inputs = prepare(case.tensors(dtype), case.options(chunked))
     engine = get_backend(backend)
     if reason := engine.why_not(problem):
         pytest.skip(reason)

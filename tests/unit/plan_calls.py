@@ -15,11 +15,11 @@ from torch import Tensor
 
 import fastattention
 from fastattention import (
-    dispatch,
     fast_attn_func,
     fast_attn_varlen_func,
     fast_attn_with_kvcache,
 )
+from fastattention.attention import dispatch
 
 PACKAGE = Path(fastattention.__file__).parent
 Call = Callable[..., Any]

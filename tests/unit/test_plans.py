@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastattention import (
     ArgumentError,
     PackedKVStore,
-    dispatch,
     explain,
     fast_attn_func,
     fast_attn_varlen_func,
@@ -28,6 +27,7 @@ from fastattention import (
     get_num_threads,
     set_num_threads,
 )
+from fastattention.attention import dispatch
 from fastattention.attention.problem import Inputs, Layout, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_kvcache, prepare_varlen
 from fastattention.backends.cpu import plan as cpu_plan

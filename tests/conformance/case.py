@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from tiers import Tier, covering
+
+Run = TypeVar("Run", bound=tuple[Any, ...])  # (case, ...)
 
 # How a tensor (..., tokens, heads, headdim) lies in memory; memory.py draws each.
 Memory = Literal[
@@ -86,6 +90,11 @@ class Case:
     def headdim_of_v(self) -> int:
         return self.headdim if self.headdim_v is None else self.headdim_v
 
+    @property
+    def promise(self) -> str:
+        """The name without its sizes: cases that differ in sizes alone test one promise."""
+        return re.sub(r"\d+", "", self.name)
+
     @cached_property
     def sampled_by(self) -> Mapping[str, Hashable]:
         """Axis -> value: what tests of this list are sampled by, in place of names. See tiers.py."""
@@ -105,6 +114,7 @@ class Case:
             "alibi": self.alibi,
             "sinks": self.sinks,
             "group": min(self.nheads // max(self.nheads_k, 1), 4),
+            "group_rows": (path(self.nheads // max(self.nheads_k, 1)), self.nheads // max(self.nheads_k, 1) % 16 > 0),
             "bias_sides": bias and ("q" in bias.axes or "t" in bias.axes, "k" in bias.axes),
             "bias_heads": bias and ("b" in bias.axes, "h" in bias.axes),
             "hides": bias and bias.hides,
@@ -113,7 +123,7 @@ class Case:
             "block_size": blocks and blocks.size,
             "density": blocks and (0.0 < blocks.density < 1.0, blocks.strided),
             "qk_dtype": self.qk_dtype,
-            "key_offset": self.key_offset > 0.0,
+            "key_offset": self.key_offset,
         }
 
 
@@ -193,3 +203,15 @@ class KvCacheCase(Case):
             "num_splits": min(self.num_splits, 2),
             "stored": self.stored,
         }
+
+
+def covering_promises(tier: Tier, runs: Sequence[Run], path_of: Callable[[Run], str] = lambda run: "") -> list[Run]:
+    """Like `covering`, for kernels that take a second to compile: `all` takes every promise and path, not pairs."""
+    if tier is Tier.ALL:
+        return covering(
+            Tier.QUICK,
+            runs,
+            each=lambda run: run[0].promise,
+            parameters=lambda run: {**dict(enumerate(run)), "path": path_of(run)},
+        )
+    return covering(tier, runs)

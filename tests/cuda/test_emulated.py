@@ -11,7 +11,7 @@ import pytest
 import torch
 from conformance.block_cases import BLOCKS
 from conformance.calls import Call, problem_of
-from conformance.case import Case, KvCacheCase
+from conformance.case import Case, KvCacheCase, covering_promises
 from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
@@ -19,7 +19,7 @@ from conformance.int8_cases import INT8, INT8_TILES
 from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
 from emulator import EmulatedCudaBackend
-from tiers import covering, sampled, slow, tier_of
+from tiers import sampled, slow, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
@@ -131,9 +131,15 @@ def features_of(kernel: Variant) -> tuple[object, ...]:
     return kernel.cache_format, kernel.modifies_scores, kernel.paged, kernel.int8_products
 
 
+def tiles_for(run: Run) -> str:
+    """The tiles of the attention kernels that a run needs, on its GPU."""
+    tiles = {repr(tile_of(kernel)) for kernel in variants_for(run) if isinstance(kernel, KernelConfig)}
+    return " ".join((run.backend.name, *sorted(tiles)))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
-        runs = covering(tier_of(metafunc.config), RUNS)
+        runs = covering_promises(tier_of(metafunc.config), RUNS, tiles_for)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 

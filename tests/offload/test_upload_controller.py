@@ -70,6 +70,7 @@ def test_the_right_prediction_stays(machine: str) -> None:
     assert timed.steps(STEPS) < 1.02 * fixed(num_layers, on_cpu, share, Rates(link, cpu))
 
 
+@slow
 @every_machine
 def test_a_link_that_slows_down_is_followed(machine: str) -> None:
     num_layers, on_cpu, link, cpu = MACHINES[machine]

@@ -1,28 +1,39 @@
-"""The three tiers of tests, and how many combinations of a list each of them runs.
+"""The three tiers of tests, and the sampler that chooses which combinations of parameters a tier runs.
 
 `quick` is `make test`, `all` is `make test-all` and the default, `deep` is `make test-deep`. A test without a mark runs
-in every tier; `slow` keeps one out of `quick`, and `deep` out of `quick` and `all`. `thin(quick=7, all=3)` is for tests
-with many parameters: below the deep tier every seventh or third set of them runs, and more until every value of a
-parameter with few has run. A number that shares no factor with the lengths of the lists lets most pairs of values meet.
+in every tier; `slow` keeps one out of `quick`, and `deep` out of `quick` and `all`. `sampled` is for tests with many
+combinations of parameters:
+
+    quick   every value of every parameter is seen at least once (each-value coverage)
+    all     and every pair of values of two parameters, as far as the budget goes (pairwise coverage)
+    deep    the whole product
+
+A parameter whose value has `sampled_by`, such as a case of the conformance list, counts by these values: its head
+dimension, its mask, how it lies in memory. Tests of every instruction set are sampled without a mark, so that the quick
+tier does not grow with their number: each combination of their other parameters runs there on one of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
 import pytest
 
-A, B, C = TypeVar("A"), TypeVar("B"), TypeVar("C")
+R = TypeVar("R")
 
-FEW_VALUES = 2  # of a parameter, both of which run; of one that has more, if as many sets of parameters run
+FEW = 10  # values of an axis that is paired with others; a longer one, such as 40 lengths, is a list of its own
+BUDGET = 3  # `all` runs at most this many times as many combinations as `quick`
+CANDIDATES, PAIR_CANDIDATES = 100, 24  # among which the next one is chosen: more make samples smaller, and slower
+MACHINE_AXES = ("isa", "engine")  # whose number of values depends on the machine
 
 slow = pytest.mark.slow
 deep = pytest.mark.deep
-thin = pytest.mark.thin
+sampled = pytest.mark.sampled
 
 
 class Tier(IntEnum):
@@ -42,10 +53,7 @@ def select(items: Sequence[pytest.Item], tier: Tier) -> list[pytest.Item]:
     """The tests that a tier runs."""
     kept: set[int] = set()
     for _, group in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
-        sets = [item for item in group if _lowest_tier(item) <= tier]
-        thinning = sets[0].get_closest_marker("thin") if sets else None
-        step = thinning.kwargs.get(tier.name.lower(), 1) if thinning else 1
-        kept.update(id(item) for item in (sets if step == 1 else _thinned(sets, step)))
+        kept.update(id(item) for item in _selected([item for item in group if _lowest_tier(item) <= tier], tier))
     return [item for item in items if id(item) in kept]
 
 
@@ -55,65 +63,112 @@ def _lowest_tier(item: pytest.Item) -> Tier:
     return Tier.ALL if item.get_closest_marker("slow") else Tier.QUICK
 
 
-def _thinned(sets: Sequence[pytest.Item], step: int) -> list[pytest.Item]:
-    """Every `step`-th of a test's sets of parameters, and more until every value of parameters with few has one."""
-    chosen = list(range(0, len(sets), step))
-    values = [_values(item) for item in sets]
-    known = set[tuple[str, str]]().union(*values)
-    number = Counter(name for name, _ in known)
-    missing = {value for value in known if number[value[0]] <= max(len(chosen), FEW_VALUES)}
-    missing = missing.difference(*(values[index] for index in chosen))
-    while missing:
-        best = max(range(len(sets)), key=lambda index: len(missing & values[index]))
-        chosen.append(best)
-        missing -= values[best]
-    return [sets[index] for index in chosen]
+def _selected(items: list[pytest.Item], tier: Tier) -> list[pytest.Item]:
+    """What a tier runs of one test."""
+    if len(items) < 2:
+        return items
+    if items[0].get_closest_marker("sampled"):
+        return covering(tier, items, parameters=_parameters)
+    if any(axis in _parameters(items[0]) for axis in MACHINE_AXES):
+        if tier is Tier.QUICK:
+            return _on_one_each(items)
+        return covering(tier, items, each=_others, parameters=_parameters)
+    return items
 
 
-def _values(item: Any) -> set[tuple[str, str]]:
-    """(name, value) of every parameter."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return {(name, repr(value)) for name, value in parameters.items()}
+def _parameters(item: Any) -> Mapping[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def half(items: Sequence[A]) -> list[A]:
-    """Half of a list by the Thue-Morse sequence: it keeps no step with a list in which, say, two sizes alternate."""
-    return [item for i, item in enumerate(items) if i.bit_count() % 2 == 0]
+def _others(item: pytest.Item) -> str:
+    """A test's parameters but the instruction set."""
+    return repr([value for name, value in _parameters(item).items() if name not in MACHINE_AXES])
 
 
-def in_turn(tier: Tier, alternatives: Sequence[Sequence[A]]) -> list[A]:
-    """What a tier runs of alternatives, e.g. of the dtypes of each case: all in deep, else one each, in turn.
+def _on_one_each(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Each combination of other parameters on one instruction set, which follows from the test's name and its place."""
+    by_others: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_others.setdefault(_others(item), []).append(item)
+    name = items[0].nodeid.partition("[")[0]
+    return [group[zlib.crc32(f"{name} {i}".encode()) % len(group)] for i, group in enumerate(by_others.values())]
 
-    Every alternative is taken twice before the next: lists in which two kinds of items alternate keep no step with it.
+
+def covering(
+    tier: Tier,
+    runs: Iterable[R],
+    each: Callable[[R], Hashable] | None = None,
+    parameters: Callable[[R], Mapping[Any, object]] = lambda run: dict(enumerate(run)),  # type: ignore[call-overload]
+) -> list[R]:
+    """What a tier runs of combinations of parameters, e.g. of (case, engine, dtype): the same ones every time.
+
+    each: what else is seen in every tier, such as the name of a case where each case is to run. It is not paired.
+    parameters: those of a combination, by name; by default a tuple's, by position.
     """
+    runs = list(runs)
     if tier is Tier.DEEP:
-        return list(itertools.chain.from_iterable(alternatives))
-    return [each[i // 2 % len(each)] for i, each in enumerate(alternatives)]
-
-
-def combinations(tier: Tier, firsts: Sequence[A], seconds: Sequence[B], thirds: Sequence[C]) -> list[tuple[A, B, C]]:
-    """What a tier runs of a list (first, second, third), e.g. (case, engine, dtype).
-
-    deep: the cross product. all: every first with a third of the seconds, and thirds in turn: seconds and thirds meet.
-    quick: every first once, with seconds and thirds in turn.
-    """
-    if tier is Tier.DEEP:
-        return list(itertools.product(firsts, seconds, thirds))
+        return runs
+    sample = _Sample([_axes(parameters(run)) for run in runs], [each(run) for run in runs] if each else None)
+    sample.add_values()
     if tier is Tier.ALL:
-        # Which third follows the digits of i in base 3, like the Thue-Morse sequence in base 2: it keeps no step with a
-        # list in which, say, two sizes alternate.
-        return [
-            (first, second, thirds[(i + j // 3) % len(thirds)])
-            for i, first in enumerate(firsts)
-            for j, second in enumerate(seconds)
-            if (_digit_sum(i) + j) % 3 == 0
-        ]
-    return [
-        (first, seconds[i % len(seconds)], thirds[(i + i // len(seconds)) % len(thirds)])
-        for i, first in enumerate(firsts)
-    ]
+        sample.add_pairs(BUDGET * len(sample.chosen))
+    return [runs[i] for i in sorted(sample.chosen)]
 
 
-def _digit_sum(number: int) -> int:
-    """Of its digits in base 3."""
-    return number % 3 + _digit_sum(number // 3) if number else 0
+def _axes(parameters: Mapping[Any, object]) -> list[tuple[Hashable, Hashable]]:
+    """(axis, value) of parameters. Values are told apart by repr: not all of them can be hashed."""
+    found: list[tuple[Hashable, Hashable]] = []
+    for name, value in parameters.items():
+        axes = getattr(value, "sampled_by", None)
+        found += [(name, repr(value))] if axes is None else [((name, axis), of_it) for axis, of_it in axes.items()]
+    return found
+
+
+class _Sample:
+    """Combinations are added one at a time: of the next few candidates, the one that shows most that is new."""
+
+    def __init__(self, rows: list[list[tuple[Hashable, Hashable]]], each: list[Hashable] | None) -> None:
+        codes: dict[tuple[Hashable, Hashable], int] = {}
+        self.values = [[codes.setdefault(value, len(codes)) for value in row] for row in rows]
+        sizes = Counter(axis for axis, _ in codes)
+        paired = {code for (axis, _), code in codes.items() if 1 < sizes[axis] <= FEW}
+        self.paired = [[code for code in row if code in paired] for row in self.values]
+        for row, name in zip(self.values, each or [], strict=each is not None):
+            row.append(codes.setdefault(("each", name), len(codes)))
+        self.chosen: list[int] = []
+        self._seen: set[int] = set()
+        self._seen_pairs: set[tuple[int, int]] = set()
+
+    def add_values(self) -> None:
+        """Until every value is seen."""
+        self._add(self._new_values, len(self.values), CANDIDATES)
+
+    def add_pairs(self, most: int) -> None:
+        """Until every pair of values is seen, or `most` combinations are chosen."""
+        self._add(self._new_pairs, most, PAIR_CANDIDATES)
+
+    def _new_values(self, i: int) -> int:
+        return sum(code not in self._seen for code in self.values[i])
+
+    def _new_pairs(self, i: int) -> int:
+        return sum(pair not in self._seen_pairs for pair in itertools.combinations(self.paired[i], 2))
+
+    def _add(self, gain: Callable[[int], int], most: int, num_candidates: int) -> None:
+        # An order that keeps no step with lists in which, say, two sizes alternate.
+        queue = sorted(set(range(len(self.values))) - set(self.chosen), key=lambda i: zlib.crc32(b"%d" % i))
+        while queue and len(self.chosen) < most:
+            candidates: list[tuple[int, int]] = []
+            looked_at = 0
+            for i in queue:
+                looked_at += 1
+                if new := gain(i):
+                    candidates.append((new, i))
+                    if len(candidates) == num_candidates:
+                        break
+            queue = queue[looked_at:]
+            if candidates:
+                best = max(candidates, key=lambda candidate: candidate[0])[1]
+                self.chosen.append(best)
+                self._seen.update(self.values[best])
+                self._seen_pairs.update(itertools.combinations(self.paired[best], 2))
+                queue[:0] = [i for _, i in candidates if i != best]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 from conformance import strategies
 from conformance.calls import problem_of
-from conformance.case import Case, KvCacheCase
+from conformance.case import Case, KvCacheCase, covering_promises
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.rows_behind import check_rows_behind
 from hypothesis import given
 from hypothesis.strategies import SearchStrategy
-from tiers import Tier, half, in_turn, tier_of
+from tiers import tier_of
 
 from ascend.engine import BACKENDS, ExecutedEngine
 from fastattention.attention.validation import Options, prepare_dense
@@ -59,18 +58,9 @@ RUNS = [
 ]
 
 
-def is_quantized(case: Case) -> bool:
-    return isinstance(case, KvCacheCase) and case.stored != "as_q"
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Below the deep tier half of the cases run, in one dtype each, in turn, and one in seven of int8 caches."""
     if "run" in metafunc.fixturenames:
-        runs_of_cases = [list(runs) for _, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
-        of_int8 = [runs for runs in runs_of_cases if is_quantized(runs[0].case)]
-        kept = half([runs for runs in runs_of_cases if not is_quantized(runs[0].case)]) + of_int8[::-7]
-        tier = tier_of(metafunc.config)
-        runs = in_turn(tier, runs_of_cases if tier is Tier.DEEP else kept)
+        runs = covering_promises(tier_of(metafunc.config), RUNS)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 

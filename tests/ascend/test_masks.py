@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 
 from ascend.executor import CpuExecutedAscendBackend
 from fastattention.attention.problem import Inputs, Problem
@@ -57,7 +57,7 @@ def assert_sees(weights: torch.Tensor, lse: torch.Tensor, expected: torch.Tensor
     torch.testing.assert_close(lse, count[:, 0].float().log(), rtol=0.0, atol=1e-6)  # -inf where nothing is seen
 
 
-@thin(quick=4, all=2)
+@sampled
 @pytest.mark.parametrize("tile_n", [1, 2, 4])
 @pytest.mark.parametrize("tile_m", [1, 2, 4])
 def test_every_query_sees_what_it_should(tile_m: int, tile_n: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow, thin
+from tiers import sampled, slow
 
 from fastattention import ArgumentError
 from fastattention.cli.bench.whole_model import command, decode
@@ -106,7 +106,7 @@ def test_all_attentions_take_turns_on_the_same_prompt(model: Any, monkeypatch: p
         assert found.refused == {}
 
 
-@thin(quick=3, all=3)
+@sampled
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("error", "reason"),

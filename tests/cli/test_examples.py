@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from offload.fake_device import FakeDevice
+from tiers import slow
 
 from fastattention.offload.hardware import PRESETS
 
@@ -40,6 +41,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
 
 
+@slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_example_runs_as_documented(name: str) -> None:
     ran = run(str(EXAMPLES / f"{name}.py"))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 import torch
+from tiers import Tier, covering
+
+Run = TypeVar("Run", bound=tuple[Any, ...])  # (case, ...)
 
 # How a tensor (..., tokens, heads, headdim) lies in memory; memory.py draws each.
 Memory = Literal[
@@ -21,6 +27,15 @@ Memory = Literal[
 
 # Of caches, which are used in place: their last axis is contiguous.
 CACHE_MEMORIES: list[Memory] = ["heads_major", "sliced_heads", "every_second_token", "sliced_headdim"]
+
+# Sizes from which kernels take another path: one query, a tile of 16 or 64 rows, several tiles.
+PATHS = (1, 16, 64, 256)
+
+
+def path(size: int) -> int:
+    """Which of these a size leads to."""
+    return sum(size > limit for limit in PATHS)
+
 
 # What a bias hides: nothing, keys here and there, all keys of every third row, or whole columns.
 Hidden = Literal["nothing", "entries", "rows", "columns"]
@@ -75,6 +90,42 @@ class Case:
     def headdim_of_v(self) -> int:
         return self.headdim if self.headdim_v is None else self.headdim_v
 
+    @property
+    def promise(self) -> str:
+        """The name without its sizes: cases that differ in sizes alone test one promise."""
+        return re.sub(r"\d+", "", self.name)
+
+    @cached_property
+    def sampled_by(self) -> Mapping[str, Hashable]:
+        """Axis -> value: what tests of this list are sampled by, in place of names. See tiers.py."""
+        bias, blocks = self.bias, self.blocks
+        return {
+            "layout": type(self).__name__,
+            "headdim": -(-self.headdim // 32) if self.headdim <= 256 else "wide",
+            "headdim_v": (self.headdim_of_v - self.headdim > 0) - (self.headdim_of_v - self.headdim < 0),
+            "values_in_keys": self.values_in_keys,
+            "memory_q": self.memory_q,
+            "memory_k": self.memory_k,
+            "large": self.magnitude > 1.0,
+            "scaled": self.softmax_scale is not None,
+            "causal": self.causal,
+            "window": tuple(side >= 0 for side in self.window),
+            "softcap": self.softcap > 0.0,
+            "alibi": self.alibi,
+            "sinks": self.sinks,
+            "group": min(self.nheads // max(self.nheads_k, 1), 4),
+            "group_rows": (path(self.nheads // max(self.nheads_k, 1)), self.nheads // max(self.nheads_k, 1) % 16 > 0),
+            "bias_sides": bias and ("q" in bias.axes or "t" in bias.axes, "k" in bias.axes),
+            "bias_heads": bias and ("b" in bias.axes, "h" in bias.axes),
+            "hides": bias and bias.hides,
+            "bias_stored": bias and (bias.finite, bias.dtype_of_q, bias.strided),
+            "blocks": blocks and blocks.axes,
+            "block_size": blocks and blocks.size,
+            "density": blocks and (0.0 < blocks.density < 1.0, blocks.strided),
+            "qk_dtype": self.qk_dtype,
+            "key_offset": self.key_offset,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class DenseCase(Case):
@@ -83,6 +134,10 @@ class DenseCase(Case):
     seqlen_q: int
     seqlen_k: int
     batch_size: int = 2
+
+    @cached_property
+    def sampled_by(self) -> Mapping[str, Hashable]:
+        return {**super().sampled_by, "seqlen_q": path(self.seqlen_q), "seqlen_k": path(self.seqlen_k)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +152,12 @@ class VarlenCase(Case):
     @property
     def batch_size(self) -> int:
         return len(self.seqlens_q)
+
+    @cached_property
+    def sampled_by(self) -> Mapping[str, Hashable]:
+        longest = (max(lengths, default=0) for lengths in (self.seqlens_q, self.seqlens_k))
+        sizes = dict(zip(("seqlen_q", "seqlen_k"), map(path, longest), strict=True))
+        return {**super().sampled_by, **sizes, "page_block_size": self.page_block_size, "slack": bool(self.slack)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,3 +186,32 @@ class KvCacheCase(Case):
     def cache_dtype(self) -> torch.dtype | None:
         """The dtype of quantized caches."""
         return {"as_q": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[self.stored]
+
+    @cached_property
+    def sampled_by(self) -> Mapping[str, Hashable]:
+        return {
+            **super().sampled_by,
+            "seqlen_q": path(self.seqlen_q),
+            "seqlen_k": path(max(self.cache_seqlens, default=0)),
+            "lengths": self.lengths,
+            "seqlen_new": min(self.seqlen_new, 2),
+            "rotary": self.rotary_dim > 0 and ("interleaved" if self.rotary_interleaved else "halves"),
+            "batch_idx": self.batch_idx,
+            "leftpad": self.leftpad is not None,
+            "page_block_size": self.page_block_size,
+            "shared_pages": self.shared_pages > 0,
+            "num_splits": min(self.num_splits, 2),
+            "stored": self.stored,
+        }
+
+
+def covering_promises(tier: Tier, runs: Sequence[Run], path_of: Callable[[Run], str] = lambda run: "") -> list[Run]:
+    """Like `covering`, for kernels that take a second to compile: `all` takes every promise and path, not pairs."""
+    if tier is Tier.ALL:
+        return covering(
+            Tier.QUICK,
+            runs,
+            each=lambda run: run[0].promise,
+            parameters=lambda run: {**dict(enumerate(run)), "path": path_of(run)},
+        )
+    return covering(tier, runs)

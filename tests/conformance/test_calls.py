@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 
 from conformance.calls import build_call, problem_of
 from conformance.case import Case
 from conformance.cases import CASES
 
 
-@thin(quick=37, all=5)
+@sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_problem_without_numbers_is_that_of_the_call(case: Case, dtype: torch.dtype) -> None:

@@ -1,13 +1,15 @@
-"""The list of cases x engine x dtype: every combination in the deep tier, a third of the engines of a case in `all`."""
+"""The list of cases x engine x dtype: below the deep tier each case once, and engines and dtypes meet its features."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from tiers import Tier, combinations, tier_of
+from tiers import covering, tier_of
 
 from conformance.case import Case
-from conformance.cases import CASES, FOR_GPUS
+from conformance.cases import CASES
 from conformance.check import check
 from conformance.engines import ENGINES, Engine
 
@@ -15,13 +17,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    tier = tier_of(metafunc.config)
-    runs = []
-    for cases, tier_of_cases in (
-        ([case for case in CASES if case not in FOR_GPUS], tier),
-        (FOR_GPUS, Tier.DEEP if tier is Tier.DEEP else Tier.QUICK),
-    ):
-        runs += combinations(tier_of_cases, cases, ENGINES, list(DTYPES))
+    every_run = itertools.product(CASES, ENGINES, DTYPES)
+    runs = covering(tier_of(metafunc.config), every_run, each=lambda run: run[0].name)
     ids = [f"{case.name}-{dtype}-{engine.name}" for case, engine, dtype in runs]
     metafunc.parametrize(("case", "engine", "dtype"), runs, ids=ids)
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from tiers import Tier, combinations, tier_of
+from tiers import covering, tier_of
 
 from conformance.calls import build_call, problem_of
 from conformance.case import Case
-from conformance.cases import CASES, FOR_GPUS
+from conformance.cases import CASES
 from conformance.engines import ENGINES, Engine
 from conformance.test_conformance import DTYPES
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A fifth of the list below the deep tier, every case once in it."""
-    cases = [case for case in CASES if case not in FOR_GPUS]
-    runs = combinations(Tier.QUICK, cases, ENGINES, list(DTYPES))
-    runs = runs if tier_of(metafunc.config) is Tier.DEEP else runs[::5]
+    runs = covering(tier_of(metafunc.config), itertools.product(CASES, ENGINES, DTYPES))
     ids = [f"{case.name}-{dtype}-{engine.name}" for case, engine, dtype in runs]
     metafunc.parametrize(("case", "engine", "dtype"), runs, ids=ids)
 

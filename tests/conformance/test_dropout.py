@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 
 from conformance.calls import Call, build_call, problem_of
@@ -64,7 +64,7 @@ def skip_where_refused(engine: Engine, case: Case, dtype: torch.dtype, *grads: s
         pytest.skip(reason)
 
 
-@thin(quick=5, all=5)
+@sampled
 @every_case
 @every_dtype
 @every_engine
@@ -79,7 +79,7 @@ def test_out_is_that_of_the_weights_kept(engine: Engine, dtype: torch.dtype, cas
     torch.testing.assert_close(lse, exact_lse.float(), rtol=1e-2, atol=1e-2)
 
 
-@thin(quick=7, all=5)
+@sampled
 @every_case
 @every_dtype
 @every_engine

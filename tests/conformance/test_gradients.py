@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 
 from conformance.calls import Call, build_call, call_without_numbers, problem_of
@@ -83,7 +83,7 @@ def check(case: Case, dtype: torch.dtype, wanted: Names, actual: Sequence[Tensor
         assert error <= allowed, f"the gradient of {name} is off by {error:.3g}; allowed are {allowed:.3g}"
 
 
-@thin(quick=37, all=13)
+@sampled
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_backward
@@ -109,7 +109,7 @@ def test_what_needs_no_gradient_changes_none(wanted: Names, dtype: torch.dtype, 
         assert torch.equal(got, all_of_them[COMPUTED.index(name)])
 
 
-@thin(quick=11, all=7)
+@sampled
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_gradients_is_at_most_three_times_that_of_torch(dtype: torch.dtype, case: Case) -> None:

@@ -1,17 +1,15 @@
-"""What is promised of calls with a cache holds for calls of a store that has the same tokens.
-
-A store on tensors calls fast_attn_with_kvcache, which has its own tests: below the deep tier each fifth case runs once.
-"""
+"""What is promised of calls with a cache holds for calls of a store that has the same tokens."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import given
-from tiers import Tier, combinations, tier_of
+from tiers import covering, tier_of
 
 from conformance import strategies
 from conformance.case import KvCacheCase
@@ -27,10 +25,8 @@ STORE_CASES = [case for case in CASES if has_store(case)]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engine" not in metafunc.fixturenames:
         return
-    tier = tier_of(metafunc.config)
-    runs = combinations(tier, STORE_CASES, PACKED_STORE_ENGINES, list(DTYPES))
-    on_tensors = (Tier.DEEP, STORE_CASES) if tier is Tier.DEEP else (Tier.QUICK, STORE_CASES[::5])
-    runs += combinations(*on_tensors, DENSE_STORE_ENGINES, list(DTYPES))
+    every_run = itertools.product(STORE_CASES, [*PACKED_STORE_ENGINES, *DENSE_STORE_ENGINES], DTYPES)
+    runs = covering(tier_of(metafunc.config), every_run)
     ids = [f"{case.name}-{dtype}-{engine.name}" for case, engine, dtype in runs]
     metafunc.parametrize(("case", "engine", "dtype"), runs, ids=ids)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiers import thin
+from tiers import sampled
 
 from conformance.engines import ENGINES, Engine
 from conformance.large_scores import check_large_scores
@@ -11,7 +11,7 @@ from conformance.test_conformance import DTYPES
 from fastattention.attention.backend import ATTENTION_BACKENDS
 
 
-@thin(quick=20)
+@sampled
 @pytest.mark.parametrize(("times", "keys", "cached"), [(1, 300, False), (6, 300, False), (1, 300, True), (6, 70, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -237,7 +237,7 @@ def test_compute_dtype_is_that_of_the_results() -> None:
     assert usual.lse.dtype is torch.float32
 
 
-@thin(quick=5, all=3)
+@sampled
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_unused_memory_is_never_read(case: Case) -> None:
     """The cases fill it with NaN."""

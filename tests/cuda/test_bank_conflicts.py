@@ -8,7 +8,7 @@ import emulator
 import pytest
 import torch
 from emulator import EmulatedCudaBackend, Wavefronts
-from tiers import thin
+from tiers import sampled
 
 from fastattention.attention.problem import Inputs, OutputGradients, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
@@ -58,7 +58,7 @@ def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:
     assert counted["stores"] + counted["copies"] > 0
 
 
-@thin(quick=5, all=5)
+@sampled
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm70(), emulator.EmulatedSm75(), emulator.EmulatedSm80()],
                          ids=["sm70", "sm75", "sm80"])  # fmt: skip
@@ -67,7 +67,7 @@ def test_main_loop_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: 
     assert_main_loop_has_no_conflicts(less, more)
 
 
-@thin(quick=3, all=2)
+@sampled
 @pytest.mark.parametrize("headdim", [96, 128, 256])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])
 def test_main_loop_of_int8_products_has_no_bank_conflicts(backend: EmulatedCudaBackend, headdim: int) -> None:
@@ -87,7 +87,7 @@ def of_backward(backend: EmulatedCudaBackend, headdim: int, seqlen_q: int, seqle
     return {kind: getattr(backend.reports[1], kind) for kind in KINDS}  # the first is that of delta
 
 
-@thin(quick=5, all=3)
+@sampled
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("gradients", ["k", "v", "q"])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm70(), emulator.EmulatedSm75(), emulator.EmulatedSm80()],
@@ -98,14 +98,14 @@ def test_nor_has_that_of_a_backward(backend: EmulatedCudaBackend, gradients: str
     assert_main_loop_has_no_conflicts(less, more)
 
 
-@thin(quick=5, all=2)
+@sampled
 @pytest.mark.parametrize(("headdim", "seqlen_q"), [(64, 64), (128, 64), (128, 256), (256, 64), (256, 128)])
 def test_nor_has_it_with_volta_s_other_tiles(headdim: int, seqlen_q: int) -> None:
     less, more = (of_forward(emulator.EmulatedSm70(), headdim, seqlen_q, seqlen_k) for seqlen_k in (192, 256))
     assert_main_loop_has_no_conflicts(less, more)
 
 
-@thin(quick=7, all=3)
+@sampled
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("backend", [emulator.EmulatedSm75(), emulator.EmulatedSm80()], ids=["sm75", "sm80"])
@@ -114,7 +114,7 @@ def test_the_main_loop_of_a_decode_has_no_bank_conflicts(backend: EmulatedCudaBa
     assert_main_loop_has_no_conflicts(less, more)
 
 
-@thin(quick=3, all=3)
+@sampled
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn], ids=["int8", "float8"])
 def test_nor_has_it_with_a_quantized_cache(cache: torch.dtype, headdim: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import kernel_resources
 import pytest
 import torch
-from tiers import Tier, deep, slow, thin, tier_of
+from tiers import Tier, deep, sampled, slow, tier_of
 
 from fastattention.backends.cuda.attention.config import (
     AppendConfig,
@@ -119,7 +119,7 @@ def test_kernels_compile_and_spill_next_to_nothing(headdims: tuple[int, ...], ch
         assert max(spills(products).values(), default=0) <= MOST_OF_PRODUCTS
 
 
-@thin(all=4)
+@sampled
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_merge_or_an_all_reduce_spills_nothing(chip: str) -> None:
     target = CHIPS[chip].target
@@ -130,7 +130,7 @@ def test_a_merge_or_an_all_reduce_spills_nothing(chip: str) -> None:
     assert spills([measure(kernel, target) for kernel in (*merges, *usual_configs(CHIPS[chip]))]) == {}
 
 
-@thin(all=37)
+@sampled
 @pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "H100"])
 @pytest.mark.parametrize("kernel", step_variants(), ids=lambda kernel: kernel.name)
 def test_a_step_of_linear_attention_spills_nothing(kernel: Variant, chip: str) -> None:
@@ -149,7 +149,7 @@ def test_bulk_copies_compile_from_hopper_on() -> None:
     assert compiler.compile_kernel(kernel, 90).resources.keys() == {"fastattention_all_reduce"}
 
 
-@thin(all=5)
+@sampled
 @pytest.mark.parametrize("num_ranks", range(2, MOST_RANKS + 1))
 @pytest.mark.parametrize("bulk_copies", [False, True], ids=["registers", "bulk"])
 def test_all_reduce_compiles_for_every_number_of_ranks(num_ranks: int, bulk_copies: bool) -> None:

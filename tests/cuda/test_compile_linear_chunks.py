@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from linear.cases import LinearCase
-from tiers import slow, thin
+from tiers import sampled, slow
 
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
 from fastattention.gpu_runtime import compiler
@@ -30,7 +30,7 @@ def kernels_of(chip: str, rule: str, headdim: int) -> Iterator[Variant]:
         yield from choose_chunk_kernels(problem, limits.arch, limits)
 
 
-@thin(all=11)
+@sampled
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("chip", ["P100", "V100", "T4", "A100", "RTX 3090", "H100"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -10,18 +9,17 @@ from unittest import mock
 import emulator
 import pytest
 import torch
-from conformance.block_cases import BLOCK_TILES, BLOCKS
+from conformance.block_cases import BLOCKS
 from conformance.calls import Call, problem_of
-from conformance.case import Case, KvCacheCase
-from conformance.cases import BIASES, CASES, FOR_GPUS, SCORES, VALUE_HEADDIMS
+from conformance.case import Case, KvCacheCase, covering_promises
+from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
 from conformance.int8_cases import INT8, INT8_TILES
 from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
-from conformance.wide_cases import LATENT, WIDE
 from emulator import EmulatedCudaBackend
-from tiers import Tier, half, slow, thin, tier_of
+from tiers import sampled, slow, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
@@ -133,28 +131,15 @@ def features_of(kernel: Variant) -> tuple[object, ...]:
     return kernel.cache_format, kernel.modifies_scores, kernel.paged, kernel.int8_products
 
 
-def runs_in(tier: Tier) -> list[Run]:
-    """Below the deep tier a case runs on one GPU, in turn: all cases for GPUs, half of the others.
-
-    Of wide heads, blocks and int8, which nearly all have a kernel of their own that takes seconds to compile, few run.
-    """
-    if tier is Tier.DEEP:
-        return RUNS
-    runs_of_cases = [(case, list(runs)) for case, runs in itertools.groupby(RUNS, key=lambda run: run.case)]
-    if tier is Tier.QUICK:
-        return [runs[i % len(runs)] for i, (_, runs) in enumerate(runs_of_cases) if i % 6 == 0]
-    one_in = dict.fromkeys((*WIDE, *LATENT, *INT8), 3) | dict.fromkeys((*BLOCKS, *BLOCK_TILES, *INT8_TILES), 6)
-    of_all = set(half([case for case, _ in runs_of_cases]))
-    return [
-        runs[i % len(runs)]
-        for i, (case, runs) in enumerate(runs_of_cases)
-        if (i % one_in[case] == 0 if case in one_in else case in FOR_GPUS or case in of_all)
-    ]
+def tiles_for(run: Run) -> str:
+    """The tiles of the attention kernels that a run needs, on its GPU."""
+    tiles = {repr(tile_of(kernel)) for kernel in variants_for(run) if isinstance(kernel, KernelConfig)}
+    return " ".join((run.backend.name, *sorted(tiles)))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
-        runs = runs_in(tier_of(metafunc.config))
+        runs = covering_promises(tier_of(metafunc.config), RUNS, tiles_for)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 
@@ -327,7 +312,7 @@ def assert_right_alone(
     torch.testing.assert_close(out[sequences], backend().forward(problem, inputs).out, atol=2e-3, rtol=0)
 
 
-@thin(quick=2)
+@sampled
 @pytest.mark.parametrize("cached", [False, True], ids=["dense", "cache"])
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
 def test_scores_may_be_as_large_as_float32_has_them(backend: type[EmulatedCudaBackend], cached: bool) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from emulated_ranks import Call, Host
-from tiers import thin
+from tiers import sampled
 
 from fastattention.distributed.transports.all_reduce import DTYPES, MOST_RANKS, PACKET_BYTES, WARPS, AllReduceConfig
 
@@ -31,7 +31,7 @@ def assert_right(config: AllReduceConfig, calls: list[Call], first_step: int = 0
     host.check()
 
 
-@thin(quick=41, all=11)
+@sampled
 @every_dtype
 @every_size
 @every_way
@@ -48,7 +48,7 @@ def test_calls_of_all_sizes_one_after_the_other(dtype: torch.dtype, num_ranks: i
     assert_right(AllReduceConfig(dtype, num_ranks, bulk_copies), calls)
 
 
-@thin(quick=41, all=11)
+@sampled
 @every_dtype
 @every_size
 @every_way

@@ -14,7 +14,7 @@ from conformance.case import Case
 from conformance.test_gradients import FACTOR, GRADIENT_CASES, check, gradients, names
 from emulator import EmulatedCudaBackend
 from test_emulated import EmulatedEngine, Run
-from tiers import Tier, thin, tier_of
+from tiers import covering, sampled, tier_of
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.validation import lengths
@@ -32,13 +32,9 @@ RUNS = [
 ]
 
 
-def runs_in(tier: Tier) -> list[Run]:
-    return RUNS if tier is Tier.DEEP else RUNS[:: {Tier.QUICK: 97}.get(tier, 41)]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
-        runs = runs_in(tier_of(metafunc.config))
+        runs = covering(tier_of(metafunc.config), RUNS)
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 
@@ -68,7 +64,7 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
 every_backend = pytest.mark.parametrize("backend", emulator.EMULATED, ids=[b.name for b in emulator.EMULATED])
 
 
-@thin(quick=11, all=7)
+@sampled
 @every_backend
 @dropout.every_case
 def test_dropout(backend: type[EmulatedCudaBackend], case: Case) -> None:

@@ -13,7 +13,7 @@ import torch
 from emulator import Range, Report, Wavefronts
 from linear.cases import CASES, LinearCase
 from linear.oracle import check
-from tiers import combinations, thin, tier_of
+from tiers import covering, sampled, tier_of
 from torch import Tensor
 
 from fastattention.backends.common.c_struct import Params
@@ -100,16 +100,15 @@ def new_memory_holds_nan() -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "name" in metafunc.fixturenames:
-        tier = tier_of(metafunc.config)
-        runs = combinations(tier, list(CASES), list(LIMITS), [torch.float16, torch.bfloat16])
-        ids = ["-".join((name, chip, str(dtype).removeprefix("torch."))) for name, chip, dtype in runs]
-        metafunc.parametrize(("name", "chip", "dtype"), runs, ids=ids)
+    if "case" in metafunc.fixturenames:
+        names = {case: name for name, case in CASES.items()}
+        every_run = itertools.product(names, LIMITS, [torch.float16, torch.bfloat16])
+        runs = covering(tier_of(metafunc.config), every_run)
+        ids = ["-".join((names[case], chip, str(dtype).removeprefix("torch."))) for case, chip, dtype in runs]
+        metafunc.parametrize(("case", "chip", "dtype"), runs, ids=ids)
 
 
-@thin(quick=7, all=5)
-def test_chunks_are_as_exact_as_the_recurrence(name: str, chip: str, dtype: torch.dtype) -> None:
-    case = CASES[name]
+def test_chunks_are_as_exact_as_the_recurrence(case: LinearCase, chip: str, dtype: torch.dtype) -> None:
     problem, inputs = prepare(case.tensors(dtype), case.options(chunked=True))
     check(problem, inputs, EmulatedChunks(LIMITS[chip]).run(problem, inputs))
 
@@ -193,7 +192,7 @@ def wavefronts_of_a_chunk(kernel: int, chip: str, headdim: int, rule: str) -> di
     }
 
 
-@thin(quick=7, all=3)
+@sampled
 @pytest.mark.parametrize("kernel", [1, 2], ids=["states", "outputs"])
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
@@ -231,7 +230,7 @@ def test_few_heads_share_out_key_dimensions_without_the_delta_rule(rule: str) ->
         assert (states.columns, states.key_columns) == (columns, keys)
 
 
-@thin(quick=3)
+@sampled
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("chip", ["cuda-sm75", "cuda-sm80"])

@@ -12,7 +12,7 @@ import torch
 from emulated_linear import EmulatedLinear, guarded
 from linear.cases import CASES, LinearCase
 from linear.oracle import check
-from tiers import Tier, thin, tier_of
+from tiers import covering, sampled, tier_of
 
 from fastattention.backends.cuda.linear.config import DTYPES, StepConfig, step_variants
 from fastattention.backends.cuda.linear.heuristics import choose_step
@@ -38,13 +38,11 @@ class Run(NamedTuple):
 RUNS = [Run(*each) for each in itertools.product(CASES, SMS, DTYPES)]
 
 
-def runs_in(tier: Tier) -> list[Run]:
-    return RUNS[:: {Tier.QUICK: 53, Tier.ALL: 11, Tier.DEEP: 1}[tier]]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "run" in metafunc.fixturenames:
-        runs = runs_in(tier_of(metafunc.config))
+        runs = covering(
+            tier_of(metafunc.config), RUNS, parameters=lambda run: {**run._asdict(), "case": CASES[run.case]}
+        )
         metafunc.parametrize("run", runs, ids=[run.name for run in runs])
 
 
@@ -96,7 +94,7 @@ def test_any_axis_but_the_last_may_have_gaps(name: str) -> None:
     assert_equal(attend(problem, inputs._replace(**{name: apart.copy_(tensor)})), expected)
 
 
-@thin(quick=4, all=2)
+@sampled
 @pytest.mark.parametrize("beta_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("g_dtype", DTYPES, ids=str)
 def test_gates_and_beta_have_dtypes_of_their_own(g_dtype: torch.dtype, beta_dtype: torch.dtype) -> None:

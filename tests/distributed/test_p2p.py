@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 
 from distributed.fake_calls import BRAIN, CALLS, SINGLE, Call, check_all, check_calls, sum_on, sum_on_two_streams
@@ -33,7 +33,7 @@ def kind(request: pytest.FixtureRequest) -> type[PeerToPeer]:
     return transport
 
 
-@thin(quick=4, all=4)
+@sampled
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_calls_of_all_sizes_are_right_however_streams_run(kind: type[PeerToPeer], size: int) -> None:
     check_calls(Host(size, kind), [*CALLS.values(), *reversed(CALLS.values())] * 2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import cache as paged_cache
@@ -126,7 +126,7 @@ def test_tokens_are_those_of_eager_attention(name: str, calls: dict[str, int], m
     assert not gathers
 
 
-@thin(quick=11, all=5)
+@sampled
 @pytest.mark.parametrize(
     "options",
     [{"page_size": 4, "max_batch_tokens": 64}, {"page_size": 7, "num_blocks": 300}, {"page_size": 256, "num_blocks": 6},
@@ -176,7 +176,7 @@ def test_several_continuations_of_a_prompt(name: str) -> None:
     assert batched_tokens(pair(name).fast, prompts, num_return_sequences=3, page_size=8) == expected
 
 
-@thin(quick=5, all=5)
+@sampled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_half_types_are_as_near_to_float32_as_eager_attention(name: str, dtype: torch.dtype) -> None:

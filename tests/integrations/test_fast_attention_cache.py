@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from offload.fake_device import FakeDevice
-from tiers import slow, thin
+from tiers import sampled, slow
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -33,7 +33,7 @@ def generate(name: str, cache: FastAttentionCache | None, **changed: Any) -> Ten
     return tokens
 
 
-@thin(quick=3, all=3)
+@sampled
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
@@ -55,7 +55,7 @@ def test_nothing_leaves_the_device_while_the_budget_suffices(name: str) -> None:
     assert device.downloaded_bytes == 0
 
 
-@thin(quick=11, all=7)
+@sampled
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(

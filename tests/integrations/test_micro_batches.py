@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from offload.fake_device import FakeDevice
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
@@ -58,7 +58,7 @@ def assert_close(given: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
 
 
-@thin(quick=5, all=3)
+@sampled
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_plain_generation(name: str, policy: str) -> None:
     assert (device.cpu_bytes > 0) == (chosen != "classical")
 
 
-@thin(quick=5, all=2)
+@sampled
 @pytest.mark.parametrize(
     "how",
     [
@@ -181,7 +181,7 @@ class Failing:
         self._handle.remove()
 
 
-@thin(quick=5, all=4)
+@sampled
 @pytest.mark.parametrize("sequences", [[2], [1], [2, 1]], ids=["first half", "second half", "both"])
 @pytest.mark.parametrize("layer", [0, 3, 5])
 @pytest.mark.parametrize("name", MODELS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.team import Team
-from tiers import slow, thin
+from tiers import sampled, slow
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -116,7 +116,7 @@ def passes(name: str, side: str, cache: str) -> None:
     assert_same(out, expected, seen)
 
 
-@thin(quick=5)
+@sampled
 @pytest.mark.parametrize("cache", ["no cache", "dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", TILED)
@@ -136,7 +136,7 @@ def generation(name: str, side: str, cache: str | None) -> list[list[int]]:
     return result
 
 
-@thin(quick=3)
+@sampled
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", TILED)

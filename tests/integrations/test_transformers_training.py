@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow, thin
+from tiers import sampled, slow
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -131,7 +131,7 @@ def assert_same_losses(fast: Tensor, eager: Tensor) -> None:
     assert difference <= TOLERANCE, f"losses differ by {difference:.1e} at step {step}"
 
 
-@thin(quick=3)
+@sampled
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
 def test_losses_are_those_of_eager_at_every_step(name: str, served: list[Problem]) -> None:
     eager, fast = (train(trainable(model), batches_for(name)) for model in pair(name))
@@ -168,7 +168,7 @@ def test_a_learned_position_bias_leaves_self_attention_to_sdpa(served: list[Prob
 
 
 @slow
-@thin(all=3)
+@sampled
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert"])
 def test_bfloat16_losses_are_as_near_to_float32_as_those_of_eager(name: str, served: list[Problem]) -> None:
     """At most 1.5 times as far, on average over all steps: where weights are rounded, two runs soon part by chance."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +34,24 @@ class LinearCase:
     returns_state: bool = True
     gate_dtype: torch.dtype | None = torch.float32  # None: that of q
     layout: str = "contiguous"  # or "heads": q, k and v are views of (batch_size, heads, seqlen, headdim)
+
+    @cached_property
+    def sampled_by(self) -> Mapping[str, Hashable]:
+        """Axis -> value: what tests of this list are sampled by, in place of names. See tiers.py."""
+        return {
+            "rule": self.rule,
+            "varlen": self.seqlens is not None,
+            "batch": self.batch_size > 1,
+            "seqlen": min(self.seqlen, 2) + (self.seqlen > 64),
+            "headdims": (self.headdim_k, self.headdim_v),
+            "group": self.nheads // self.nheads_k,
+            "gates": self.gates,
+            "scaled": self.scale is not None,
+            "l2norm": self.l2norm,
+            "state": (self.initial_state, self.returns_state),
+            "gate_dtype": self.gate_dtype,
+            "memory": self.layout,
+        }
 
     def options(self, chunked: bool) -> LinearOptions:
         """The scalars of the call."""

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fastattention.linear.ops import call_linear_attention
-from tiers import slow, thin
+from tiers import sampled, slow
 from torch import Tensor
 from torch.testing import assert_close
 
 from fastattention.backends.torch.linear import linear_attention
+from fastattention.engine import torch_ops
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
 from fastattention.linear.backend import LINEAR_BACKENDS
+from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
 from linear.cases import CASES, LinearCase
@@ -24,15 +25,15 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_form = pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
 
 
-@thin(quick=11, all=5)
+@sampled
 @every_backend
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
 )
 @every_form
-@pytest.mark.parametrize("name", CASES)
-def test_linear_attention_is_right(backend: str, name: str, chunked: bool, dtype: torch.dtype) -> None:
-    problem, inputs = prepare(CASES[name].tensors(dtype), CASES[name].options(chunked))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_linear_attention_is_right(backend: str, case: LinearCase, chunked: bool, dtype: torch.dtype) -> None:
+    problem, inputs = prepare(case.tensors(dtype), case.options(chunked))
     engine = LINEAR_BACKENDS.get(backend)
     if reason := engine.why_not(problem):
         pytest.skip(reason)
@@ -150,7 +151,9 @@ def test_inputs_are_not_written(backend: str, chunked: bool) -> None:
 def test_without_tokens_the_state_is_a_new_tensor(backend: str, chunked: bool, seqlens: tuple[int, ...] | None) -> None:
     inputs = LinearCase(seqlen=0, seqlens=seqlens, initial_state=True).tensors(torch.float32)
     assert inputs.initial_state is not None
-    as_operator = call_linear_attention(inputs, LinearCase().options(chunked), backend)  # torch checks it, too
+    as_operator = torch_ops.call(
+        LINEAR_ATTENTION, inputs, LinearCase().options(chunked), backend
+    )  # torch checks it, too
     for out, state in (call(inputs, chunked, backend), as_operator):
         assert out.shape == inputs.v.shape
         assert state is not None

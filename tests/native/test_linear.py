@@ -8,7 +8,7 @@ import pytest
 import torch
 from linear.cases import CASES, LinearCase
 from linear.oracle import check
-from tiers import thin
+from tiers import sampled
 
 from fastattention import set_num_threads
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla
@@ -25,12 +25,12 @@ def plans(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     monkeypatch.setattr(LINEAR_ATTENTION, "_plans", {})
 
 
-@thin(quick=41, all=29)
+@sampled
 @DTYPES
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "tokens"])
-@pytest.mark.parametrize("name", CASES)
-def test_results_are_right(isa: str, name: str, chunked: bool, dtype: torch.dtype) -> None:
-    problem, inputs = prepare(CASES[name].tensors(dtype), CASES[name].options(chunked))
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_results_are_right(isa: str, case: LinearCase, chunked: bool, dtype: torch.dtype) -> None:
+    problem, inputs = prepare(case.tensors(dtype), case.options(chunked))
     check(problem, inputs, LINEAR_BACKENDS.get("cpu").plan(problem, inputs)(inputs))
 
 
@@ -58,7 +58,7 @@ def test_results_do_not_depend_on_the_number_of_threads(isa: str, rule: str, dty
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
-@thin(quick=59, all=11)
+@sampled
 @DTYPES
 @pytest.mark.parametrize("rule", ["delta", "head", "key"])
 @pytest.mark.parametrize("seqlen", [47, 48, 49, 63, 64, 65, 95, 96, 97, 129])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 
 from fastattention import PackedKVStore, fast_attn_func
 
@@ -43,7 +43,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-@thin(quick=7, all=3)
+@sampled
 @ATTENTION
 @DTYPES
 @SHAPES
@@ -69,7 +69,7 @@ def test_a_bad_query_spoils_its_own_row_only(
     assert torch.equal(out[0, others], clean[0, others])
 
 
-@thin(quick=7, all=3)
+@sampled
 @ATTENTION
 @DTYPES
 @SHAPES
@@ -94,7 +94,7 @@ MODIFIED = {
 }
 
 
-@thin(quick=7, all=3)
+@sampled
 @ATTENTION
 @DTYPES
 @SHAPES

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 
 from fastattention.errors import CacheFullError
 from fastattention.offload.kv_store import CooperativeKVStore, MemoryCaps
@@ -68,7 +68,7 @@ def test_no_layer_can_leave_without_cpu_memory() -> None:
     pair.steps(5)
 
 
-@thin(quick=5, all=2)
+@sampled
 @pytest.mark.parametrize("gpu_pages", range(8, 40, 2))
 def test_a_step_that_begins_has_room_to_its_end(gpu_pages: int) -> None:
     """However tight the budget is; layers in CPU memory may come before those on the device and after them."""
@@ -81,7 +81,7 @@ def test_a_step_that_begins_has_room_to_its_end(gpu_pages: int) -> None:
     assert any(pair.store.layers_on_cpu)
 
 
-@thin(quick=5, all=2)
+@sampled
 @pytest.mark.parametrize("more", range(10))
 def test_beams_that_shared_their_pages_have_room_for_their_own(more: int) -> None:
     pair = make_pair(8 * 3 + 6 + more, num_layers=6, batch_size=3)

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 
 from fastattention.errors import CacheFullError
 from offload.reference_cache import HEADDIM, HEADDIM_V, NHEADS_K, CachePair, page_shape
@@ -52,7 +52,7 @@ def interrupt_everywhere(
     raise AssertionError
 
 
-@thin(quick=5, all=5)
+@sampled
 @every_fault
 @every_share
 def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: bool) -> None:
@@ -66,7 +66,7 @@ def test_a_step_is_undone_by_the_next(share: float, error: BaseException, late: 
     assert faults > 8
 
 
-@thin(quick=5, all=5)
+@sampled
 @every_fault
 @every_share
 def test_a_step_of_several_tokens_is_undone_by_a_shorter_one(share: float, error: BaseException, late: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 
 from fastattention.errors import ArgumentError, CacheFullError
@@ -128,7 +128,7 @@ def test_several_tokens_a_step(share: float) -> None:
     assert any(pair.store.layers_on_cpu)
 
 
-@thin(quick=11, all=7)
+@sampled
 @every_share
 @pytest.mark.parametrize("length", range(40))
 def test_truncating_to_every_length_and_going_on(share: float, length: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 
 from fastattention.errors import CacheFullError
 from fastattention.offload import memory
@@ -62,7 +62,7 @@ def fill(store: CooperativeKVStore, seqlen: int) -> None:
         list(step(store, left % chunk or chunk))
 
 
-@thin(quick=5, all=4)
+@sampled
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("pages", [70, 100, 150])

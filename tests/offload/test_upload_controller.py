@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow, thin
+from tiers import sampled, slow
 
 from fastattention.offload import upload_controller
 from fastattention.offload.device import CpuJob, CudaDevice, Span, Upload
@@ -45,7 +45,7 @@ def fixed(num_layers: int, on_cpu: int, share: float, rates: Rates) -> float:
 
 
 @slow
-@thin(all=12)
+@sampled
 @every_machine
 @pytest.mark.parametrize("wrong", [0.7, 1.3])
 @pytest.mark.parametrize("part", ["link", "cpu"])
@@ -70,6 +70,7 @@ def test_the_right_prediction_stays(machine: str) -> None:
     assert timed.steps(STEPS) < 1.02 * fixed(num_layers, on_cpu, share, Rates(link, cpu))
 
 
+@slow
 @every_machine
 def test_a_link_that_slows_down_is_followed(machine: str) -> None:
     num_layers, on_cpu, link, cpu = MACHINES[machine]
@@ -114,7 +115,7 @@ def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
 
 
 @slow
-@thin(all=4)
+@sampled
 @pytest.mark.parametrize("ratio", [0.7, 2.0])
 @pytest.mark.parametrize("wrong", [0.7, 1.3])
 def test_two_stores_share_link_and_cpu(monkeypatch: pytest.MonkeyPatch, ratio: float, wrong: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 
 from fastattention.attention.problem import Layout
 from fastattention.backends.cuda.attention import decode_heuristics
@@ -48,7 +48,7 @@ def plain(chip: str, headdim: int, rows: int, keys: int = 0) -> KernelConfig:
     return choose_decode_feature(limits.arch, limits, torch.float16, headdim, Feature.PLAIN, rows, keys)
 
 
-@thin(quick=5, all=3)
+@sampled
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_call_gets_a_kernel_that_fits_its_gpu(chip: str, headdim: int) -> None:
@@ -85,7 +85,7 @@ def test_every_choice_by_rows_and_keys_has_its_representative(chip: str) -> None
             assert plain(chip, headdim, rows, keys) in chosen
 
 
-@thin(quick=5, all=3)
+@sampled
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_smaller_tile_that_fits_holds_all_rows(chip: str, headdim: int) -> None:

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
@@ -96,7 +96,7 @@ def visible_by(mod: MaskMod, seqlen_q: int, seqlen_k: int, sizes: tuple[int, int
     return flex_attention.create_mask(mod, *sizes, seqlen_q, seqlen_k, device="cpu")
 
 
-@thin(quick=9, all=7)
+@sampled
 @pytest.mark.parametrize("block_size", [(64, 64), (128, 64), (64, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize(
     ("left", "right"),
@@ -119,7 +119,7 @@ def test_a_window_is_read_as_that_window(
     assert read.window_right in (right, -1)
 
 
-@thin(quick=5, all=5)
+@sampled
 @pytest.mark.parametrize(
     ("left", "right"), [(-1, 0), (0, 0), (70, 0), (70, 3), (10, -1), (-1, -1)], ids=lambda side: str(side)
 )

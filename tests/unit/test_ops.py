@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -176,7 +176,7 @@ def test_meta_tensors_need_no_data(call: Call) -> None:
     assert all(x.is_meta for x in meta)
 
 
-@thin(all=2)
+@sampled
 @pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 def test_a_traced_graph_is_one_operator_and_computes_the_same(call: Call, tracing_mode: str) -> None:

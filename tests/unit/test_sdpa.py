@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conformance.rows_behind import check_rows_behind
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
@@ -69,7 +69,7 @@ OPTIONS = {
 WITH_OPTIONS = pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
 
 
-@thin(quick=17, all=11)
+@sampled
 @WITH_OPTIONS
 @pytest.mark.parametrize("lengths", [(37, 53), (53, 37), (37, 37), (1, 53), (37, 1), (37, 0)], ids=str)
 @pytest.mark.parametrize("extra", ["plain", "bias", "alibi", "sinks"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
-from tiers import thin
+from tiers import sampled
 from torch import Tensor
 
 from fastattention import sparse
@@ -148,7 +148,7 @@ def estimated_shares(q: Tensor, k: Tensor, causal: bool, block_size: tuple[int, 
     return scores.masked_fill(~visible, -math.inf).softmax(-1), visible, always
 
 
-@thin(quick=5)
+@sampled
 @pytest.mark.parametrize("block_size", [(64, 64), (64, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), SHAPES, ids=IDS)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 from conformance.calls import problem_of
-from conformance.case import Case, DenseCase, KvCacheCase, VarlenCase
+from conformance.case import Case, DenseCase, KvCacheCase, VarlenCase, covering_promises
 from conformance.cases import CASES
-from tiers import in_turn, tier_of
+from tiers import tier_of
 
 from fastattention.backends.ascend import vendor
 
@@ -77,11 +76,7 @@ def runs(*dtypes: torch.dtype) -> list[tuple[Case, torch.dtype]]:
 
 
 def parametrize(metafunc: pytest.Metafunc, runs: Sequence[tuple[Case, torch.dtype]]) -> None:
-    """Gives a test its `case` and `dtype`. Below the deep tier each case has one dtype, in turn.
-
-    What is handed to the operators depends on the dtype in few places.
-    """
-    by_case = [list(group) for _, group in itertools.groupby(runs, key=lambda run: run[0])]
-    chosen = in_turn(tier_of(metafunc.config), by_case)
+    """Gives a test its `case` and `dtype`."""
+    chosen = covering_promises(tier_of(metafunc.config), runs)
     ids = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for case, dtype in chosen]
     metafunc.parametrize(("case", "dtype"), chosen, ids=ids)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conformance.calls import Call, build_call
 from conformance.case import Case, DenseCase, VarlenCase
-from tiers import thin
 from torch import Tensor
 
 from ascend.vendor.cases import parametrize
@@ -50,7 +49,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize(metafunc, RUNS)
 
 
-@thin(quick=5)
 def test_error_is_at_most_twice_that_of_torch(case: Case, dtype: torch.dtype) -> None:
     check_gradients(case, dtype, gradients(case, dtype, wanted_of(case), by_the_vendor))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow, thin
+from tiers import sampled, slow
 from torch import Tensor
 
 from ascend.llvm import TOOLS, find_tool
@@ -110,7 +110,7 @@ def who_serves(name: str, side: str, cache: str, dtype: torch.dtype) -> list[set
     return [vendor, vendor, decoding, decoding]
 
 
-@thin(quick=7, all=5)
+@sampled
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -131,7 +131,7 @@ def test_logits_are_those_of_eager(name: str, dtype: torch.dtype, side: str, cac
     assert 0 < error <= 2 * allowed
 
 
-@thin(quick=3, all=3)
+@sampled
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", MODELS)
@@ -144,7 +144,7 @@ def test_greedy_generation_is_that_of_eager(name: str, cache: str | None, side: 
     assert fast.tolist() == eager.tolist()
 
 
-@thin(quick=5)
+@sampled
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_waits_for_the_device_do_not_grow_with_layers(side: str, cache: str) -> None:

@@ -46,7 +46,7 @@ def of_decode(
     if cache is not torch.float16:
         k, scale = quantize(k, cache)
     arguments = KvCacheArguments(q, k, k, cache_seqlens=seqlen_k, k_scale=scale, v_scale=scale)
-    return wavefronts(backend, *prepare_kvcache(arguments, Options(), num_splits=1))
+    return wavefronts(backend, *prepare_kvcache(arguments, Options(num_splits=1)))
 
 
 def assert_main_loop_has_no_conflicts(less: Counts, more: Counts) -> None:

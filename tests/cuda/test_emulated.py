@@ -27,7 +27,7 @@ from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache
 from fastattention.attention.validation import lengths as lengths_module
-from fastattention.backends.cuda import heuristics
+from fastattention.backends.cuda.attention import heuristics
 from fastattention.backends.cuda.attention.config import AppendConfig, KernelConfig
 from fastattention.backends.cuda.attention.decode_heuristics import is_decode
 from fastattention.backends.cuda.attention.plan import make_plan

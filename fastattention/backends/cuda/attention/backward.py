@@ -11,14 +11,15 @@ from torch import Tensor
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Layout, OutputGradients, Problem
 from fastattention.backends.common.c_struct import Params
-from fastattention.backends.common.layout import pointers
+from fastattention.backends.common.layout import Strides, pointers, strides_of
 from fastattention.backends.cuda.attention.backward_heuristics import choose_backward
 from fastattention.backends.cuda.attention.call import Launcher
 from fastattention.backends.cuda.attention.config import WIDEST_OF_A_WARP, BackwardConfig, DeltaConfig, lanes_for
 from fastattention.backends.cuda.attention.heuristics import computed_dtype, key_heads_per_l2_wave, modifies_scores
-from fastattention.backends.cuda.attention.params import AttentionParams, BackwardParams
+from fastattention.backends.cuda.attention.params import BackwardParams
 from fastattention.backends.cuda.attention.plan import DTYPES, attention_template
 from fastattention.backends.cuda.common.memory import aligned_as, prepared
+from fastattention.engine.bounded import BoundedDict
 from fastattention.gpu_runtime.chips import Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 
@@ -48,6 +49,7 @@ class BackwardPlan:
     dtype: torch.dtype  # in which they read and write
     delta: KernelLaunch
     passes: tuple[_Pass, ...]
+    templates: BoundedDict[Strides, bytes]  # parameters by widths and strides of tensors, without addresses
 
 
 def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardPlan:
@@ -64,9 +66,8 @@ def make_backward_plan(problem: Problem, arch: int, limits: Limits) -> BackwardP
         num_m_tiles = -(-rows // config.tile_m)
         num_ctas = num_m_tiles * heads * problem.batch_size * config.num_value_parts
         passes.append(_Pass(config, KernelLaunch(config, 0, num_ctas), num_m_tiles, heads_together))
-    return BackwardPlan(
-        DTYPES[dtype], KernelLaunch(delta, 0, -(-math.prod(problem.lse_shape) // delta.rows_of_cta)), tuple(passes)
-    )
+    delta_launch = KernelLaunch(delta, 0, -(-math.prod(problem.lse_shape) // delta.rows_of_cta))
+    return BackwardPlan(DTYPES[dtype], delta_launch, tuple(passes), BoundedDict())
 
 
 def differentiate(
@@ -96,7 +97,7 @@ def differentiate(
     stats = (torch.zeros if is_empty else torch.empty)(3, *problem.lse_shape, dtype=torch.float32, device=out.device)
     if not is_empty:
         call = AttentionOutput(out, result.lse), OutputGradients(grad_out, grad_lse)
-        _launch(plan, _params(problem, given, *call, stats, found), launcher)
+        _launch(plan, _params(plan, problem, given, *call, stats, found), launcher)
     final = {name: _final(found[name], getattr(inputs, name), unit) for name in problem.grads if name in found}
     if "sinks" in problem.grads:
         assert inputs.sinks is not None
@@ -109,6 +110,7 @@ def differentiate(
 
 
 def _params(
+    plan: BackwardPlan,
     problem: Problem,
     inputs: Inputs,
     result: AttentionOutput,
@@ -116,22 +118,29 @@ def _params(
     stats: Tensor,
     found: dict[str, Tensor],
 ) -> Params:
-    """Of all kernels. Those of a pass are still missing."""
+    """Parameters that all kernels share. Those of a pass are still missing."""
+    # Copies may have the strides of another call's tensors, and be wider.
+    key = (inputs.q.shape[-1], inputs.v.shape[-1], *strides_of(inputs))
+    template = plan.templates.get(key)
+    if template is None:
+        template = plan.templates[key] = BackwardParams.template(
+            call=attention_template(problem, inputs),
+            num_rows=stats[0].numel(),
+            exponents_of_lse=1.0 if modifies_scores(problem) else math.log2(math.e),
+        )
     tensors = {
         "q": inputs.q, "k": inputs.k, "v": inputs.v, "out": result.out, "lse": result.lse,
         "cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k, "alibi_slopes": inputs.alibi_slopes,
         "sinks": inputs.sinks, "attn_bias": inputs.attn_bias, "dropout_seed": inputs.dropout_seed,
         "block_mask": inputs.block_mask,
     }  # fmt: skip
-    call = AttentionParams.make(attention_template(problem, inputs), **_addresses(tensors))
-    template = BackwardParams.template(
-        call=bytes(call),
-        num_rows=stats[0].numel(),
-        exponents_of_lse=1.0 if modifies_scores(problem) else math.log2(math.e),
-    )
     gradients: dict[str, Tensor | None] = {f"grad_{name}": tensor for name, tensor in found.items()}
     given = {"grad_out": grads.out, "grad_lse": grads.lse, "stats": stats}
-    return BackwardParams.make(template, **_addresses(gradients | given))
+    params = BackwardParams.make(template, **_addresses(gradients | given))
+    call = params.call
+    for name, address in _addresses(tensors).items():
+        setattr(call, name, address)
+    return params
 
 
 def _addresses(tensors: dict[str, Tensor | None]) -> dict[str, int]:

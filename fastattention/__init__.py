@@ -1,22 +1,20 @@
 """fastattention: exact FlashAttention-class attention for the hardware FlashAttention leaves behind.
 
-A call passes through these modules in order: interface.py (the public functions), dispatch.py (its cached plan),
-backends/ (the computation). For a new plan validation/ turns its arguments into a Problem and Inputs, and the first
-backend without a reason against the Problem is chosen.
+A call passes through attention/interface.py (the public function), engine/operator.py (its cached plan) and backends/
+(the computation). docs/internals/architecture.md follows one.
 
-interface.py, ops.py  the public functions, and their torch operators under torch.compile
-validation/           checks of arguments
-problem.py            Problem and Inputs, what a backend gets
-dispatch.py           finds or makes the plan of a call, or explains it
-backends/             cpu, cuda, ascend and sdpa
-reference.py          the executable specification that tests compare with
-merge.py              merging of attention over parts of the keys
-quantized.py          int8 and float8 caches
-kv_store/             KV caches whose memory the library owns
-offload/              a KV cache split between a device and the CPU
-distributed/          tensor parallelism: attention overlapped with its all-reduce
-integrations/         Hugging Face Transformers, and code written for flash_attn
-cli/                  the command line
+attention/     public functions, validation, Problem and Inputs, operators, reference of attention
+linear/        the same of linear attention
+engine/        what serves any operator: registry, plans, operators of torch, autograd, explanations
+backends/      kernels by device: cpu, cuda, ascend; sdpa and torch are fallbacks in operations of torch
+gpu_runtime/   compiles, loads and launches CUDA kernels
+sparse.py      patterns of block masks
+quantized.py   int8 and float8 caches
+kv_store/      KV caches whose memory the library owns
+offload/       a KV cache split between a device and the CPU
+distributed/   tensor parallelism: attention overlapped with its all-reduce
+integrations/  Hugging Face Transformers, and code written for flash_attn
+cli/           the command line
 config.py, errors.py  environment variables and exceptions
 """
 

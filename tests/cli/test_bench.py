@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import slow
+from tiers import deep, slow
 
 from fastattention.cli.bench import session as sessions
 from fastattention.cli.bench.measure import Measurement
@@ -49,7 +49,7 @@ def check_schema(report: dict[str, Any], question: str) -> None:
             assert (one["fastattention_speedup"] is None) == (one["peer"] == "fastattention")
 
 
-@slow
+@deep
 def test_bench_answers_every_question(
     run_command: Callable[..., Finished], known_limits: Limits, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.team import Team
-from tiers import sampled, slow
+from tiers import deep, sampled
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -179,7 +179,7 @@ def compiled() -> None:
     assert_same(out, expected, padding_mask("left"))
 
 
-@slow
+@deep
 def test_torch_compile_traces_the_usual_way(ranks: Team) -> None:
     ranks.run(compiled)
 

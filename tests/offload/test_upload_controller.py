@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import sampled, slow
+from tiers import deep, sampled, slow
 
 from fastattention.offload import upload_controller
 from fastattention.offload.device import CpuJob, CudaDevice, Span, Upload
@@ -115,9 +115,10 @@ def seconds_in_halves(num_layers: int, share: float, rates: Rates) -> float:
 
 
 @slow
-@sampled
-@pytest.mark.parametrize("ratio", [0.7, 2.0])
-@pytest.mark.parametrize("wrong", [0.7, 1.3])
+@pytest.mark.parametrize(
+    ("ratio", "wrong"),
+    [(0.7, 1.3), *(pytest.param(*each, marks=deep) for each in ((0.7, 0.7), (2.0, 0.7), (2.0, 1.3)))],
+)
 def test_two_stores_share_link_and_cpu(monkeypatch: pytest.MonkeyPatch, ratio: float, wrong: float) -> None:
     rates = Rates(S / 8, ratio * S / 8)
     balanced = seconds_in_halves(8, wrong / (1 + ratio), rates)

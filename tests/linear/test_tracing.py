@@ -10,6 +10,7 @@ from tiers import slow
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gla
 from fastattention.linear.problem import LinearInputs
@@ -124,3 +125,23 @@ def test_forward_mode_follows_a_call(rule: str) -> None:
     for followed in (found, duals):
         for given, exact in zip(followed, wanted, strict=True):
             assert_close(given, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("delta_rule", "products"), [(False, 2), (True, 3)], ids=["gla", "delta"])
+def test_flops_are_those_of_the_recurrence(delta_rule: bool, products: int) -> None:
+    """For each token and head a state of 8 x 4 elements is updated and read; the delta rule reads it twice."""
+    q, v, g = torch.randn(2, 6, 3, 8), torch.randn(2, 6, 3, 4), -torch.rand(2, 6, 3)
+    with FlopCounterMode(display=False) as counter:
+        if delta_rule:
+            chunk_gated_delta_rule(q, q, v, g, torch.rand(2, 6, 3))
+        else:
+            chunk_gla(q, q, v, g)
+    assert counter.get_total_flops() == 2 * 6 * 3 * 2 * 8 * 4 * products
+
+
+def test_vmap_runs_a_call_for_each_index() -> None:
+    q, v, g = torch.randn(5, 2, 6, 3, 8), torch.randn(2, 6, 3, 4), -torch.rand(2, 6, 3)
+    out, state = torch.vmap(lambda q: recurrent_gla(q, q, v, g, output_final_state=True))(q)
+    alone = [recurrent_gla(each, each, v, g, output_final_state=True) for each in q]
+    assert_close(out, torch.stack([one for one, _ in alone]))
+    assert_close(state, torch.stack([one for _, one in alone]))

@@ -73,8 +73,8 @@ class Attention(_AttentionOperator[Inputs]):
         "q": 4, "k": 4, "v": 4, "alibi_slopes": 2, "attn_bias": 4, "block_mask": 4,
     }  # fmt: skip
 
-    def prepare(self, given: Inputs, scalars: Options) -> tuple[Problem, Inputs]:
-        return prepare_prefill(given, scalars)
+    def prepare(self, given: Inputs, options: Options) -> tuple[Problem, Inputs]:
+        return prepare_prefill(given, options)
 
     def recheck(self, problem: Problem) -> Callable[[Inputs, Options], Inputs | None] | None:
         if problem.layout is Layout.DENSE:
@@ -82,8 +82,8 @@ class Attention(_AttentionOperator[Inputs]):
         longest = (problem.seqlen_q, problem.seqlen_k)
         return lambda given, options: given if check_varlen(given, options) == longest else None
 
-    def result_shapes(self, given: Inputs, scalars: Options, differentiated: bool) -> Shapes:
-        return _shapes(given.q, given.v, scalars.return_lse or differentiated)
+    def result_shapes(self, given: Inputs, options: Options, differentiated: bool) -> Shapes:
+        return _shapes(given.q, given.v, options.return_lse or differentiated)
 
     def scalars_of(self, problem: Problem) -> Options:
         varlen = problem.layout is Layout.VARLEN
@@ -101,26 +101,26 @@ class Attention(_AttentionOperator[Inputs]):
             block_n=block_n,
         )
 
-    def check_traceable(self, given: Inputs, scalars: Options) -> None:
-        if scalars.dropout_p and scalars.return_mask:
+    def check_traceable(self, given: Inputs, options: Options) -> None:
+        if options.dropout_p and options.return_mask:
             raise UnsupportedError(
-                f"return_attn_probs with dropout_p={scalars.dropout_p} gives the dropout mask, which a traced call "
+                f"return_attn_probs with dropout_p={options.dropout_p} gives the dropout mask, which a traced call "
                 "cannot return; use return_lse, or call outside torch.compile"
             )
 
-    def meta_arguments(self, given: Inputs, scalars: Options) -> tuple[Inputs, Options]:
+    def meta_arguments(self, given: Inputs, options: Options) -> tuple[Inputs, Options]:
         given = given._replace(dropout_seed=None)
         if given.cu_seqlens_q is None:
-            return given, scalars
-        longest_q, longest_k = scalars.max_seqlen_q, scalars.max_seqlen_k
+            return given, options
+        longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
         if longest_k is None:  # nobody knows how many keys they are for
             given = given._replace(attn_bias=None, block_mask=None)
         if longest_q is None:
             given = given._replace(block_mask=None)
         longest_q = given.q.shape[0] if longest_q is None else longest_q
-        return given, scalars._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k or 0)
+        return given, options._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k or 0)
 
-    def why_not_folded(self, arguments: Mapping[str, Any]) -> bool:
+    def runs_one_by_one(self, arguments: Mapping[str, Any]) -> bool:
         return arguments["cu_seqlens_q"] is not None or arguments["dropout_seed"] is not None
 
     def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
@@ -139,14 +139,14 @@ class AttentionKvCache(_AttentionOperator[KvCacheArguments]):
     )  # fmt: skip
     written = ("k_cache", "v_cache", "k_scale", "v_scale")
 
-    def prepare(self, given: KvCacheArguments, scalars: Options) -> tuple[Problem, Inputs]:
-        return prepare_kvcache(given, scalars)
+    def prepare(self, given: KvCacheArguments, options: Options) -> tuple[Problem, Inputs]:
+        return prepare_kvcache(given, options)
 
-    def signature(self, given: KvCacheArguments, scalars: Options, backend: str) -> CallSignature | None:
+    def signature(self, given: KvCacheArguments, options: Options, backend: str) -> CallSignature | None:
         """One length for all sequences stands as a flag: calls of any length share a plan."""
         if type(given.cache_seqlens) is int:
-            return signature_of(given._replace(cache_seqlens=None), backend, (scalars, True))
-        return signature_of(given, backend, (scalars, False))
+            return signature_of(given._replace(cache_seqlens=None), backend, (options, True))
+        return signature_of(given, backend, (options, False))
 
     def recheck(self, problem: Problem) -> Callable[[KvCacheArguments, Options], Inputs | None]:
         return lambda given, _: check_cache(problem, given.inputs(), given.cache_seqlens)
@@ -163,23 +163,23 @@ class AttentionKvCache(_AttentionOperator[KvCacheArguments]):
         names = {"k": "k_cache", "v": "v_cache", "k_new": "k", "v_new": "v"}
         return {names.get(name, name): tensor for name, tensor in inputs._asdict().items()}
 
-    def result_shapes(self, given: KvCacheArguments, scalars: Options, differentiated: bool) -> Shapes:
-        return _shapes(given.q, given.v_cache, scalars.return_lse)
+    def result_shapes(self, given: KvCacheArguments, options: Options, differentiated: bool) -> Shapes:
+        return _shapes(given.q, given.v_cache, options.return_lse)
 
-    def check_traceable(self, given: KvCacheArguments, scalars: Options) -> None:
-        if scalars.panels is not None:
+    def check_traceable(self, given: KvCacheArguments, options: Options) -> None:
+        if options.panels is not None:
             require_eager(given._asdict(), "; use a DenseKVStore")
         if is_functionalizing():
             raise UnsupportedError(
                 "torch.func.functionalize does not follow operators that write their caches in place"
             )
 
-    def as_torch_takes(self, given: KvCacheArguments, scalars: Options) -> tuple[KvCacheArguments, Options]:
+    def as_torch_takes(self, given: KvCacheArguments, options: Options) -> tuple[KvCacheArguments, Options]:
         if given.cache_seqlens is None or isinstance(given.cache_seqlens, Tensor):
-            return given, scalars
+            return given, options
         length, q = read_int("cache_seqlens", given.cache_seqlens), given.q
         lengths = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
-        return given._replace(cache_seqlens=lengths), scalars
+        return given._replace(cache_seqlens=lengths), options
 
     def check_mapped(self, arguments: Mapping[str, Any], mapped: Mapping[str, int | None]) -> None:
         for name in ("k_cache", "v_cache"):

@@ -27,7 +27,7 @@ from fastattention.engine.signature import CallSignature, signature_of
 from fastattention.errors import ArgumentError
 
 G = TypeVar("G", bound=tuple[Any, ...])  # the tensors of a call as they are given, a NamedTuple
-S = TypeVar("S", bound=tuple[Any, ...])  # its scalars, of the right types, a NamedTuple
+S = TypeVar("S", bound=tuple[Any, ...])  # its options: all scalars, of the right types, a NamedTuple
 Arguments = ParamSpec("Arguments")
 
 _is_profiling = torch._C._autograd._profiler_enabled
@@ -60,7 +60,7 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         torch_ops.register(self)
 
     @abc.abstractmethod
-    def prepare(self, given: G, scalars: S) -> tuple[P, I]:
+    def prepare(self, given: G, options: S) -> tuple[P, I]:
         """The problem of a call and its tensors as backends read them. The only validation; raises ArgumentError."""
 
     @abc.abstractmethod
@@ -68,16 +68,16 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         """Tensors as they were given, in the strides and dtypes that backends take; names: those to look at."""
 
     @abc.abstractmethod
-    def result_shapes(self, given: G, scalars: S, differentiated: bool) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    def result_shapes(self, given: G, options: S, differentiated: bool) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         """Shape and dtype of each of `results`, from shapes alone; (0,) of one that nobody asked for."""
 
     @abc.abstractmethod
     def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:
         """Floating-point operations of a call, as torch counts those of its own attention. Arguments by name."""
 
-    def signature(self, given: G, scalars: S, backend: str) -> CallSignature | None:
+    def signature(self, given: G, options: S, backend: str) -> CallSignature | None:
         """All that the plan of a call depends on; None for a call that has to be looked at more closely."""
-        return signature_of(given, backend, scalars)
+        return signature_of(given, backend, options)
 
     def recheck(self, problem: P) -> Callable[[G, S], I | None] | None:
         """Checks of what the signature of a call of `problem` does not answer: values, and shared memory.
@@ -102,18 +102,18 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         """The scalars that make `problem`: of a call that is differentiated by the operator of torch."""
         raise NotImplementedError(f"{self.name} has no backward")
 
-    def check_traceable(self, given: G, scalars: S) -> None:
+    def check_traceable(self, given: G, options: S) -> None:
         """Raises for what the operator of torch cannot take or give. It makes all other checks when it runs."""
 
-    def meta_arguments(self, given: G, scalars: S) -> tuple[G, S]:
+    def meta_arguments(self, given: G, options: S) -> tuple[G, S]:
         """What can be validated of a call on the meta device."""
-        return given, scalars
+        return given, options
 
-    def as_torch_takes(self, given: G, scalars: S) -> tuple[G, S]:
+    def as_torch_takes(self, given: G, options: S) -> tuple[G, S]:
         """Arguments as the operator of torch takes them: tensors where callers may give numbers too."""
-        return given, scalars
+        return given, options
 
-    def why_not_folded(self, arguments: Mapping[str, Any]) -> bool:
+    def runs_one_by_one(self, arguments: Mapping[str, Any]) -> bool:
         """Whether torch.vmap has to run a call once for each index of the mapped axis. Arguments by name."""
         return not self.batched
 
@@ -124,44 +124,44 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         """Main-memory traffic of a call; None where there is no model of it."""
         return None
 
-    def __call__(self, given: G, scalars: S, backend: str) -> O:
+    def __call__(self, given: G, options: S, backend: str) -> O:
         """Serves a call, now or as an operator of torch."""
-        signature = self.signature(given, scalars, backend)
+        signature = self.signature(given, options, backend)
         # A traced call must not look into the plans: torch.compile would compile it anew whenever they change.
         plan = None if signature is None else self._plans.get(signature)
-        inputs = None if plan is None else plan.checked(given, scalars)
+        inputs = None if plan is None else plan.checked(given, options)
         if plan is None or inputs is None:
             if signature is None and not runs_eagerly(*given):
-                return self._trace(given, scalars, backend)
-            plan, inputs = self._new_plan(given, scalars, backend, signature)
+                return self._trace(given, options, backend)
+            plan, inputs = self._new_plan(given, options, backend, signature)
         return plan.run(inputs)
 
-    def plan(self, given: G, scalars: S, backend: str) -> tuple[Plan[G, S, P, I, O, B], I]:
+    def plan(self, given: G, options: S, backend: str) -> tuple[Plan[G, S, P, I, O, B], I]:
         """The plan of a call, and its tensors."""
-        signature = self.signature(given, scalars, backend)
+        signature = self.signature(given, options, backend)
         plan = self._plans.get(signature)
-        inputs = None if plan is None else plan.checked(given, scalars)
+        inputs = None if plan is None else plan.checked(given, options)
         if plan is None or inputs is None:
-            return self._new_plan(given, scalars, backend, signature)
+            return self._new_plan(given, options, backend, signature)
         return plan, inputs
 
     def _new_plan(
-        self, given: G, scalars: S, backend: str, signature: CallSignature | None
+        self, given: G, options: S, backend: str, signature: CallSignature | None
     ) -> tuple[Plan[G, S, P, I, O, B], I]:
         """signature: None for a call that is not known by one."""
-        problem, inputs = self.prepare(given, scalars)
+        problem, inputs = self.prepare(given, options)
         plan = Plan(self, problem, inputs, self.inputs_of(given, inputs), backend)
         if signature is not None:
             self._plans[signature] = plan
         return plan, inputs
 
-    def explain(self, given: G, scalars: S, backend: str) -> Explanation:
+    def explain(self, given: G, options: S, backend: str) -> Explanation:
         """Every backend's verdict on a call, which is validated and not computed."""
         if not runs_eagerly(*given):
             raise ArgumentError(
                 "explain takes tensors that hold data: not fake ones, and not those of a call under torch.compile"
             )
-        problem, inputs = self.prepare(given, scalars)
+        problem, inputs = self.prepare(given, options)
         self.registry.check_name(backend)
         considered = tuple(self.registry.verdicts(problem))
         serving = chosen([one for one in considered if backend in ("auto", one.backend)])
@@ -173,15 +173,15 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
         """Makes the next calls choose their backends again."""
         self._plans.clear()
 
-    def _trace(self, given: G, scalars: S, backend: str) -> O:
+    def _trace(self, given: G, options: S, backend: str) -> O:
         required = [name for name in self.tensors if name not in self.given._field_defaults]  # type: ignore[attr-defined]
         for name in required:
             require_tensor(name, getattr(given, name))
         self.registry.check_name(backend)
         if not torch.compiler.is_compiling():  # which knows no nested tensors and makes all tensors fake
             check_kinds({name: getattr(given, name) for name in self.tensors if name not in self.unnamed})
-        self.check_traceable(given, scalars)
-        return torch_ops.call(self, *self.as_torch_takes(given, scalars), backend)  # type: ignore[no-any-return]
+        self.check_traceable(given, options)
+        return torch_ops.call(self, *self.as_torch_takes(given, options), backend)  # type: ignore[no-any-return]
 
 
 class Plan(Generic[G, S, P, I, O, B]):
@@ -200,12 +200,12 @@ class Plan(Generic[G, S, P, I, O, B]):
         fields = zip(inputs._fields, given, inputs, strict=True)  # type: ignore[attr-defined]
         self._converted = [name for name, before, after in fields if before is not after]
 
-    def checked(self, given: G, scalars: S) -> I | None:
+    def checked(self, given: G, options: S) -> I | None:
         """The tensors of a call of this signature; None for one that validation has to look at after all."""
         if self._recheck is None:
             return given  # type: ignore[return-value]
         try:
-            return self._recheck(given, scalars)
+            return self._recheck(given, options)
         except (RuntimeError, TypeError):
             return None  # validation names the tensor at fault
 
@@ -237,8 +237,8 @@ def serves_requests(read: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
 
     @functools.wraps(read)
     def serve(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        operator, given, scalars, backend, returned = read(*args, **kwargs)
-        return returned(operator(given, scalars, backend))
+        operator, given, options, backend, returned = read(*args, **kwargs)
+        return returned(operator(given, options, backend))
 
     return explained_by(read)(serve)
 

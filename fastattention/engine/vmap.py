@@ -26,7 +26,7 @@ def map_forward(operator: AnyOperator, info: Any, in_dims: Dims, arguments: Sequ
     operator.check_mapped(named, dims)
     run = getattr(torch.ops.fastattention, operator.name)
     alone = any(dim is not None and name not in operator.batched for name, dim in dims.items())
-    if alone or operator.why_not_folded(named):
+    if alone or operator.runs_one_by_one(named):
         return _one_by_one(run, info.batch_size, in_dims, arguments)
     size, batch_size = info.batch_size, _batch_size(named[operator.tensors[0]], dims[operator.tensors[0]])
     for name, rank in operator.batched.items():

@@ -30,8 +30,8 @@ class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, Linea
     asked_by: ClassVar[Mapping[str, str]] = {"final_state": "returns_state"}
     gradients = LinearGradients
 
-    def prepare(self, given: LinearInputs, scalars: LinearOptions) -> tuple[LinearProblem, LinearInputs]:
-        return prepare(given, scalars)
+    def prepare(self, given: LinearInputs, options: LinearOptions) -> tuple[LinearProblem, LinearInputs]:
+        return prepare(given, options)
 
     def as_read(self, problem: LinearProblem, inputs: LinearInputs, names: Sequence[str]) -> LinearInputs:
         return as_backends_read(inputs)
@@ -48,11 +48,11 @@ class LinearAttention(Operator[LinearInputs, LinearOptions, LinearProblem, Linea
         return check
 
     def result_shapes(
-        self, given: LinearInputs, scalars: LinearOptions, differentiated: bool
+        self, given: LinearInputs, options: LinearOptions, differentiated: bool
     ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         q, v = given.q, given.v
         sequences = v.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
-        state = (sequences, v.shape[2], q.shape[3], v.shape[3]) if scalars.returns_state else (0,)
+        state = (sequences, v.shape[2], q.shape[3], v.shape[3]) if options.returns_state else (0,)
         return {"out": (v.shape, v.dtype), "final_state": (state, torch.float32)}
 
     def flops(self, arguments: Mapping[str, Any], backward: bool) -> int:

@@ -39,9 +39,11 @@ class CudnnEngine(GpuEngine):
         forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
+        problem = replace(problem, device=torch.device("cuda:0"))
+        if (reason := super().refusal(problem)) is not None:
+            return reason
         with self.active():
-            is_its = cudnn_prefill.why_faster(replace(problem, device=torch.device("cuda:0")))
-        return None if is_its else "not a call of cuDNN's"
+            return None if cudnn_prefill.why_faster(problem) else "not a call of cuDNN's"
 
 
 LONG = [

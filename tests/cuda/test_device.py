@@ -58,7 +58,7 @@ class DeviceEngine(GpuEngine):
             forget_backends()
 
     def refusal(self, problem: Problem) -> str | None:
-        return ATTENTION_BACKENDS.verdict(replace(problem, device=torch.device("cuda:0")), self.backend).reason
+        return super().refusal(replace(problem, device=torch.device("cuda:0")))
 
 
 def _target() -> int:

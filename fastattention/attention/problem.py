@@ -127,7 +127,7 @@ class Problem:
 
     @property
     def blocks_shape(self) -> tuple[int, int, int, int]:
-        """Of a block mask: (batch_size, nheads, rows of blocks, columns of blocks), as many as the longest takes."""
+        """Shape of a block mask: (batch_size, nheads, rows of blocks, columns of blocks) of the longest sequence."""
         assert self.block_size is not None
         block_m, block_n = self.block_size
         return (self.batch_size, self.nheads, -(-self.seqlen_q // block_m), -(-self.seqlen_k // block_n))

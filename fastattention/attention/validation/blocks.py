@@ -109,5 +109,5 @@ def _are_sizes(block_m: int, block_n: int) -> bool:
 
 
 def _narrower(one: int, other: int) -> int:
-    """Of two sides of windows, -1 being unlimited."""
+    """The narrower of two sides of windows; -1 is unlimited."""
     return max(one, other) if -1 in (one, other) else min(one, other)

@@ -164,7 +164,7 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, index: Tensor, blocks: Tensor, grid: _Grid) -> _Tiles:
-        """Those numbered `index`, where tiles of a block follow each other. blocks: (blocks, 4), b, h, row, column."""
+        """Tiles `index`, counted block by block. blocks: (blocks, 4), the columns being b, h, row, column."""
         per_row, per_block = _tiles_of_a_block(grid)
         b, h, row, column = blocks[index // per_block].unbind(dim=-1)
         down, right = index % per_block // per_row, index % per_row

@@ -39,7 +39,7 @@ def null_of(tensor: Tensor) -> int:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor, as torch has them: an axis without elements counts as one."""
+    """Strides of a contiguous tensor, as torch computes them: an axis without elements counts as one."""
     return tuple(math.prod(max(size, 1) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -57,7 +57,7 @@ def token_strides(tensor: Tensor | None) -> tuple[int, int, int]:
 
 
 def first_strides(tensor: Tensor | None) -> tuple[int, int, int]:
-    """Those of the first three axes, as (batch, row, head) of scales and gates; zeros for None."""
+    """Strides of the first three axes, (batch, row, head) of scales and gates; zeros for None."""
     if tensor is None:
         return 0, 0, 0
     first, second, third, *_ = tensor.stride()

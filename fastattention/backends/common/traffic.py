@@ -80,7 +80,7 @@ def visible_keys(mask: TileRange) -> int:
 
 
 def token_bytes(problem: Problem, extent: Extent) -> int:
-    """Of a token of k and v, with all key heads, as it lies in memory."""
+    """Bytes of a token of k and v, with all key heads, as stored."""
     columns = problem.headdim + (0 if extent.values_in_keys else problem.headdim_v)
     if problem.cache_dtype is None:
         return problem.nheads_k * columns * problem.dtype.itemsize
@@ -118,11 +118,11 @@ def _visible_pairs(mask: TileRange) -> int:
     diagonal = mask.seqlen_k - mask.seqlen_q
 
     def sum_of_rows(first: int) -> int:
-        """Of row + first, between 0 and seqlen_k, over all rows."""
+        """Sum over all rows of row + first, clamped to 0 and seqlen_k."""
         return up_to(first + mask.seqlen_q - 1) - up_to(first - 1)
 
     def up_to(last: int) -> int:
-        """Of 0 to last, none counted as more than seqlen_k."""
+        """Sum of 0 to last, each clamped to seqlen_k."""
         inside = max(0, min(last, mask.seqlen_k))
         return inside * (inside + 1) // 2 + max(0, last - mask.seqlen_k) * mask.seqlen_k
 

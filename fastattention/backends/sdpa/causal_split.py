@@ -53,7 +53,7 @@ def _divide(problem: Problem) -> Division | None:
 
 
 def inputs_of(division: Division, inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """Of either call."""
+    """The tensors of either call."""
     k, v, at = inputs.k, inputs.v, division.rectangle.seqlen_k
     return inputs._replace(k=k[:, :at], v=v[:, :at]), inputs._replace(k=k[:, at:], v=v[:, at:])
 

@@ -43,7 +43,7 @@ def computes(problem: Problem) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def differentiates(problem: Problem) -> bool:
-    """Likewise a call with gradients: of out, which torch takes by adding in any order, and of nothing else."""
+    """Whether torch's kernel serves a call with gradients: of out alone, and added in any order."""
     wanted = bool(problem.grads) and not (problem.in_transform or problem.deterministic or problem.return_lse)
     shares = problem.group_size == 1 or HAS_ENABLE_GQA
     return wanted and shares and computes(replace(problem, grads=()))
@@ -89,7 +89,7 @@ def attend(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput
 
 
 def attend_by_cudnn(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> AttentionOutput:
-    """Likewise, where `kernel_of` has named cuDNN's."""
+    """Attention by cuDNN's kernel, where `kernel_of` has named it."""
     out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
         q, k, v, None, problem.keeps_lse, 0.0, problem.is_causal, False, scale=problem.softmax_scale
     )

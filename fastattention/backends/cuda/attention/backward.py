@@ -88,7 +88,7 @@ def differentiate(
     given = prepared(inputs, plan.dtype)
     out, grad_out = (aligned_as(x, plan.dtype) for x in (result.out, grad_out))
     is_empty = result.out.numel() == 0 or problem.batch_size == 0
-    # Of tokens behind the last sequence, of which kernels know nothing, gradients are zero.
+    # Kernels skip tokens after the last sequence, whose gradients are zero.
     new = torch.zeros_like if is_empty or problem.layout is Layout.VARLEN else torch.empty_like
     found = {
         name: new(getattr(given, name), memory_format=torch.contiguous_format)

@@ -76,7 +76,7 @@ class KernelConfig(Variant):
 
     @property
     def value_columns(self) -> int:
-        """Of tiles of values."""
+        """Columns of a tile of values."""
         return self.headdim_v
 
     @property
@@ -126,7 +126,7 @@ class KernelConfig(Variant):
 
     @property
     def element_bytes(self) -> int:
-        """Of an element in shared memory: Pascal's floats, unless they are too many."""
+        """Bytes of an element in shared memory. Pascal keeps floats, unless they do not fit."""
         return 2 if self.headdim > _WIDEST_AS_FLOATS else ARCH_FACTS[self.arch].shared_bytes
 
     @property
@@ -148,7 +148,7 @@ class KernelConfig(Variant):
 
     @property
     def key_columns(self) -> int:
-        """Of tiles of queries and keys, 16 bits each: two bytes where these are multiplied."""
+        """Columns of a tile of queries or keys, in 16-bit elements. Each holds two bytes where int8 is multiplied."""
         return self.headdim // 2 if self.int8_products else self.headdim
 
     @property
@@ -216,12 +216,12 @@ class BackwardConfig(Variant):
 
     @property
     def value_columns(self) -> int:
-        """Of tiles of values and of gradients of results."""
+        """Columns of a tile of values, or of gradients of results."""
         return self.headdim_v
 
     @property
     def key_columns(self) -> int:
-        """Of tiles of queries and keys."""
+        """Columns of a tile of queries or keys."""
         return self.headdim
 
     @property
@@ -246,7 +246,7 @@ class BackwardConfig(Variant):
 
     @property
     def element_bytes(self) -> int:
-        """Of an element in shared memory: Pascal's floats, unless they are too many."""
+        """Bytes of an element in shared memory. Pascal keeps floats, unless they do not fit."""
         is_wide = max(self.headdim, self.headdim_v) > _WIDEST_AS_FLOATS_IN_BACKWARDS
         return 2 if is_wide else ARCH_FACTS[self.arch].shared_bytes
 

@@ -114,7 +114,7 @@ _TILES: dict[int, dict[int, tuple[_Tiles, ...]]] = {
         MAX_HEADDIM: (_Tiles(16, 8, 1, 1, 1, False, True, 4),),
     },
 }
-# Likewise where v is the first columns of k and the head dimension is above 256
+# The same for values that are the first columns of the keys, with a head dimension above 256
 # (docs/decisions/0051-share-value-columns-among-warps-above-headdim-256.md).
 _LATENT_TILES: dict[int, tuple[_Tiles, ...]] = {
     80: (
@@ -253,7 +253,7 @@ class Split(NamedTuple):
 
     @property
     def num_counters(self) -> int:
-        """That the CTAs of a unit count each other with, of one sequence."""
+        """Counters of a sequence, by which the CTAs of a unit know which of them is the last."""
         return self.num_units if self.merges_in_place else 0
 
     @property

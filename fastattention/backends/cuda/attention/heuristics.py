@@ -197,7 +197,7 @@ def serves_blocks(tile_m: int, tile_n: int, row_warps: int) -> bool:
 
 
 def computed_dtype(problem: Problem, arch: int) -> str:
-    """Of tensors as kernels read and write them."""
+    """The dtype in which kernels read and write tensors."""
     return "bfloat16" if problem.dtype is torch.bfloat16 and arch >= 80 else "float16"
 
 
@@ -231,7 +231,7 @@ def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
 
 
 def key_heads_per_l2_wave(problem: Problem, tokens: int, limits: Limits) -> int:
-    """Likewise of key heads with so many tokens of keys and values, or of whatever passes by."""
+    """Key heads whose tiles stay in the L2 cache together. tokens: of keys and values, or of whatever a CTA streams."""
     key_head_bytes = tokens * (problem.headdim + problem.headdim_v) * 2
     most = max(1, limits.l2_bytes // 8 // max(key_head_bytes, 1))
     key_heads = max(1, problem.nheads_k * problem.batch_size)

@@ -164,7 +164,7 @@ def max_cache_seqlen(problem: Problem, inputs: Inputs) -> int:
 
 
 def append_template(problem: Problem, inputs: Inputs) -> bytes:
-    """Likewise of the append before a call."""
+    """Parameters of the append before a call, without addresses."""
     table = inputs.block_table
     return AppendParams.template(
         **named_strides("k_new", token_strides(inputs.k_new)),

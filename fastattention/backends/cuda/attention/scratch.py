@@ -20,7 +20,7 @@ _MOST_KEPT = 1 << 23  # floats of a stream: 32 MB
 
 
 class Scratch:
-    """Of one kernel at a time."""
+    """Scratch memory of one kernel at a time."""
 
     def __init__(self, counters: Tensor, partials: Tensor) -> None:
         self.counters, self.partials = counters, partials  # int32 zeros, and float32
@@ -29,7 +29,7 @@ class Scratch:
 
 
 class DeviceScratch:
-    """Of all streams of a device."""
+    """Scratch memory of all streams of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,5 +72,5 @@ class DeviceScratch:
 
 @functools.cache
 def scratch_of(device_index: int) -> DeviceScratch:
-    """That of a device."""
+    """The scratch memory of a device."""
     return DeviceScratch(torch.device("cuda", device_index))

@@ -44,7 +44,7 @@ class Feature(enum.Enum):
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
-        """Of a quantized cache, as in Problem."""
+        """The dtype of a quantized cache, as in Problem; None without one."""
         return next((dtype for dtype, name in CACHE_FORMATS.items() if name == self.value), None)
 
 
@@ -113,7 +113,7 @@ def choose_decode_variant(
     rows: int = 1,
     keys: int = 0,
 ) -> KernelConfig:
-    """Likewise of a decode.
+    """The kernel of a decode.
 
     cache_dtype: of a quantized cache; rows: of queries, that share a key head; keys: of all heads, for each
     multiprocessor.
@@ -232,14 +232,14 @@ def training_variants_of(
 
 
 def _quantizers_of(dtypes: Sequence[str], headdims: Sequence[int]) -> Iterator[QuantizeConfig]:
-    """Of the dtypes in which a GPU computes, which may be fewer."""
+    """Kernels that quantize rows, for the dtypes in which a GPU computes."""
     for dtype, headdim in itertools.product(dtypes, headdims):
         if headdim <= WIDEST_OF_A_WARP:
             yield QuantizeConfig(dtype, lanes_for(stored_columns(headdim)))
 
 
 def _merges_of(dtypes: Sequence[str]) -> Iterator[MergeConfig]:
-    """Of few parts, and of more than one launch takes. Those in float32 come from another backend."""
+    """Kernels that merge parts: of few, and of more than one launch takes, whose groups are merged in float32 first."""
     yield MergeConfig("float32", "float32")
     for dtype in dtypes:
         yield MergeConfig(dtype, dtype)

@@ -26,7 +26,7 @@ def factors_of_chunk(chunk: int) -> int:
 
 
 def _tile_bytes(rows: int, columns: int) -> int:
-    """Of a tile in shared memory: rows are padded by 16 bytes."""
+    """Bytes of a tile in shared memory, whose rows are padded by 16 bytes."""
     return rows * (columns * _ELEMENT_BYTES + 16)
 
 
@@ -55,12 +55,12 @@ class _ChunkVariant(Variant):
 
     @property
     def key_columns(self) -> int:
-        """Of tiles of queries and keys."""
+        """Columns of a tile of queries or keys."""
         return self.headdim
 
     @property
     def value_columns(self) -> int:
-        """Of tiles of values."""
+        """Columns of a tile of values."""
         return self.headdim
 
     @property
@@ -174,17 +174,17 @@ class StatesConfig(_ChunkVariant):
 
     @property
     def columns(self) -> int:
-        """Of v, of a CTA."""
+        """Columns of v that a CTA computes."""
         return self.num_steps * ARCH_FACTS[self.arch].step_rows
 
     @property
     def num_warps(self) -> int:
-        """That share out the tokens of a chunk and the key dimensions of the state, and those that copy."""
+        """Warps that share the tokens of a chunk and the key dimensions of the state, and producer warps."""
         return 4 + self.num_copy_warps
 
     @property
     def num_copy_warps(self) -> int:
-        """That copy for the others, where copies are asynchronous."""
+        """Producer warps: they issue the asynchronous copies for the consumer warps."""
         return 4 if self.num_stages > 1 else 0
 
     @property
@@ -232,7 +232,7 @@ class OutputsConfig(_ChunkVariant):
 
     @property
     def num_warps(self) -> int:
-        """That share out the queries of a chunk in steps, and columns of v."""
+        """Warps that share the queries of a chunk, in steps, and the columns of v."""
         return 4
 
     @property

@@ -6,7 +6,7 @@
 
 namespace fastattention {
 
-// Of attention: forward.cuh, decode.cuh and combine.cuh.
+// Parameters of attention: forward.cuh, decode.cuh and combine.cuh.
 struct AttentionParams {
     const uint16_t* q;  // (batch_size, seqlen_q, nheads, headdim), or (total_q, nheads, headdim) when varlen
     const void* k;      // (batch_size, seqlen_k, nheads_k, headdim), varlen, a cache, or pages of page_block_size tokens
@@ -77,7 +77,7 @@ struct AttentionParams {
     float dropout_factor;  // of weights that are kept
 };
 
-// Of delta.cuh and backward.cuh. Gradients, and the gradient of out, are contiguous.
+// Parameters of delta.cuh and backward.cuh. Gradients, and the gradient of out, are contiguous.
 struct BackwardParams {
     AttentionParams call;  // of the forward, with its results
     const uint16_t* grad_out;  // as out
@@ -93,7 +93,7 @@ struct BackwardParams {
 // Keys that share a scale in products in int8; fastattention/quantized.py says the same.
 constexpr int kKeysOfScale = 64;
 
-// Of quantize_rows.cuh. What it writes is contiguous.
+// Parameters of quantize_rows.cuh. What it writes is contiguous.
 struct QuantizeParams {
     const uint16_t* q;  // as in AttentionParams
     const uint16_t* k;
@@ -118,7 +118,7 @@ struct QuantizeParams {
     int32_t q_tiles, k_tiles;  // of rows of the longest sequence
 };
 
-// Of append.cuh.
+// Parameters of append.cuh.
 struct AppendParams {
     const uint16_t* k_new;  // (batch_size, seqlen_new, nheads_k, headdim)
     const uint16_t* v_new;
@@ -154,7 +154,7 @@ struct AppendParams {
     int32_t rotates_by_token;  // query i by position cache_seqlens + i, otherwise all by cache_seqlens
 };
 
-// Of merge.cuh. A launch takes up to kMostParts parts; what lies behind num_parts is not read.
+// Parameters of merge.cuh. A launch takes up to kMostParts parts; it reads the first num_parts.
 constexpr int kMostParts = 8;
 
 struct MergeParams {

@@ -52,7 +52,7 @@ struct SequenceTiles {
 
 FA_DEVICE Divisor units_divisor(const AttentionParams& p) { return {p.num_units, p.units_multiplier, p.units_shift}; }
 
-// Of the 32 sequences from `first` on a lane has one; those without, another's.
+// Each lane reads the length of one of 32 sequences, starting at `first`. Lanes past the end read the last one.
 FA_DEVICE CachedTokens cached_tokens_of_lane(const AttentionParams& p, int first) {
     return CachedTokens(p, smaller(first + lane_index(), p.batch_size - 1));
 }

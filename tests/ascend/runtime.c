@@ -30,6 +30,20 @@ void fastattention_check_load(int64_t index, int64_t size) {
         snprintf(error, sizeof error, "loads element %ld of an argument that has %ld", (long)index, (long)size);
 }
 
+// --- arithmetic --------------------------------------------------------------------------------------------------------
+
+// float32 to bfloat16, rounded to nearest even, as LLVM calls it on processors without an instruction for it. libgcc has
+// it from version 13 on. LLVM takes the result from the low half of the register in which a float is returned.
+float __truncsfbf2(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    bits = is_nan ? (bits >> 16) | 0x40u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
 // --- memory ------------------------------------------------------------------------------------------------------------
 
 // Fresh memory is NaN in every floating-point type: a kernel that uses what it has not written cannot hide it.

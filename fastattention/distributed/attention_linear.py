@@ -103,7 +103,7 @@ def _request_with_kvcache(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Request:
-    """Likewise of `attention_linear_allreduce_with_kvcache`."""
+    """The attention of a call of `attention_linear_allreduce_with_kvcache`, whose other arguments are checked."""
     named_group(group)
     tensors = {name: options.pop(name) for name in KvCacheArguments._fields if name in options}
     read, arguments = _read_options(**options), KvCacheArguments(q, k_cache, v_cache, **tensors)

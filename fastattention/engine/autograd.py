@@ -17,9 +17,7 @@ from fastattention.engine.backend import Backend
 from fastattention.engine.eager import runs_eagerly
 
 if TYPE_CHECKING:
-    from fastattention.engine.operator import Operator
-
-    AnyOperator = Operator[Any, Any, Any, Any, Any, Any]
+    from fastattention.engine.operator import AnyOperator
 
 Serve = Callable[[Any], Any]
 

@@ -127,33 +127,31 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
     def __call__(self, given: G, options: S, backend: str) -> O:
         """Serves a call, now or as an operator of torch."""
         signature = self.signature(given, options, backend)
-        # A traced call must not look into the plans: torch.compile would compile it anew whenever they change.
-        plan = None if signature is None else self._plans.get(signature)
-        inputs = None if plan is None else plan.checked(given, options)
-        if plan is None or inputs is None:
-            if signature is None and not runs_eagerly(*given):
-                return self._trace(given, options, backend)
-            plan, inputs = self._new_plan(given, options, backend, signature)
+        if signature is None and not runs_eagerly(*given):
+            return self._trace(given, options, backend)
+        plan, inputs = self._find_plan(given, options, backend, signature)
         return plan.run(inputs)
 
     def plan(self, given: G, options: S, backend: str) -> tuple[Plan[G, S, P, I, O, B], I]:
         """The plan of a call, and its tensors."""
-        signature = self.signature(given, options, backend)
-        plan = self._plans.get(signature)
-        inputs = None if plan is None else plan.checked(given, options)
-        if plan is None or inputs is None:
-            return self._new_plan(given, options, backend, signature)
-        return plan, inputs
+        return self._find_plan(given, options, backend, self.signature(given, options, backend))
 
-    def _new_plan(
+    def _find_plan(
         self, given: G, options: S, backend: str, signature: CallSignature | None
     ) -> tuple[Plan[G, S, P, I, O, B], I]:
         """signature: None for a call that is not known by one."""
+        known = self._plans.get(signature)
+        if known is not None and (checked := known.checked(given, options)) is not None:
+            return known, checked
         problem, inputs = self.prepare(given, options)
         plan = Plan(self, problem, inputs, self.inputs_of(given, inputs), backend)
         if signature is not None:
             self._plans[signature] = plan
         return plan, inputs
+
+    def by_name(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """Positional arguments of the operator of torch by their names; trailing ones may be missing."""
+        return dict(zip((*self.tensors, *self.scalars, "backend", "grads"), arguments, strict=False))
 
     def explain(self, given: G, options: S, backend: str) -> Explanation:
         """Every backend's verdict on a call, which is validated and not computed."""
@@ -182,6 +180,9 @@ class Operator(abc.ABC, Generic[G, S, P, I, O, B]):
             check_kinds({name: getattr(given, name) for name in self.tensors if name not in self.unnamed})
         self.check_traceable(given, options)
         return torch_ops.call(self, *self.as_torch_takes(given, options), backend)  # type: ignore[no-any-return]
+
+
+AnyOperator = Operator[Any, Any, Any, Any, Any, Any]
 
 
 class Plan(Generic[G, S, P, I, O, B]):
@@ -229,7 +230,7 @@ class Plan(Generic[G, S, P, I, O, B]):
 
 # What a public function makes of its arguments: a call that can be served or explained. The last of it gives what the
 # function returns for the operator's output.
-Request = tuple["Operator[Any, Any, Any, Any, Any, Any]", Any, Any, str, Callable[[Any], Any]]
+Request = tuple[AnyOperator, Any, Any, str, Callable[[Any], Any]]
 
 
 def serves_requests(read: Callable[Arguments, Any]) -> Callable[Arguments, Any]:

@@ -19,9 +19,8 @@ from fastattention.engine.autograd import backward_scalars, call_backward, gradi
 from fastattention.engine.vmap import map_backward, map_forward
 
 if TYPE_CHECKING:
-    from fastattention.engine.operator import Operator, Plan
+    from fastattention.engine.operator import AnyOperator, Plan
 
-    AnyOperator = Operator[Any, Any, Any, Any, Any, Any]
     AnyPlan = Plan[Any, Any, Any, Any, Any, Any]
 
 _SCHEMA_TYPES = {
@@ -53,7 +52,7 @@ def register(operator: AnyOperator) -> None:
     )
     forward.register_fake(lambda *arguments: _fake(operator, arguments))
     register_flop_formula(getattr(torch.ops.fastattention, operator.name), get_raw=True)(
-        lambda *arguments, **_: operator.flops(_by_name(operator, arguments), backward=False)
+        lambda *arguments, **_: operator.flops(operator.by_name(arguments), backward=False)
     )
     if operator.gradients is not None:
         _register_backward(operator)
@@ -97,12 +96,6 @@ def _is_asked(operator: AnyOperator, options: Any, result: str) -> bool:
     return result not in operator.asked_by or getattr(options, operator.asked_by[result])
 
 
-def _by_name(operator: AnyOperator, arguments: Sequence[Any]) -> dict[str, Any]:
-    """Arguments of the forward by their names; trailing ones may be missing."""
-    names = (*operator.tensors, *operator.scalars, "backend", "grads")
-    return dict(zip(names, arguments, strict=False))
-
-
 def _read(operator: AnyOperator, named: Mapping[str, Any]) -> Arguments:
     """named: all arguments by name; scalars that there are not have their defaults."""
     given = operator.given(**{name: named[name] for name in operator.tensors})
@@ -111,7 +104,7 @@ def _read(operator: AnyOperator, named: Mapping[str, Any]) -> Arguments:
 
 
 def _forward(operator: AnyOperator, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-    given, options, backend, grads = _read(operator, _by_name(operator, arguments))
+    given, options, backend, grads = _read(operator, operator.by_name(arguments))
     if grads:
         plan, inputs = _training_plan(operator, given, options, grads, backend)
         if plan.has_backward:
@@ -146,7 +139,7 @@ def _returned(operator: AnyOperator, output: Any, given: Any, options: Any, diff
 
 
 def _fake(operator: AnyOperator, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-    given, options, _, grads = _read(operator, _by_name(operator, arguments))
+    given, options, _, grads = _read(operator, operator.by_name(arguments))
     first = given[0]
     if type(first) is Tensor:  # on the meta device: nothing will run, and nothing else would check
         operator.prepare(*operator.meta_arguments(given, options))
@@ -155,7 +148,7 @@ def _fake(operator: AnyOperator, arguments: Sequence[Any]) -> tuple[Tensor, ...]
 
 
 def _save(operator: AnyOperator, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    ctx.arguments = _read(operator, _by_name(operator, inputs))
+    ctx.arguments = _read(operator, operator.by_name(inputs))
     ctx.num_inputs = len(inputs)
     results = output if ctx.arguments.grads else [None] * len(output)
     ctx.save_for_backward(*inputs[: len(operator.tensors)], *results)

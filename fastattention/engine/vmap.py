@@ -12,30 +12,26 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fastattention.engine.operator import Operator
-
-    AnyOperator = Operator[Any, Any, Any, Any, Any, Any]
+    from fastattention.engine.operator import AnyOperator
 
 Dims = Sequence[int | None]  # the mapped axis of each argument; None where there is none
 
 
 def map_forward(operator: AnyOperator, info: Any, in_dims: Dims, arguments: Sequence[Any]) -> tuple[Any, Any]:
     """The rule of an operator, in the form that torch.library.register_vmap asks for."""
-    names = (*operator.tensors, *operator.scalars, "backend", "grads")
-    named, dims = dict(zip(names, arguments, strict=False)), dict(zip(names, in_dims, strict=False))
+    named, dims = operator.by_name(arguments), operator.by_name(in_dims)
     operator.check_mapped(named, dims)
     run = getattr(torch.ops.fastattention, operator.name)
     alone = any(dim is not None and name not in operator.batched for name, dim in dims.items())
     if alone or operator.runs_one_by_one(named):
         return _one_by_one(run, info.batch_size, in_dims, arguments)
-    size, batch_size = info.batch_size, _batch_size(named[operator.tensors[0]], dims[operator.tensors[0]])
-    for name, rank in operator.batched.items():
-        if (tensor := named[name]) is None:
-            continue
-        if name in operator.given._field_defaults:  # it may lack the batch, and broadcasts to it
-            named[name] = _fold_broadcast(tensor, dims[name], size, batch_size, rank)
-        else:
-            named[name] = _fold(tensor, dims[name], size)
+    size, optional = info.batch_size, operator.given._field_defaults
+    for name in operator.batched.keys() - optional.keys():
+        named[name] = _fold(named[name], dims[name], size)
+    batch_size = named[operator.tensors[0]].shape[0] // size
+    for name in operator.batched.keys() & optional.keys():  # they may lack the batch, and broadcast to it
+        if named[name] is not None:
+            named[name] = _fold_broadcast(named[name], dims[name], size, batch_size, operator.batched[name])
     results = run(*named.values())
     asked = [x.dim() > 1 for x in results]  # an empty tensor stands for a result that nobody asked for
     unfolded = tuple(x.unflatten(0, (size, batch_size)) if kept else x for x, kept in zip(results, asked, strict=True))
@@ -46,11 +42,6 @@ def map_backward(operator: AnyOperator, info: Any, in_dims: Dims, arguments: Seq
     """The rule of an operator's backward."""
     run = getattr(torch.ops.fastattention, f"{operator.name}_backward")
     return _one_by_one(run, info.batch_size, in_dims, arguments)
-
-
-def _batch_size(tensor: Tensor, dim: int | None) -> int:
-    """The length of the first axis that is not mapped."""
-    return tensor.shape[1] if dim == 0 else tensor.shape[0]
 
 
 def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:

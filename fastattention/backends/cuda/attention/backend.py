@@ -96,7 +96,7 @@ class CudaBackend(AttentionBackend):
         return "the forward kernel" if problem.layout is Layout.KVCACHE else ""
 
     def traffic(self, problem: Problem, extent: Extent) -> Traffic | None:
-        """Of the kernels; copies that a call makes before them (backends/cuda/common/memory.py) are not counted."""
+        """Traffic of the kernels, without copies before them (backends/cuda/common/memory.py)."""
         if not is_modelled(problem):
             return None
         limits = self._limits(problem)

@@ -115,6 +115,21 @@ def covering(
     return [runs[i] for i in sorted(sample.chosen)]
 
 
+def covering_promises(tier: Tier, runs: Sequence[R], path_of: Callable[[R], str] = lambda run: "") -> list[R]:
+    """Like `covering` of (case, ...), for kernels that take a second to compile.
+
+    `all` takes every promise of a case and every path, not pairs.
+    """
+    if tier is Tier.ALL:
+        return covering(
+            Tier.QUICK,
+            runs,
+            each=lambda run: run[0].promise,
+            parameters=lambda run: {**dict(enumerate(run)), "path": path_of(run)},
+        )
+    return covering(tier, runs)
+
+
 def _axes(parameters: Mapping[Any, object]) -> list[tuple[Hashable, Hashable]]:
     """(axis, value) of parameters. Values are told apart by repr: not all of them can be hashed."""
     found: list[tuple[Hashable, Hashable]] = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-from conformance.calls import Call
 from conformance.engines import RegisteredEngine
 
 from ascend.executor import CpuExecutedAscendBackend
 from fastattention.backends.ascend.call import Launch
 from fastattention.backends.ascend.chips import CHIPS
+from fastattention.testing.calls import Call
 
 
 class On910B2(CpuExecutedAscendBackend):

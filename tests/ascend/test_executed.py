@@ -9,18 +9,18 @@ import hypothesis
 import pytest
 import torch
 from conformance import strategies
-from conformance.calls import problem_of
-from conformance.case import Case, KvCacheCase, covering_promises
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.rows_behind import check_rows_behind
 from hypothesis import given
 from hypothesis.strategies import SearchStrategy
-from tiers import tier_of
+from tiers import covering_promises, tier_of
 
 from ascend.engine import BACKENDS, ExecutedEngine
 from fastattention.attention.validation import Options, prepare_dense
 from fastattention.backends.ascend.call import MAX_HEADDIM
+from fastattention.testing.calls import problem_of
+from fastattention.testing.case import Case, KvCacheCase
 
 
 class Run(NamedTuple):

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conformance.calls import build_call
-from conformance.case import Case, DenseCase, KvCacheCase
 from triton.backends.ascend.compiler import AscendBackend as TritonAscend
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import MLIRCompilationError
@@ -18,6 +16,8 @@ from fastattention.backends.ascend import call
 from fastattention.backends.ascend.backend import AscendBackend
 from fastattention.backends.ascend.chips import CHIPS
 from fastattention.backends.ascend.tiling import Tiling
+from fastattention.testing.calls import build_call
+from fastattention.testing.case import Case, DenseCase, KvCacheCase
 
 TILING = Tiling(outer_tile_m=64, outer_tile_n=64, inner_tile_m=16, preload=1, multibuffer=True)
 TARGET = GPUTarget("npu", "Ascend910B3", 0)

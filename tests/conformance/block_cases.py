@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.case import Bias, Blocks, Case, DenseCase, VarlenCase
+from fastattention.testing.case import Bias, Blocks, Case, DenseCase, VarlenCase
 
 BLOCKS: list[Case] = [
     *(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from conformance.block_cases import BLOCK_TILES, BLOCKS
-from conformance.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
+from conformance.dropout_cases import dropout_cases
 from conformance.int8_cases import INT8, INT8_TILES
 from conformance.quantized_cases import QUANTIZED
 from conformance.ragged_cases import RAGGED
 from conformance.wide_cases import LATENT, WIDE
+from fastattention.testing.case import CACHE_MEMORIES, Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
@@ -401,6 +402,8 @@ CASES: list[Case] = [
     *WINDOWS, *SCORES, *BIASES, *STRIDES, *EMPTY, *VARLEN, *CACHE, *APPEND, *PAGES, *SPLITS, *QUANTIZED, *RAGGED, *WIDE,
     *LATENT, *BLOCKS, *BLOCK_TILES, *INT8, *INT8_TILES,
 ]  # fmt: skip
+DROPOUT = dropout_cases(CASES)
+CASES += DROPOUT
 # Chosen for the tiles of kernels for GPUs: kernels of CPUs have one tile for all of them.
 FOR_GPUS: list[Case] = [*TILES, *MANY_QUERIES, *BLOCK_TILES, *INT8_TILES]
 assert len({case.name for case in CASES}) == len(CASES), "the names of cases are their ids and must differ"

@@ -11,13 +11,14 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from conformance.calls import Call
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.merge import select_merging_backend
 from fastattention.attention.problem import Problem
 from fastattention.backends.cpu.library import available_isas, load_library
 from fastattention.engine.operator import forget_plans
 from fastattention.errors import LibraryError
+from fastattention.testing.calls import Call
+from fastattention.testing.devices import copied_back, moved
 
 
 class Engine(NamedTuple):
@@ -29,6 +30,11 @@ class Engine(NamedTuple):
     @property
     def name(self) -> str:
         return self.backend if self.isa is None else f"{self.backend}-{self.isa}"
+
+    @property
+    def device(self) -> str:
+        """Where calls run."""
+        return "cpu"
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -59,6 +65,23 @@ class Engine(NamedTuple):
         """Why the engine does not serve the problem. test_refusals.py says which reasons it may have."""
         with self.active():
             return ATTENTION_BACKENDS.verdict(problem, self.backend).reason
+
+
+class GpuEngine(Engine):
+    """A backend on calls that are moved to the first GPU."""
+
+    @property
+    def device(self) -> str:
+        return "cuda"
+
+    def run(self, call: Call) -> tuple[Tensor, Tensor]:
+        on_device = moved(call, "cuda")
+        out, lse = on_device.run(self.backend)
+        copied_back(call, on_device)
+        return out.cpu(), lse.cpu()
+
+    def run_without_lse(self, call: Call) -> Tensor:
+        return moved(call, "cuda").run_without_lse(self.backend).cpu()
 
 
 class RegisteredEngine(Engine):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from conformance.case import Bias, Blocks, Case, DenseCase, VarlenCase
+from fastattention.testing.case import Bias, Blocks, Case, DenseCase, VarlenCase
 
 _Dense = functools.partial(DenseCase, qk_dtype="int8")
 _Varlen = functools.partial(VarlenCase, qk_dtype="int8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from conformance.case import CACHE_MEMORIES, Bias, KvCacheCase
+from fastattention.testing.case import CACHE_MEMORIES, Bias, KvCacheCase
 
 STORED: tuple[Literal["int8", "float8"], ...] = ("int8", "float8")
 

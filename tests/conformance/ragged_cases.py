@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.case import KvCacheCase
+from fastattention.testing.case import KvCacheCase
 
 # Lengths that end a tile, and one less and one more.
 LENGTHS = (0, 1, 64, 300, 65, 127, 128, 129, 1, 0, 31, 700, 32, 33, 5, 63, 17, 2)

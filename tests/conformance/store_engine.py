@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.calls import Call
-from conformance.case import Case, KvCacheCase
 from conformance.engines import ENGINES, Engine
 from fastattention import DenseKVStore, KVStore, PackedKVStore
 from fastattention.attention.problem import Problem
+from fastattention.testing.calls import Call
+from fastattention.testing.case import Case, KvCacheCase
 
 # What a call with a cache has and a store has not, or has of its own.
 _OF_CACHES = ("k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "block_table", "cache_leftpad")

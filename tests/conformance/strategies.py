@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from conformance.case import Bias, Blocks, DenseCase, KvCacheCase, Memory, VarlenCase
+from fastattention.testing.case import Bias, Blocks, DenseCase, KvCacheCase, Memory, VarlenCase
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 

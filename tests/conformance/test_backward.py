@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from conformance.engines import Engine
-from conformance.test_gradients import every_backward
+from conformance.gradients import every_backward
 from fastattention import fast_attn_func, fast_attn_varlen_func, merge_attn_states, set_num_threads
 from fastattention.attention.backend import ATTENTION_BACKENDS
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiers import sampled
 
-from conformance.calls import build_call, problem_of
-from conformance.case import Case
 from conformance.cases import CASES
+from fastattention.testing.calls import build_call, problem_of
+from fastattention.testing.case import Case
 
 
 @sampled

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiers import covering, tier_of
 
-from conformance.case import Case
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.engines import ENGINES, Engine
+from fastattention.testing.case import Case
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiers import covering, tier_of
 
-from conformance.calls import build_call, problem_of
-from conformance.case import Case
 from conformance.cases import CASES
 from conformance.engines import ENGINES, Engine
 from conformance.test_conformance import DTYPES
+from fastattention.testing.calls import build_call, problem_of
+from fastattention.testing.case import Case
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

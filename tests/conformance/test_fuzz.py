@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 
 from conformance import strategies
-from conformance.case import Case
 from conformance.check import check
 from conformance.engines import ENGINES
+from fastattention.testing.case import Case
 
 
 def check_all(case: Case, dtype: torch.dtype) -> None:

@@ -2,117 +2,47 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-
 import pytest
 import torch
 from tiers import sampled
-from torch import Tensor
 
-from conformance.calls import Call, build_call, call_without_numbers, problem_of
-from conformance.case import Case, DenseCase, VarlenCase
-from conformance.cases import CASES, LONG
-from conformance.engines import ENGINES, Engine
-from conformance.oracle import largest, largest_error, out_floor
-from fastattention.attention.backend import ATTENTION_BACKENDS
-from fastattention.attention.reference import reference_attention
+from conformance.check import assert_small_errors
+from conformance.engines import Engine
+from conformance.gradients import GRADIENT_CASES, check_gradients, every_backward
 from fastattention.backends.common.gradients import COMPUTED
+from fastattention.testing.calls import build_call
+from fastattention.testing.case import Case
+from fastattention.testing.oracle import FACTOR_OF_TORCH_GRADIENTS, expected, present, results_of
 
-Attention = Callable[[Call], tuple[Tensor, Tensor]]
-
-FACTOR, FACTOR_BY_TORCH = 2.0, 3.0
 DIFFERENTIABLE = ("q", "k", "v", "alibi_slopes", "attn_bias", "sinks")
-OURS = [engine for engine in ENGINES if ATTENTION_BACKENDS.get(engine.backend).has_backward]
-every_backward = pytest.mark.parametrize("engine", OURS, ids=[engine.name for engine in OURS])
-Names = Sequence[str]
-
-
-def has_gradients(case: Case) -> bool:
-    """Cases that take long are left out, and a row whose lse is -3e38: what its keys add to that is below rounding."""
-    if not isinstance(case, (DenseCase, VarlenCase)) or case.batch_size == 0 or case in LONG or case.qk_dtype:
-        return False
-    return not (case.bias is not None and case.bias.finite and case.bias.hides == "rows")
-
-
-GRADIENT_CASES = [case for case in CASES if has_gradients(case)]
-
-
-def gradients(case: Case, dtype: torch.dtype, attention: Attention, wanted: Names) -> list[Tensor]:
-    """Gradients of a weighted sum of out and lse by the arguments called `wanted`, in that order."""
-    call = build_call(case, dtype)
-    given = [call.arguments[name] for name in wanted]
-    for tensor in given:
-        tensor.requires_grad_()
-    out, lse = attention(call)
-    generator = torch.Generator().manual_seed(1)
-    finite = lse.double().masked_fill(lse.isneginf(), 0.0)
-    out_weights, lse_weights = (torch.randn(result.shape, generator=generator) for result in (out, lse))
-    loss = (out.double() * out_weights.to(dtype).double()).sum() + (finite * lse_weights.double()).sum()
-    return list(torch.autograd.grad(loss, given))
-
-
-@functools.cache
-def names(case: Case, among: Names) -> Names:
-    """The arguments of a case's call, of those."""
-    call = call_without_numbers(case, torch.float32)
-    return tuple(name for name in among if call.arguments[name] is not None)
-
-
-@functools.lru_cache(maxsize=16)  # the engines of one case and dtype are tested one after the other
-def through_reference(case: Case, dtype: torch.dtype, wanted: Names, compute_dtype: torch.dtype | None) -> list[Tensor]:
-    def attention(call: Call) -> tuple[Tensor, Tensor]:
-        out, lse, _ = reference_attention(*call.prepare(), compute_dtype)
-        assert lse is not None
-        return out, lse
-
-    return gradients(case, dtype, attention, wanted)
-
-
-def check(case: Case, dtype: torch.dtype, wanted: Names, actual: Sequence[Tensor], factor: float) -> None:
-    """Every element finite, and its error at most `factor` times the largest of torch's."""
-    exact = through_reference(case, dtype, wanted, torch.float64)
-    usual = through_reference(case, dtype, wanted, None)
-    floor = out_floor(case, dtype)
-    for name, right, by_torch, ours in zip(wanted, exact, usual, actual, strict=True):
-        assert ours.isfinite().all()
-        right = right.double()
-        allowed = factor * largest_error(by_torch, right) + floor * max(1.0, largest(right))
-        error = largest_error(ours, right)
-        assert error <= allowed, f"the gradient of {name} is off by {error:.3g}; allowed are {allowed:.3g}"
+every_case = pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
 
 
 @sampled
-@pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
+@every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_backward
 def test_error_of_our_gradients_is_at_most_twice_that_of_torch(engine: Engine, dtype: torch.dtype, case: Case) -> None:
-    wanted = names(case, COMPUTED)
-    reason = engine.refusal(replace(problem_of(case, dtype), grads=wanted))
-    if reason is not None:
-        pytest.skip(reason)
-    with engine.active():
-        actual = gradients(case, dtype, lambda call: call.run(engine.backend), wanted)
-    check(case, dtype, wanted, actual, FACTOR)
+    check_gradients(engine, case, dtype)
 
 
 @every_backward
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("q", "v"), ("sinks",)], ids=" ".join)
-def test_what_needs_no_gradient_changes_none(wanted: Names, dtype: torch.dtype, engine: Engine) -> None:
+@pytest.mark.parametrize("grads", [("q",), ("k",), ("v",), ("q", "v"), ("sinks",)], ids=" ".join)
+def test_what_needs_no_gradient_changes_none(grads: tuple[str, ...], dtype: torch.dtype, engine: Engine) -> None:
     case = next(case for case in GRADIENT_CASES if case.name == "varlen-sinks")
     with engine.active():
-        alone = gradients(case, dtype, lambda call: call.run(engine.backend), wanted)
-        all_of_them = gradients(case, dtype, lambda call: call.run(engine.backend), COMPUTED)
-    for name, got in zip(wanted, alone, strict=True):
-        assert torch.equal(got, all_of_them[COMPUTED.index(name)])
+        alone = results_of(build_call(case, dtype), engine.run, grads)
+        all_of_them = results_of(build_call(case, dtype), engine.run, COMPUTED)
+    for name, found in alone.items():
+        assert torch.equal(found, all_of_them[name])
 
 
 @sampled
-@pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
+@every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_gradients_is_at_most_three_times_that_of_torch(dtype: torch.dtype, case: Case) -> None:
     """With backend="auto": the first backend that has them."""
-    wanted = names(case, DIFFERENTIABLE)
-    check(case, dtype, wanted, gradients(case, dtype, lambda call: call.run("auto"), wanted), FACTOR_BY_TORCH)
+    grads = present(case, DIFFERENTIABLE)
+    found = results_of(build_call(case, dtype), lambda call: call.run("auto"), grads)
+    assert_small_errors(expected(case, dtype, grads), found, FACTOR_OF_TORCH_GRADIENTS)

@@ -12,12 +12,12 @@ from hypothesis import given
 from tiers import covering, tier_of
 
 from conformance import strategies
-from conformance.case import KvCacheCase
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.engines import Engine
 from conformance.store_engine import DENSE_STORE_ENGINES, PACKED_STORE_ENGINES, has_store
 from conformance.test_conformance import DTYPES
+from fastattention.testing.case import KvCacheCase
 
 STORE_CASES = [case for case in CASES if has_store(case)]
 

@@ -10,12 +10,12 @@ from tiers import sampled
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from conformance.calls import build_call
-from conformance.case import Case
 from conformance.cases import CASES
 from fastattention.attention.reference import reference_attention
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.errors import ArgumentError
+from fastattention.testing.calls import build_call
+from fastattention.testing.case import Case
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

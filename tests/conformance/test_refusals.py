@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from conformance.calls import problem_of
 from conformance.cases import CASES
 from fastattention import UnsupportedError, fast_attn_func, fast_attn_with_kvcache
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Layout
+from fastattention.testing.calls import problem_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conformance.case import Bias, Case, DenseCase, KvCacheCase, VarlenCase
+from fastattention.testing.case import Bias, Case, DenseCase, KvCacheCase, VarlenCase
 
 _PAIRS = ((257, 257), (320, 320), (512, 512), (512, 300), (300, 512), (576, 512), (513, 1), (1, 511))
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, get_args
 
 import torch
-from conformance.case import Memory
-from conformance.memory import place
 from torch import Tensor
 
 from fastattention.backends.common.merge import merge_parts
+from fastattention.testing.case import Memory
+from fastattention.testing.memory import place
+from fastattention.testing.oracle import largest_error
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 Merger = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
@@ -95,12 +96,6 @@ def check_merge(merge: Merger, outs: list[Tensor], lses: list[Tensor]) -> None:
     again = merge(outs, lses)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
-
-
-def largest_error(got: Tensor, true: Tensor) -> float:
-    """0 where both are the same infinity; NaN where one is."""
-    error = (got.double() - true).abs().masked_fill(got == true, 0.0)
-    return float(error.max()) if error.numel() else 0.0
 
 
 def check_what_is_not_finite(merge: Merger, dtype: torch.dtype) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from linear.cases import LinearCase
 from tiers import sampled, slow
 
 from fastattention.backends.cuda.linear.chunk_heuristics import choose_chunk_kernels
@@ -14,6 +13,7 @@ from fastattention.gpu_runtime import compiler
 from fastattention.gpu_runtime.chips import CHIPS
 from fastattention.gpu_runtime.variant import Variant
 from fastattention.linear.validation import prepare
+from fastattention.testing.linear import LinearCase
 
 REASON = compiler.why_unavailable()
 pytestmark = [slow, pytest.mark.skipif(REASON is not None, reason=str(REASON))]

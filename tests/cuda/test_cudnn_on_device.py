@@ -9,10 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conformance.case import Case, DenseCase
 from conformance.cases import CASES
 from conformance.check import check
-from conformance.devices import GpuEngine
 from conformance.engines import forget_backends
 from torch import Tensor
 
@@ -20,6 +18,8 @@ from fastattention import explain, fast_attn_func
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.problem import Problem
 from fastattention.backends.sdpa import cudnn_prefill
+from fastattention.testing.case import Case, DenseCase
+from fastattention.testing.devices import GpuEngine
 
 if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs a GPU of Hopper or newer", allow_module_level=True)

@@ -13,14 +13,10 @@ from unittest import mock
 import merges
 import pytest
 import torch
-from conformance.calls import problem_of
-from conformance.case import Case
 from conformance.cases import CASES
 from conformance.check import check
-from conformance.devices import GpuEngine
 from conformance.engines import Engine, forget_backends
-from conformance.test_gradients import FACTOR, GRADIENT_CASES, gradients, names
-from conformance.test_gradients import check as check_gradients
+from conformance.gradients import GRADIENT_CASES, check_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,10 +31,11 @@ from fastattention import (
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.attention.merge import select_merging_backend
 from fastattention.attention.problem import MergeProblem, Problem
-from fastattention.backends.common.gradients import COMPUTED
 from fastattention.gpu_runtime import module
 from fastattention.gpu_runtime.chips import ARCHS
 from fastattention.quantized import quantize
+from fastattention.testing.case import Case
+from fastattention.testing.devices import GpuEngine
 
 if ATTENTION_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -85,13 +82,8 @@ def test_is_right_repeats_and_writes_nothing_else(engine: Engine, dtype: torch.d
 def test_error_of_gradients_is_at_most_twice_that_of_torch(
     engine: DeviceEngine, dtype: torch.dtype, case: Case
 ) -> None:
-    wanted = names(case, COMPUTED)
-    if (reason := engine.refusal(replace(problem_of(case, dtype), grads=wanted))) is not None:
-        pytest.skip(reason)
-    with engine.active():
-        found = [gradients(case, dtype, engine.run_differentiably, wanted) for _ in range(2)]
-    check_gradients(case, dtype, wanted, found[0], FACTOR)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    found, again = (check_gradients(engine, case, dtype) for _ in range(2))
+    assert all(torch.equal(one, again[name]) for name, one in found.items())
 
 
 @every_engine

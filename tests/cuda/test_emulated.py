@@ -10,16 +10,14 @@ import emulator
 import pytest
 import torch
 from conformance.block_cases import BLOCKS
-from conformance.calls import Call, problem_of
-from conformance.case import Case, KvCacheCase, covering_promises
-from conformance.cases import BIASES, CASES, SCORES, VALUE_HEADDIMS
+from conformance.cases import BIASES, CASES, DROPOUT, SCORES, VALUE_HEADDIMS
 from conformance.check import check
 from conformance.engines import RegisteredEngine
 from conformance.int8_cases import INT8, INT8_TILES
 from conformance.large_scores import check_large_scores
 from conformance.rows_behind import check_rows_behind
 from emulator import EmulatedCudaBackend
-from tiers import sampled, slow, tier_of
+from tiers import covering_promises, sampled, slow, tier_of
 from torch import Tensor
 
 from fastattention import fast_attn_with_kvcache
@@ -35,6 +33,8 @@ from fastattention.backends.cuda.attention.variants import variants_of
 from fastattention.errors import ArgumentError
 from fastattention.gpu_runtime.variant import Variant
 from fastattention.quantized import LARGEST_STORED, quantize
+from fastattention.testing.calls import Call, problem_of
+from fastattention.testing.case import Case, KvCacheCase
 
 
 class EmulatedEngine(RegisteredEngine):
@@ -81,6 +81,7 @@ CONVERTED += [case for case in CASES if case.name in CONVERTED_TOO]
 RUNS = [
     run
     for case in CASES
+    if case not in DROPOUT  # test_emulated_backward.py runs these
     for dtype in (torch.float16, torch.bfloat16)
     for run in (Run(case, dtype, backend) for backend in emulator.EMULATED)
     if (run.is_served_natively or case in CONVERTED) and not run.is_refused

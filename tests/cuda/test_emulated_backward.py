@@ -1,4 +1,4 @@
-"""Gradients by the CUDA kernels, which the emulator runs on the processor, and dropout in them."""
+"""Gradients by the CUDA kernels, which the emulator runs on the processor, with dropout too."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from unittest import mock
 import emulator
 import pytest
 import torch
-from conformance import test_dropout as dropout
-from conformance.calls import problem_of
-from conformance.case import Case
-from conformance.test_gradients import FACTOR, GRADIENT_CASES, check, gradients, names
+from conformance.gradients import GRADIENT_CASES, check_gradients
 from emulator import EmulatedCudaBackend
 from test_emulated import EmulatedEngine, Run
-from tiers import covering, sampled, tier_of
+from tiers import covering, tier_of
 
 from fastattention import fast_attn_func, fast_attn_varlen_func
 from fastattention.attention.validation import lengths
@@ -23,6 +20,8 @@ from fastattention.backends.cuda.attention.backward import make_backward_plan
 from fastattention.backends.cuda.attention.config import BackwardConfig, DeltaConfig
 from fastattention.backends.cuda.attention.variants import training_variants_of
 from fastattention.gpu_runtime.variant import Variant
+from fastattention.testing.calls import problem_of
+from fastattention.testing.oracle import present
 
 RUNS = [
     Run(case, dtype, backend)
@@ -39,13 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_error_of_gradients_is_at_most_twice_that_of_torch(run: Run) -> None:
-    engine, wanted = EmulatedEngine(run.backend.name), names(run.case, COMPUTED)
-    reason = engine.refusal(replace(problem_of(run.case, run.dtype), grads=wanted))
-    if reason is not None:
-        pytest.skip(reason)
-    with engine.active():
-        actual = gradients(run.case, run.dtype, lambda call: call.run(engine.backend), wanted)
-    check(run.case, run.dtype, wanted, actual, FACTOR)
+    check_gradients(EmulatedEngine(run.backend.name), run.case, run.dtype)
 
 
 @pytest.mark.parametrize("backend", emulator.EMULATED, ids=[backend.name for backend in emulator.EMULATED])
@@ -53,7 +46,7 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
     ran: set[Variant] = set()
     for run in RUNS:
         problem = problem_of(run.case, run.dtype)
-        problem = replace(problem, grads=names(run.case, COMPUTED))
+        problem = replace(problem, grads=present(run.case, COMPUTED))
         if run.backend is backend and backend().why_not(problem) is None:
             plan = make_backward_plan(problem, backend.limits.arch, backend.limits)
             ran |= {plan.delta.variant, *(step.config for step in plan.passes)}
@@ -62,15 +55,6 @@ def test_the_list_runs_every_kernel(backend: type[EmulatedCudaBackend]) -> None:
 
 
 every_backend = pytest.mark.parametrize("backend", emulator.EMULATED, ids=[b.name for b in emulator.EMULATED])
-
-
-@sampled
-@every_backend
-@dropout.every_case
-def test_dropout(backend: type[EmulatedCudaBackend], case: Case) -> None:
-    engine = EmulatedEngine(backend.name)
-    dropout.test_out_is_that_of_the_weights_kept(engine, torch.float16, case)
-    dropout.test_gradients_are_those_of_the_weights_kept(engine, torch.float16, case)
 
 
 @every_backend

@@ -11,8 +11,8 @@ import emulator
 import pytest
 import torch
 from emulator import Range, Report, Wavefronts
-from linear.cases import CASES, LinearCase
-from linear.oracle import check
+from linear.cases import CASES
+from linear.check import check
 from tiers import covering, sampled, tier_of
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from fastattention.gpu_runtime.chips import CHIPS, Limits
 from fastattention.gpu_runtime.module import KernelLaunch
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
+from fastattention.testing.linear import LinearCase
 
 LIMITS = {backend.name: backend.limits for backend in emulator.EMULATED}
 

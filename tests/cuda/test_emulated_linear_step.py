@@ -10,14 +10,15 @@ import emulator
 import pytest
 import torch
 from emulated_linear import EmulatedLinear, guarded
-from linear.cases import CASES, LinearCase
-from linear.oracle import check
+from linear.cases import CASES
+from linear.check import check
 from tiers import covering, sampled, tier_of
 
 from fastattention.backends.cuda.linear.config import DTYPES, StepConfig, step_variants
 from fastattention.backends.cuda.linear.heuristics import choose_step
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
+from fastattention.testing.linear import LinearCase
 
 # Tiles are wide where they give every multiprocessor a CTA. Nothing else differs among GPUs: there is one code path.
 SMS = {"wide": 1, "narrow": 1000}

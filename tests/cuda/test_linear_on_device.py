@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from linear.cases import CASES, LinearCase
-from linear.oracle import check
+from linear.cases import CASES
+from linear.check import check
 from torch import Tensor
 
 from fastattention import UnsupportedError
@@ -18,6 +18,7 @@ from fastattention.linear import recurrent_gated_delta_rule, recurrent_gla
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.problem import LinearInputs, LinearOutput
 from fastattention.linear.validation import prepare
+from fastattention.testing.linear import LinearCase
 
 if LINEAR_BACKENDS.get("cuda").why_unavailable() is not None:
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -9,10 +9,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from conformance.calls import Call, build_call
-from conformance.case import DenseCase, KvCacheCase
-from conformance.devices import moved
-from conformance.oracle import FACTOR, largest_error
 from torch import Tensor
 
 from fastattention.attention.reference import reference_attention
@@ -21,6 +17,10 @@ from fastattention.distributed import (
     attention_linear_allreduce,
     attention_linear_allreduce_with_kvcache,
 )
+from fastattention.testing.calls import Call, build_call
+from fastattention.testing.case import DenseCase, KvCacheCase
+from fastattention.testing.devices import moved
+from fastattention.testing.oracle import FACTOR, largest_error
 
 HIDDEN = 40
 

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.case import DenseCase, KvCacheCase
 from unit.plan_calls import files_of
 
 from distributed.sums import Sum, arguments_of, check, check_repeated, run_part, run_repeated
@@ -24,6 +23,7 @@ from fastattention.distributed.row_blocks import Strategy
 from fastattention.distributed.row_partitions import Partition, Recipe
 from fastattention.distributed.transports import Transport
 from fastattention.distributed.transports.c10d import C10d
+from fastattention.testing.case import DenseCase, KvCacheCase
 
 CASE = DenseCase(name="agreed", batch_size=2, seqlen_q=12, seqlen_k=12, causal=True)
 AUTO = Sum(CASE, "auto")

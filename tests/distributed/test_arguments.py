@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.case import DenseCase
 from torch._subclasses.fake_tensor import FakeTensorMode
 from unit.refusals import Refusal, assert_refused, refusals
 
@@ -21,6 +20,7 @@ from fastattention.distributed import (
     attention_linear_allreduce_with_kvcache,
     object_collectives,
 )
+from fastattention.testing.case import DenseCase
 
 HIDDEN = 10
 

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.case import DenseCase
 from tiers import slow
 
 from distributed.sums import Sum, check, run_part
@@ -23,6 +22,7 @@ from distributed.team import Team
 from fastattention.distributed import agreement
 from fastattention.distributed.row_blocks import AttentionLinear
 from fastattention.distributed.transports.c10d import C10d
+from fastattention.testing.case import DenseCase
 
 pytestmark = slow
 

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conformance.case import DenseCase, KvCacheCase
 from torch import Tensor
 
 from distributed.layers import HIDDEN, assert_as_exact_as, causal, exact, parallel, thirds, whole
@@ -27,6 +26,7 @@ from fastattention.backends.sdpa import gpu_kernels
 from fastattention.distributed import TilingAllReduce, agreement
 from fastattention.distributed.row_blocks import AttentionLinear
 from fastattention.distributed.transports import TRANSPORTS
+from fastattention.testing.case import DenseCase, KvCacheCase
 
 skip_module_without_two_gpus()
 

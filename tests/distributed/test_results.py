@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.case import Bias, DenseCase, KvCacheCase
 
 from distributed.sums import HIDDEN, Sum, check, run_part
 from distributed.team import Team
+from fastattention.testing.case import Bias, DenseCase, KvCacheCase
 
 SINGLE = torch.float32
 

@@ -12,13 +12,14 @@ from torch.testing import assert_close
 
 from fastattention.backends.torch.linear import linear_attention
 from fastattention.engine import torch_ops
-from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla
+from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gated_delta_rule, recurrent_gla, reference
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.validation import prepare
-from linear.cases import CASES, LinearCase
-from linear.oracle import check, exact
+from fastattention.testing.linear import LinearCase
+from linear.cases import CASES
+from linear.check import check
 
 BACKENDS = [name for name in LINEAR_BACKENDS.order if LINEAR_BACKENDS.get(name).why_unavailable() is None]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -45,7 +46,7 @@ def test_chunks_of_torch_are_the_recurrence(rule: str) -> None:
     """In float64, where nothing is rounded away."""
     case = LinearCase(rule=rule, seqlen=150, initial_state=True, nheads=4)
     problem, inputs = prepare(case.tensors(torch.float32), case.options(chunked=True))
-    wanted = exact(problem, inputs)
+    wanted = reference.linear_attention(problem, inputs)
     for chunk in (1, 16, 64, 200):
         out, state = linear_attention(problem, inputs, chunk, torch.float64)
         assert_close(out, wanted.out.float(), atol=1e-6, rtol=1e-5)

@@ -16,7 +16,7 @@ from fastattention.linear import chunk_gated_delta_rule, chunk_gla, recurrent_gl
 from fastattention.linear.problem import LinearInputs
 from fastattention.linear.reference import linear_attention
 from fastattention.linear.validation import prepare
-from linear.cases import LinearCase
+from fastattention.testing.linear import LinearCase
 
 RULES = pytest.mark.parametrize("rule", ["delta", "head", "key"])
 

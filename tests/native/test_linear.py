@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from linear.cases import CASES, LinearCase
-from linear.oracle import check
+from linear.cases import CASES
+from linear.check import check
 from tiers import sampled
 
 from fastattention import set_num_threads
@@ -15,6 +15,7 @@ from fastattention.linear import chunk_gated_delta_rule, chunk_gla
 from fastattention.linear.backend import LINEAR_BACKENDS
 from fastattention.linear.operator import LINEAR_ATTENTION
 from fastattention.linear.validation import prepare
+from fastattention.testing.linear import LinearCase
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 

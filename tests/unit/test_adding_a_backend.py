@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.calls import problem_of
 from conformance.cases import CASES
 from conformance.check import check
 from conformance.engines import Engine
@@ -22,6 +21,7 @@ from fastattention.attention.merge import select_merging_backend
 from fastattention.attention.problem import Problem
 from fastattention.engine.operator import forget_plans
 from fastattention.engine.registry import Registry
+from fastattention.testing.calls import problem_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "adding-a-backend.md").read_text()
 # A block of code begins with the path of the file that it is, or is part of.

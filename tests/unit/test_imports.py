@@ -24,7 +24,7 @@ LAYERS = (
     ("attention.problem", "linear.problem", "threads", "quantized", "host_numbers"),
     ("backends", "attention.backend", "attention.reference", "linear.backend", "linear.reference"),
     ("attention", "linear", "sparse", "kv_store", ""),
-    ("distributed", "offload"),
+    ("distributed", "offload", "testing"),
     ("integrations",),
     ("cli",),
     ("__main__",),

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.calls import build_call
-from conformance.case import Bias, Case, DenseCase, KvCacheCase
-from conformance.oracle import assert_lse_matches, assert_out_matches
+from conformance.check import assert_small_errors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
 from fastattention.backends.sdpa import causal_split, gpu_kernels
 from fastattention.backends.sdpa.backend import SdpaBackend
+from fastattention.testing.calls import build_call
+from fastattention.testing.case import Bias, Case, DenseCase, KvCacheCase
+from fastattention.testing.oracle import expected
 from unit.test_sdpa_gpu_kernels import LOWER_RIGHT, REFUSED
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,11 +84,11 @@ AT_ONCE = [
 @pytest.mark.parametrize("case", IN_TWO, ids=lambda case: case.name)
 def test_two_calls_give_the_whole(case: DenseCase, dtype: torch.dtype, served: list[Problem]) -> None:
     result = attend(case, dtype)
-    assert_out_matches(case, result.out, dtype)
+    assert_small_errors(expected(case, dtype), {"out": result.out})
     whole, rectangle, square = served
     if whole.return_lse:
         assert result.lse is not None
-        assert_lse_matches(case, result.lse, dtype)
+        assert_small_errors(expected(case, dtype), {"lse": result.lse})
     assert (rectangle.window_right, rectangle.seqlen_k) == (-1, case.seqlen_k - case.seqlen_q)
     assert square.is_causal
     assert square.seqlen_k == square.seqlen_q == case.seqlen_q
@@ -95,7 +96,7 @@ def test_two_calls_give_the_whole(case: DenseCase, dtype: torch.dtype, served: l
 
 @pytest.mark.parametrize("case", AT_ONCE, ids=lambda case: case.name)
 def test_calls_that_are_no_corner_or_would_not_merge_are_made_at_once(case: Case, served: list[Problem]) -> None:
-    assert_out_matches(case, attend(case, torch.float32).out, torch.float32)
+    assert_small_errors(expected(case, torch.float32), {"out": attend(case, torch.float32).out})
     assert len(served) == 1
 
 

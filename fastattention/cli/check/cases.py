@@ -4,124 +4,105 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
+
+from fastattention.testing.case import Bias, Blocks, Case, DenseCase, KvCacheCase, VarlenCase
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A call. Its tensors are drawn by calls.py from the case alone."""
+@dataclass(frozen=True)
+class Check:
+    """A case in one dtype, and which of its results are compared beside out and the caches."""
 
-    name: str
-    layout: Literal["dense", "varlen", "cache"] = "dense"
-    seqlens_q: tuple[int, ...] = (129, 129)  # one entry a sequence; all equal unless varlen
-    seqlens_k: tuple[int, ...] = (127, 127)  # of a cache: tokens before the call appends
+    case: Case
     dtype: torch.dtype = HALF
-    nheads: int = 4
-    nheads_k: int = 4
-    headdim: int = 64
-    headdim_v: int | None = None  # None: headdim
-    causal: bool = False
-    window: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    alibi: bool = False
-    bias: bool = False
-    sinks: bool = False
-    blocks: bool = False  # with a block mask of 64 x 64 tokens
-    dropout_p: float = 0.0
-    lse: bool = False  # lse is asked for and compared
-    gradients: bool = False  # those of q, k, v and sinks are compared too
-    page_block_size: int | None = None
-    leftpad: tuple[int, ...] | None = None
-    seqlen_new: int = 0
-    rotary_dim: int = 0
-    stored: torch.dtype | None = None  # of quantized caches
-    values_in_keys: bool = False  # v_cache is the first columns of k_cache
-    # Of a causal prompt too long for a whole reference: rows begin to end - 1, which see the keys before `end` alone.
-    spans: tuple[tuple[int, int], ...] = ()
+    lse: bool = False
+    gradients: bool = False  # those of q, k, v and sinks
     control: bool = False  # sdpa, which is torch, runs it too: where that is wrong, the device or torch is
 
 
-small = partial(Case, seqlens_q=(33, 33), seqlens_k=(77, 77))
-ragged = partial(Case, layout="varlen", seqlens_q=(65, 1, 0, 130), seqlens_k=(65, 77, 5, 140))
-decode = partial(Case, layout="cache", seqlens_q=(1, 1, 1), seqlens_k=(300, 1, 77))
-append = partial(Case, layout="cache", seqlens_q=(5, 5, 5), seqlens_k=(300, 40, 77), seqlen_new=5, causal=True)
+dense = partial(DenseCase, seqlen_q=129, seqlen_k=127, nheads=4, nheads_k=4, headdim=64)
+small = partial(dense, seqlen_q=33, seqlen_k=77)
+wide = partial(dense, seqlen_q=200, seqlen_k=260, batch_size=1)
+varlen = partial(VarlenCase, seqlens_q=(65, 1, 0, 130), seqlens_k=(65, 77, 5, 140), nheads=4, nheads_k=4, headdim=64)
+cache = partial(KvCacheCase, cache_seqlens=(300, 1, 77), nheads=4, nheads_k=4, headdim=64)
+queries = partial(cache, seqlen_q=5, cache_seqlens=(300, 40, 77), causal=True)
+append = partial(queries, seqlen_new=5)
 
 DENSE = [
-    Case(name="dense", control=True),
-    Case(name="dense", dtype=BRAIN, control=True),
-    Case(name="dense", dtype=SINGLE, control=True),
-    Case(name="dense, lse", lse=True),
-    Case(name="causal, more keys than queries", seqlens_q=(65,), seqlens_k=(300,), causal=True),
-    Case(name="causal, rows without keys", seqlens_q=(300,), seqlens_k=(128,), causal=True, dtype=BRAIN, lse=True),
-    Case(name="causal", seqlens_q=(257,), seqlens_k=(257,), causal=True, dtype=SINGLE),
-    Case(name="sliding window", seqlens_q=(200,), seqlens_k=(260,), causal=True, window=(64, 0)),
-    Case(name="window to both sides", seqlens_q=(200,), seqlens_k=(260,), window=(30, 9), dtype=BRAIN),
-    Case(name="GQA, 6 heads of 2", nheads=6, nheads_k=2, causal=True),
-    Case(name="softcap", softcap=5.0),
-    Case(name="ALiBi", alibi=True, causal=True, dtype=BRAIN),
-    Case(name="sinks", sinks=True, causal=True, lse=True),
-    Case(name="attention bias", bias=True),
-    small(name="headdim 1", headdim=1),
-    small(name="headdim 40", headdim=40),
-    Case(name="headdim 128", headdim=128, dtype=BRAIN, causal=True),
-    small(name="headdim 128", headdim=128, dtype=SINGLE),
-    small(name="headdim 256", headdim=256),
-    Case(name="headdim 192, values 128", headdim=192, headdim_v=128, dtype=BRAIN, causal=True),
-    small(name="headdim 576, values 512", headdim=576, headdim_v=512, nheads_k=1, dtype=BRAIN),
-    Case(name="one query", seqlens_q=(1, 1), seqlens_k=(611, 611), nheads=8, nheads_k=2),
-    Case(name="block mask", seqlens_q=(200,), seqlens_k=(260,), blocks=True),
-    Case(name="dropout", dropout_p=0.3),
-    Case(name="long prompt", seqlens_q=(8192,), seqlens_k=(8192,), nheads=2, nheads_k=1, headdim=128, causal=True,
-         spans=((0, 64), (4000, 4064), (8128, 8192))),
+    Check(dense(name="dense"), control=True),
+    Check(dense(name="dense"), BRAIN, control=True),
+    Check(dense(name="dense"), SINGLE, control=True),
+    Check(dense(name="dense, lse"), lse=True),
+    Check(dense(name="causal, more keys than queries", seqlen_q=65, seqlen_k=300, batch_size=1, causal=True)),
+    Check(dense(name="causal, rows without keys", seqlen_q=300, seqlen_k=128, batch_size=1, causal=True), BRAIN,
+          lse=True),
+    Check(dense(name="causal", seqlen_q=257, seqlen_k=257, batch_size=1, causal=True), SINGLE),
+    Check(wide(name="sliding window", causal=True, window=(64, 0))),
+    Check(wide(name="window to both sides", window=(30, 9)), BRAIN),
+    Check(dense(name="GQA, 6 heads of 2", nheads=6, nheads_k=2, causal=True)),
+    Check(dense(name="softcap", softcap=5.0)),
+    Check(dense(name="ALiBi", alibi="per_head", causal=True), BRAIN),
+    Check(dense(name="sinks", sinks=True, causal=True), lse=True),
+    Check(dense(name="attention bias", bias=Bias("hqk"))),
+    Check(small(name="headdim 1", headdim=1)),
+    Check(small(name="headdim 40", headdim=40)),
+    Check(dense(name="headdim 128", headdim=128, causal=True), BRAIN),
+    Check(small(name="headdim 128", headdim=128), SINGLE),
+    Check(small(name="headdim 256", headdim=256)),
+    Check(dense(name="headdim 192, values 128", headdim=192, headdim_v=128, causal=True), BRAIN),
+    Check(small(name="headdim 576, values 512", headdim=576, headdim_v=512, nheads_k=1), BRAIN),
+    Check(dense(name="one query", seqlen_q=1, seqlen_k=611, nheads=8, nheads_k=2)),
+    Check(wide(name="block mask", blocks=Blocks("1h"))),
+    Check(dense(name="dropout", dropout_p=0.3)),
+    Check(dense(name="long prompt", seqlen_q=4099, seqlen_k=4099, batch_size=1, nheads=2, nheads_k=1, headdim=128,
+                causal=True)),
 ]  # fmt: skip
 
 VARLEN = [
-    ragged(name="varlen", control=True),
-    ragged(name="varlen, causal, GQA", causal=True, nheads_k=2, dtype=BRAIN, lse=True),
-    ragged(name="varlen, window", window=(40, 0), dtype=SINGLE),
-    ragged(name="varlen, sinks, softcap", sinks=True, softcap=5.0, causal=True),
-    ragged(name="varlen in pages of 16", page_block_size=16, causal=True),
+    Check(varlen(name="varlen"), control=True),
+    Check(varlen(name="varlen, causal, GQA", causal=True, nheads_k=2), BRAIN, lse=True),
+    Check(varlen(name="varlen, window", window=(40, 0)), SINGLE),
+    Check(varlen(name="varlen, sinks, softcap", sinks=True, softcap=5.0, causal=True)),
+    Check(varlen(name="varlen in pages of 16", page_block_size=16, causal=True)),
 ]
 
 CACHES = [
-    decode(name="cache", nheads_k=2, control=True),
-    decode(name="cache", nheads_k=2, dtype=BRAIN, headdim=128, lse=True),
-    decode(name="cache", dtype=SINGLE),
-    Case(name="cache, a row without keys", layout="cache", seqlens_q=(1, 1), seqlens_k=(0, 90), lse=True),
-    decode(name="cache in pages of 16", nheads_k=2, page_block_size=16),
-    decode(name="cache in pages of 128", nheads_k=2, page_block_size=128, dtype=BRAIN, headdim=128),
-    Case(name="cache, long", layout="cache", seqlens_q=(1,), seqlens_k=(5003,), nheads=8, nheads_k=2, headdim=128),
-    decode(name="cache, window, sinks", window=(50, 0), sinks=True),
-    decode(name="cache, softcap, ALiBi", softcap=5.0, alibi=True, dtype=BRAIN),
-    decode(name="cache, left padding", leftpad=(11, 0, 30), nheads_k=2),
-    append(name="five queries over a cache", seqlen_new=0, nheads_k=2),
-    append(name="append with rotary", rotary_dim=32, nheads_k=2, dtype=BRAIN),
-    append(name="append with rotary in pages of 16", rotary_dim=64, page_block_size=16),
-    decode(name="cache, headdim 576, values 512 in keys", nheads_k=1, headdim=576, headdim_v=512,
-         values_in_keys=True, dtype=BRAIN),
-    decode(name="int8 cache", nheads_k=2, stored=torch.int8),
-    decode(name="int8 cache in pages of 32", nheads_k=2, headdim=128, page_block_size=32, stored=torch.int8,
-         dtype=BRAIN),
-    append(name="append to an int8 cache", stored=torch.int8),
-    decode(name="float8 cache", nheads_k=2, stored=torch.float8_e4m3fn),
+    Check(cache(name="cache", nheads_k=2), control=True),
+    Check(cache(name="cache", nheads_k=2, headdim=128), BRAIN, lse=True),
+    Check(cache(name="cache"), SINGLE),
+    Check(cache(name="cache, a row without keys", cache_seqlens=(0, 90)), lse=True),
+    Check(cache(name="cache in pages of 16", nheads_k=2, page_block_size=16)),
+    Check(cache(name="cache in pages of 128", nheads_k=2, page_block_size=128, headdim=128), BRAIN),
+    Check(cache(name="cache, long", cache_seqlens=(5003,), nheads=8, nheads_k=2, headdim=128)),
+    Check(cache(name="cache, window, sinks", window=(50, 0), sinks=True)),
+    Check(cache(name="cache, softcap, ALiBi", softcap=5.0, alibi="per_head"), BRAIN),
+    Check(cache(name="cache, left padding", leftpad=(11, 0, 30), nheads_k=2)),
+    Check(queries(name="five queries over a cache", nheads_k=2)),
+    Check(append(name="append with rotary", rotary_dim=32, nheads_k=2), BRAIN),
+    Check(append(name="append with rotary in pages of 16", rotary_dim=64, page_block_size=16)),
+    Check(cache(name="cache, headdim 576, values 512 in keys", nheads_k=1, headdim=576, headdim_v=512,
+                values_in_keys=True), BRAIN),
+    Check(cache(name="int8 cache", nheads_k=2, stored="int8")),
+    Check(cache(name="int8 cache in pages of 32", nheads_k=2, headdim=128, page_block_size=32, stored="int8"), BRAIN),
+    Check(append(name="append to an int8 cache", stored="int8")),
+    Check(cache(name="float8 cache", nheads_k=2, stored="float8")),
 ]  # fmt: skip
 
 GRADIENTS = [
-    Case(name="gradients", causal=True, gradients=True),
-    Case(name="gradients, GQA, headdim 128", nheads_k=2, headdim=128, causal=True, gradients=True, dtype=BRAIN),
-    Case(name="gradients", gradients=True, dtype=SINGLE),
-    ragged(name="gradients, varlen", causal=True, gradients=True),
-    Case(name="gradients, sinks, window", window=(40, 0), sinks=True, gradients=True),
-    Case(name="gradients, dropout", dropout_p=0.3, gradients=True, dtype=BRAIN),
+    Check(dense(name="gradients", causal=True), gradients=True),
+    Check(dense(name="gradients, GQA, headdim 128", nheads_k=2, headdim=128, causal=True), BRAIN, gradients=True),
+    Check(dense(name="gradients"), SINGLE, gradients=True),
+    Check(varlen(name="gradients, varlen", causal=True), gradients=True),
+    Check(dense(name="gradients, sinks, window", window=(40, 0), sinks=True), gradients=True),
+    Check(dense(name="gradients, dropout", dropout_p=0.3), BRAIN, gradients=True),
 ]
 
-CASES = [*DENSE, *VARLEN, *CACHES, *GRADIENTS]
+CHECKS = [*DENSE, *VARLEN, *CACHES, *GRADIENTS]
 
 
-def cases_of(device: str) -> list[Case]:
+def checks_of(device: str) -> list[Check]:
     """The list for a device. float8 does not exist on the NPUs that the ascend backend knows."""
-    return [case for case in CASES if device != "npu" or case.stored is not torch.float8_e4m3fn]
+    return [one for one in CHECKS if not (device == "npu" and getattr(one.case, "stored", None) == "float8")]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fastattention.attention.backend import ATTENTION_BACKENDS
 from fastattention.cli.check import model, run, speeds
-from fastattention.cli.check.cases import Case, cases_of
+from fastattention.cli.check.cases import Check, checks_of
 from fastattention.cli.check.facts import facts_of
 from fastattention.cli.check.report import Entry, Report
 from fastattention.cli.console import MESSAGES, OUTPUT, check_output_file, progress_bar
@@ -21,10 +21,10 @@ from fastattention.errors import ArgumentError, UnsupportedError
 BACKENDS = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
 
 
-def check(device: str | None, output: Path, cases: Sequence[Case] | None = None) -> None:
+def check(device: str | None, output: Path, checks: Sequence[Check] | None = None) -> None:
     """Run everything, write `output`, print what was wrong. Exits with status 1 if anything was wrong or failed.
 
-    device: npu, cuda or cpu; None for the machine's. cases: others than the list. Raises UnsupportedError where the
+    device: npu, cuda or cpu; None for the machine's. checks: others than the list. Raises UnsupportedError where the
     device's backend cannot run.
     """
     check_output_file(output)
@@ -37,12 +37,12 @@ def check(device: str | None, output: Path, cases: Sequence[Case] | None = None)
     MESSAGES.print(
         escape(f"writing {output} after every call: should this end early, it is worth sending"), soft_wrap=True
     )
-    runs = run.runs_of(cases_of(device) if cases is None else cases, run.IMPLEMENTATIONS[device])
+    runs = run.runs_of(checks_of(device) if checks is None else checks, run.IMPLEMENTATIONS[device])
     with progress_bar() as bar:
         task = bar.add_task("calls", total=len(runs) + 4)
-        for case, implementation in runs:
-            bar.update(task, description=f"{case.name}, {implementation.name}")
-            if not run.run(report, case, implementation, device):
+        for one, implementation in runs:
+            bar.update(task, description=f"{one.case.name}, {implementation.name}")
+            if not run.run(report, one, implementation, device):
                 break
             bar.advance(task)
         else:
@@ -83,12 +83,10 @@ def _show(report: Report) -> None:
 
 
 def _why(entry: Entry) -> str:
-    """Of a wrong entry its errors beyond the allowed ones."""
-    if "reason" in entry:
-        return str(entry["reason"])
-    beyond = {name: one for name, one in entry["errors"].items() if not one["error"] <= one["allowed"]}
+    """The reason of a bad entry, and its errors beyond the allowed ones."""
+    beyond = {name: one for name, one in entry.get("errors", {}).items() if not one["error"] <= one["allowed"]}
     parts = [f"{name} is off by {one['error']:.2g}, allowed are {one['allowed']:.2g}" for name, one in beyond.items()]
-    return "; ".join(parts) or "out has another dtype than q"
+    return "; ".join([*parts, *([str(entry["reason"])] if "reason" in entry else [])])
 
 
 def _show_speeds(entries: Sequence[Entry]) -> None:

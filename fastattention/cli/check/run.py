@@ -10,17 +10,21 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fastattention import explain
 from fastattention.attention.backend import ATTENTION_BACKENDS, AttentionBackend
 from fastattention.attention.problem import AttentionOutput, Inputs, Problem
-from fastattention.cli.check.calls import Call, build_call
-from fastattention.cli.check.cases import Case
-from fastattention.cli.check.judge import SEED, results_of, wanted_of
+from fastattention.backends.common.gradients import COMPUTED
+from fastattention.cli.check.cases import Check
 from fastattention.cli.check.report import Entry, Note, Report
 from fastattention.cli.console import first_line
 from fastattention.engine.operator import forget_plans
 from fastattention.engine.registry import Verdict
+from fastattention.testing.calls import Call, build_call
+from fastattention.testing.devices import copied_back, moved
+from fastattention.testing.oracle import FACTOR, FACTOR_OF_TORCH_GRADIENTS, expected_after, present, results_of
+from fastattention.testing.written import Snapshot
 
 
 class Implementation(NamedTuple):
@@ -29,7 +33,7 @@ class Implementation(NamedTuple):
     name: str
     backend: str  # as calls name it
     variables: Mapping[str, str] = {}  # of the environment meanwhile
-    control: bool = False  # of cases marked so alone
+    control: bool = False  # runs only the checks that are marked so
 
 
 CONTROL = Implementation("sdpa", "sdpa", control=True)
@@ -45,50 +49,64 @@ IMPLEMENTATIONS = {
 }
 
 
-def runs_of(cases: Sequence[Case], implementations: Sequence[Implementation]) -> list[tuple[Case, Implementation]]:
-    """Every case by everyone who runs it. All by one first: should the next crash, those are in the report."""
-    return [(case, one) for one in implementations for case in cases if case.control or not one.control]
+def runs_of(checks: Sequence[Check], implementations: Sequence[Implementation]) -> list[tuple[Check, Implementation]]:
+    """Every check by everyone who runs it. All by one first: should the next crash, those are in the report."""
+    return [(one, by) for by in implementations for one in checks if one.control or not by.control]
 
 
-def run(report: Report, case: Case, implementation: Implementation, device: str) -> bool:
+def run(report: Report, one: Check, implementation: Implementation, device: str) -> bool:
     """Adds an entry for a call. False where the device does not answer any more, as after an illegal access."""
-    given = build_call(case)
+    call = build_call(one.case, one.dtype)
     known = {
         "kind": "call",
-        "name": case.name,
-        "dtype": str(case.dtype).removeprefix("torch."),
+        "name": one.case.name,
+        "dtype": str(one.dtype).removeprefix("torch."),
         "implementation": implementation.name,
-        "call": str(given),
+        "call": str(call),
     }
-    entry = report.attempt(known, partial(_run, case, given, implementation, device))
+    entry = report.attempt(known, partial(_run, one, call, implementation, device))
     if entry["state"] == "failed" and (reason := _why_lost(device)) is not None:
         report.stop(f"the device does not answer after this call: {reason}")
         return False
     return True
 
 
-def _run(case: Case, given: Call, implementation: Implementation, device: str, note: Note) -> Entry:
+def _run(one: Check, call: Call, implementation: Implementation, device: str, note: Note) -> Entry:
+    grads = present(one.case, COMPUTED) if one.gradients else ()
+    for name in grads:
+        call.arguments[name].requires_grad_()
+    before = Snapshot.of(call)
+
+    def attention(call: Call) -> tuple[Tensor, Tensor | None]:
+        there = moved(call, device)
+        out, lse = (
+            there.run(implementation.backend) if one.lse else (there.run_without_lse(implementation.backend), None)
+        )
+        copied_back(call, there)
+        return out.cpu(), None if lse is None else lse.cpu()
+
     with _settings(implementation.variables):
-        call = given.on(device)
-        verdict = _verdict(call, implementation.backend)
+        verdict = _verdict(moved(call, device), implementation.backend, one.lse)
         if verdict.reason is not None:
             return {"state": "refused", "reason": verdict.reason}
         note({"served_by": f"{verdict.backend}: {verdict.how}" if verdict.how else verdict.backend})
-        wanted = wanted_of(case, device)
-        torch.manual_seed(SEED)
         begin = time.perf_counter()
-        result = call.function(**call.arguments(), backend=implementation.backend)
-        out, lse = result if case.lse else (result, None)
-        found = results_of(case, given, call, out, lse)
+        found = results_of(call, attention, grads)
         seconds = time.perf_counter() - begin
-    errors = wanted.judge(found, by_torch=verdict.backend == "sdpa")
-    is_right = out.dtype is case.dtype and all(one["error"] <= one["allowed"] for one in errors.values())
-    return {"state": "right" if is_right else "wrong", "errors": errors, "seconds": seconds}
+    factor = FACTOR_OF_TORCH_GRADIENTS if grads and verdict.backend == "sdpa" else FACTOR
+    errors = expected_after(call, one.case, grads, one.lse, device).errors(found, factor)
+    entry: Entry = {"errors": {name: error._asdict() for name, error in errors.items()}, "seconds": seconds}
+    if found["out"].dtype is not one.dtype:
+        entry["reason"] = f"out is {found['out'].dtype}, not {one.dtype}"
+    elif (fault := before.fault(one.case, call, one.dtype)) is not None:
+        entry["reason"] = fault
+    is_right = all(error.is_small for error in errors.values()) and "reason" not in entry
+    return {"state": "right" if is_right else "wrong", **entry}
 
 
-def _verdict(call: Call, backend: str) -> Verdict:
-    """Of the backend that serves the call, or why nobody does."""
-    explanation = explain(function=call.function, backend=backend, **call.arguments())
+def _verdict(call: Call, backend: str, return_lse: bool) -> Verdict:
+    """Which backend serves the call, or why none does."""
+    explanation = explain(function=call.function, backend=backend, return_lse=return_lse, **call.arguments)
     name = explanation.backend if backend == "auto" else backend
     if name is None:
         return Verdict("auto", "; ".join(f"{one.backend}: {one.reason}" for one in explanation.verdicts))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from conformance.calls import problem_of
-from conformance.case import Case, DenseCase, KvCacheCase, VarlenCase, covering_promises
 from conformance.cases import CASES
-from tiers import tier_of
+from tiers import covering_promises, tier_of
 
 from fastattention.backends.ascend import vendor
+from fastattention.testing.calls import problem_of
+from fastattention.testing.case import Case, DenseCase, KvCacheCase, VarlenCase
 
 # Few cases of the list have the pages and head dimensions that these operators take.
 MORE: list[Case] = [

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from conformance.calls import Call, build_call, problem_of
-from conformance.case import Case, DenseCase, VarlenCase
-from conformance.oracle import largest, largest_error, out_floor
-from conformance.test_gradients import FACTOR, GRADIENT_CASES, has_gradients, names
+from conformance.check import assert_small_errors
+from conformance.gradients import GRADIENT_CASES, has_gradients
 from torch import Tensor
 
 from ascend.vendor.cases import MORE
 from fastattention.attention.problem import Inputs, Problem
-from fastattention.attention.reference import reference_attention
 from fastattention.backends.ascend import vendor
 from fastattention.backends.common.gradients import COMPUTED
+from fastattention.testing.calls import Call, build_call, problem_of
+from fastattention.testing.case import Case, DenseCase, VarlenCase
+from fastattention.testing.oracle import Results, expected, present, results_of
 
 Attention = Callable[[Call], Tensor]
 
@@ -36,7 +36,7 @@ assert len({case.name for case in LIST}) == len(LIST), "the names of cases are t
 
 def wanted_of(case: Case) -> tuple[str, ...]:
     """The tensors of a case that have a gradient."""
-    return tuple(names(case, COMPUTED))
+    return present(case, COMPUTED)
 
 
 def prepared(case: Case, dtype: torch.dtype) -> tuple[Problem, Inputs]:
@@ -64,24 +64,13 @@ def weights_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def gradients(case: Case, dtype: torch.dtype, wanted: Sequence[str], attention: Attention) -> list[Tensor]:
-    """Gradients of a weighted sum of out by the arguments called `wanted`, in that order."""
-    call = build_call(case, dtype)
-    given = [call.arguments[name].requires_grad_() for name in wanted]
-    out = attention(call)
-    loss = (out.double() * weights_of(out.shape, dtype).double()).sum()
-    return list(torch.autograd.grad(loss, given))
+def training_results(case: Case, dtype: torch.dtype, attention: Attention, grads: Sequence[str]) -> Results:
+    """out and gradients of a call that returns no lse."""
+    return results_of(build_call(case, dtype), lambda call: (attention(call), None), grads)
 
 
-def check_gradients(case: Case, dtype: torch.dtype, actual: Sequence[Tensor]) -> None:
+def check_gradients(case: Case, dtype: torch.dtype, attention: Attention) -> None:
     """Every error is at most twice that of torch in the same precision, both against float64."""
-    wanted = wanted_of(case)
-    exact = gradients(case, dtype, wanted, lambda call: reference_attention(*call.prepare(), torch.float64)[0])
-    usual = gradients(case, dtype, wanted, lambda call: reference_attention(*call.prepare(), None)[0])
-    floor = out_floor(case, dtype)
-    for name, right, by_torch, found in zip(wanted, exact, usual, actual, strict=True):
-        assert found.isfinite().all(), name
-        right = right.double()
-        allowed = FACTOR * largest_error(by_torch, right) + floor * max(1.0, largest(right))
-        error = largest_error(found, right)
-        assert error <= allowed, f"the gradient of {name} is off by {error:.3g}; allowed are {allowed:.3g}"
+    grads = wanted_of(case)
+    found = training_results(case, dtype, attention, grads)
+    assert_small_errors(expected(case, dtype, grads, with_lse=False), found)

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.calls import build_call
-from conformance.case import DenseCase, KvCacheCase, Memory
 from torch import Tensor
 
 from ascend.vendor.cases import runs
@@ -17,6 +15,8 @@ from ascend.vendor.recorder import Recorded, Recorder, on_meta, shapes
 from fastattention.backends.ascend import vendor
 from fastattention.backends.ascend.vendor.operators import INFERENCE, TRAINING, Call, run
 from fastattention.errors import UnsupportedError
+from fastattention.testing.calls import build_call
+from fastattention.testing.case import DenseCase, KvCacheCase, Memory
 
 skip_without_torch_npu()
 

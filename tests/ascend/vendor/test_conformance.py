@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance.case import Case
 from conformance.check import check
 
 from ascend.vendor.cases import MORE, parametrize, runs
 from ascend.vendor.engine import ENGINE
 from ascend.vendor.environment import skip_without_torch_npu
+from fastattention.testing.case import Case
 
 skip_without_torch_npu()
 

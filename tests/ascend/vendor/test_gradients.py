@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.calls import Call, build_call
-from conformance.case import Case, DenseCase, VarlenCase
 from torch import Tensor
 
 from ascend.vendor.cases import parametrize
@@ -19,9 +17,8 @@ from ascend.vendor.gradient_cases import (
     ODD,
     check_gradients,
     gradient_runs,
-    gradients,
     prepared,
-    wanted_of,
+    training_results,
     weights_of,
 )
 from ascend.vendor.recorder import Recorded, Recorder, on_meta, shapes
@@ -32,6 +29,8 @@ from fastattention.backends.ascend.vendor.operators import GRADIENT, TRAINING
 from fastattention.backends.ascend.vendor.operators import Call as OperatorCall
 from fastattention.backends.ascend.vendor.operators import check as check_call
 from fastattention.backends.common.gradients import COMPUTED
+from fastattention.testing.calls import Call, build_call
+from fastattention.testing.case import Case, DenseCase, VarlenCase
 
 skip_without_torch_npu()
 
@@ -50,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_error_is_at_most_twice_that_of_torch(case: Case, dtype: torch.dtype) -> None:
-    check_gradients(case, dtype, gradients(case, dtype, wanted_of(case), by_the_vendor))
+    check_gradients(case, dtype, by_the_vendor)
 
 
 def test_every_case_of_ours_is_served() -> None:
@@ -59,10 +58,9 @@ def test_every_case_of_ours_is_served() -> None:
 
 @pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("q", "v"), ("sinks",)], ids=" ".join)
 def test_what_needs_no_gradient_changes_none(wanted: tuple[str, ...]) -> None:
-    alone = gradients(SINKS, torch.bfloat16, wanted, by_the_vendor)
-    together = gradients(SINKS, torch.bfloat16, COMPUTED, by_the_vendor)
-    for name, grad in zip(wanted, alone, strict=True):
-        assert torch.equal(grad, together[COMPUTED.index(name)])
+    alone, together = (training_results(SINKS, torch.bfloat16, by_the_vendor, grads) for grads in (wanted, COMPUTED))
+    for name, found in alone.items():
+        assert torch.equal(found, together[name])
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:

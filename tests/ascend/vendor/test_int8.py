@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.calls import build_call
-from conformance.case import KvCacheCase
 
 from ascend.vendor.environment import skip_without_torch_npu
 from ascend.vendor.recorder import Recorded, Recorder, on_meta, shapes
 from fastattention.backends.ascend import vendor
+from fastattention.testing.calls import build_call
+from fastattention.testing.case import KvCacheCase
 
 skip_without_torch_npu()
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from conformance.case import Memory
+from fastattention.testing.case import Memory
 
 
 class Placed(NamedTuple):

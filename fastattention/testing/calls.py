@@ -1,4 +1,4 @@
-"""From a case and a dtype to the call of a public function that it stands for, always with the same numbers."""
+"""From a case and a dtype to the call of a public function that it stands for, always with the same values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.caches import Cache, Pages, Rows
-from conformance.case import Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
-from conformance.memory import nothing, place
 from fastattention import fast_attn_func, fast_attn_varlen_func, fast_attn_with_kvcache
 from fastattention.attention.problem import Inputs, Problem
 from fastattention.attention.validation import KvCacheArguments, Options, prepare_dense, prepare_kvcache, prepare_varlen
 from fastattention.quantized import quantize
+from fastattention.testing.caches import Cache, Pages, Rows
+from fastattention.testing.case import Bias, Case, DenseCase, KvCacheCase, Memory, VarlenCase
+from fastattention.testing.memory import nothing, place
 
 # Arguments that an append writes.
 WRITTEN = ("k_cache", "v_cache", "k_scale", "v_scale")
+SEED = 0  # of torch's generator before each call with dropout
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Call:
 
     def run(self, backend: str) -> tuple[Tensor, Tensor]:
         """(out, lse) of the public function."""
+        torch.manual_seed(SEED)
         out, lse = self.function(**self.arguments, return_lse=True, backend=backend)
         return out, lse
 
     def run_without_lse(self, backend: str) -> Tensor:
-        """out of the public function when nobody asks for lse: a backend may take another way then."""
+        """Out of the public function when nobody asks for lse: a backend may take another way then."""
+        torch.manual_seed(SEED)
         out: Tensor = self.function(**self.arguments, backend=backend)
         return out
 
@@ -50,7 +53,7 @@ class Call:
         block_m, block_n = rest.pop("block_size", (0, 0))
         options = Options(
             **scalars, window_left=window_left, window_right=window_right, block_m=block_m, block_n=block_n,
-            qk_dtype=rest.pop("qk_dtype", None), return_lse=True,
+            qk_dtype=rest.pop("qk_dtype", None), dropout_p=rest.pop("dropout_p", 0.0), return_lse=True,
             rotary_interleaved=rest.pop("rotary_interleaved", True), num_splits=rest.pop("num_splits", 0),
         )  # fmt: skip
         if self.function is fast_attn_func:
@@ -59,21 +62,31 @@ class Call:
             return prepare_varlen(options=options, **rest)
         return prepare_kvcache(KvCacheArguments(**rest), options)
 
+    def __str__(self) -> str:
+        """As a reader would write it, tensors by their shapes. Scalars with their plainest value are left out."""
+        plain = (None, False, 0, (-1, -1))
+        shown = {
+            name: tuple(value.shape) if isinstance(value, Tensor) else value
+            for name, value in self.arguments.items()
+            if isinstance(value, Tensor) or value not in plain
+        }
+        return f"{self.function.__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
 
 def build_call(case: Case, dtype: torch.dtype) -> Call:
-    """The call `case` stands for. Its numbers depend on the case alone, so each test can have tensors of its own."""
+    """The call `case` stands for. Its values depend on the case alone, so each test can have tensors of its own."""
     return _Builder(case, dtype).call()
 
 
-def call_without_numbers(case: Case, dtype: torch.dtype) -> Call:
-    """The same call, for what no number of its tensors decides; they hold whatever was in memory."""
-    return _WithoutNumbers(case, dtype).call()
+def call_without_values(case: Case, dtype: torch.dtype) -> Call:
+    """The same call for questions that only shapes decide: its tensors hold whatever was in memory."""
+    return _WithoutValues(case, dtype).call()
 
 
 @functools.cache
 def problem_of(case: Case, dtype: torch.dtype) -> Problem:
-    """That of the call."""
-    problem, _ = call_without_numbers(case, dtype).prepare()
+    """The problem that the call of `case` poses."""
+    problem, _ = call_without_values(case, dtype).prepare()
     return problem
 
 
@@ -84,8 +97,8 @@ class _Builder:
         self.case = case
         self.dtype = dtype
         words = repr(case)
-        for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0"):
-            words = words.replace(newer, "")  # cases that are older than this word keep their numbers
+        for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0", ", dropout_p=0.0"):
+            words = words.replace(newer, "")  # cases that are older than this field keep their values
         self.generator = torch.Generator().manual_seed(zlib.crc32(words.encode()))
         self.buffers: dict[str, Tensor] = {}
 
@@ -107,7 +120,7 @@ class _Builder:
             **self._keys_and_values("", self._keys(stored_k, sk), self._values(stored_k, sk), case.memory_k),
             "attn_bias": self._bias(sizes, torch.ones((), dtype=torch.bool).expand(b, case.nheads, sq, sk)),
             **self._shared_arguments(b),
-            **self._products(),
+            **self._options(),
             **self._blocks(b, sq, sk),
         }
         arguments |= {name: arguments[name].expand(b, -1, -1, -1) for name in ("k", "v")}
@@ -136,7 +149,7 @@ class _Builder:
             "block_table": self._kept("block_table", table),
             "attn_bias": self._bias({"h": case.nheads, "t": total_q, "k": max_seqlen_k}, used),
             **self._shared_arguments(case.batch_size),
-            **self._products(),
+            **self._options(),
             **self._blocks(case.batch_size, max_seqlen_q, max_seqlen_k),
         }
         return Call(fast_attn_varlen_func, arguments, self.buffers)
@@ -213,7 +226,7 @@ class _Builder:
         return arguments
 
     def _filled(self, cache: Cache, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(k, v, index): caches that hold numbers at the given positions of each sequence, and NaN elsewhere."""
+        """(k, v, index): caches that hold values at the given positions of each sequence, and NaN elsewhere."""
         k, v = self._keys(*cache.shape), self._values(*cache.shape)
         unused = torch.ones(cache.shape, dtype=torch.bool)
         unused[cache.slots(spans)] = False
@@ -238,9 +251,10 @@ class _Builder:
             "sinks": self._kept("sinks", sinks),
         }
 
-    def _products(self) -> dict[str, Any]:
-        """qk_dtype; nothing without."""
-        return {} if self.case.qk_dtype is None else {"qk_dtype": self.case.qk_dtype}
+    def _options(self) -> dict[str, Any]:
+        """qk_dtype and dropout_p, where the case has them."""
+        options = {"qk_dtype": self.case.qk_dtype, "dropout_p": self.case.dropout_p}
+        return {name: value for name, value in options.items() if value}
 
     def _blocks(self, batch_size: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
         """block_mask and block_size; nothing without."""
@@ -290,7 +304,7 @@ class _Builder:
         return (magnitude * torch.randn(shape, generator=self.generator)).to(self.dtype)
 
     def _keys_and_values(self, suffix: str, k: Tensor, v: Tensor, how: Memory) -> dict[str, Tensor]:
-        """k and v in memory of their own, or v as the first columns of k."""
+        """K and v in memory of their own, or v as the first columns of k."""
         keys = self._placed(f"k{suffix}", k, how)
         first = keys[..., : self.case.headdim_of_v]
         values = first if self.case.values_in_keys else self._placed(f"v{suffix}", v, how)
@@ -306,7 +320,7 @@ class _Builder:
         return tensor
 
 
-class _WithoutNumbers(_Builder):
+class _WithoutValues(_Builder):
     """The same tensors by shape and dtype, with whatever their memory holds."""
 
     def _normal(self, magnitude: float, *shape: int) -> Tensor:

@@ -44,7 +44,7 @@ class Rows(Cache):
         self.index = chosen.to(torch.int32) if batch_idx else None
         self._rows: list[int] = chosen.tolist() if batch_idx else list(range(batch_size))
 
-    def slot(self, sequence: int, position: int) -> tuple[int, int]:
+    def slot(self, sequence: int, position: int) -> tuple[int, int]:  # noqa: D102
         return self._rows[sequence], position
 
 
@@ -69,6 +69,6 @@ class Pages(Cache):
         for row, pages in zip(self.index, self._pages, strict=True):
             row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
-    def slot(self, sequence: int, position: int) -> tuple[int, int]:
+    def slot(self, sequence: int, position: int) -> tuple[int, int]:  # noqa: D102
         size = self.shape[1]
         return self._pages[sequence][position // size], position % size

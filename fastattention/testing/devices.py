@@ -7,31 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from conformance.calls import WRITTEN, Call
-from conformance.engines import Engine
-
-
-class GpuEngine(Engine):
-    """A backend on calls that are moved to the first GPU."""
-
-    def run(self, call: Call) -> tuple[Tensor, Tensor]:
-        on_device = moved(call, "cuda")
-        out, lse = on_device.run(self.backend)
-        copied_back(call, on_device)
-        return out.cpu(), lse.cpu()
-
-    def run_differentiably(self, call: Call) -> tuple[Tensor, Tensor]:
-        """`run` so that gradients come back to the tensors of the call."""
-        copies = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in call.arguments.items()}
-        out, lse = replace(call, arguments=copies).run(self.backend)
-        return out.cpu(), lse.cpu()
-
-    def run_without_lse(self, call: Call) -> Tensor:
-        return moved(call, "cuda").run_without_lse(self.backend).cpu()
+from fastattention.testing.calls import WRITTEN, Call
 
 
 def moved(call: Call, device: str) -> Call:
-    """The same call with its tensors on `device`."""
+    """The same call with its tensors on `device`. Gradients come back to those that require them."""
     memories: dict[tuple[int, torch.dtype], Tensor] = {}
     arguments = {
         name: _moved(value, device, memories) if isinstance(value, Tensor) else value
@@ -54,6 +34,9 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _moved(tensor: Tensor, device: str, memories: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
     """The same tensor, strides and all, in a copy of the whole memory behind it. What shared memory does so again."""
+    has_all_of_it = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    if tensor.requires_grad or has_all_of_it:
+        return tensor.to(device)
     key = tensor.untyped_storage().data_ptr(), tensor.dtype
     if key not in memories or tensor.numel() == 0:
         memories[key] = _memory(tensor).to(device)

@@ -1,17 +1,14 @@
-"""The words in which a case is written. `calls.build_call` turns a case into tensors."""
+"""The fields of a case: one call, described without its tensors. `calls.build_call` makes these."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import torch
-from tiers import Tier, covering
-
-Run = TypeVar("Run", bound=tuple[Any, ...])  # (case, ...)
 
 # How a tensor (..., tokens, heads, headdim) lies in memory; memory.py draws each.
 Memory = Literal[
@@ -83,11 +80,13 @@ class Case:
     sinks: bool = False
     bias: Bias | None = None
     blocks: Blocks | None = None  # of calls without a cache
-    qk_dtype: Literal["int8"] | None = None  # likewise
+    qk_dtype: Literal["int8"] | None = None  # of calls without a cache
     key_offset: float = 0.0  # standard deviation of what all keys have in common
+    dropout_p: float = 0.0  # of calls without a cache
 
     @property
     def headdim_of_v(self) -> int:
+        """The head dimension of the values."""
         return self.headdim if self.headdim_v is None else self.headdim_v
 
     @property
@@ -124,6 +123,7 @@ class Case:
             "density": blocks and (0.0 < blocks.density < 1.0, blocks.strided),
             "qk_dtype": self.qk_dtype,
             "key_offset": self.key_offset,
+            "dropout": self.dropout_p > 0.0,
         }
 
 
@@ -136,7 +136,7 @@ class DenseCase(Case):
     batch_size: int = 2
 
     @cached_property
-    def sampled_by(self) -> Mapping[str, Hashable]:
+    def sampled_by(self) -> Mapping[str, Hashable]:  # noqa: D102
         return {**super().sampled_by, "seqlen_q": path(self.seqlen_q), "seqlen_k": path(self.seqlen_k)}
 
 
@@ -151,10 +151,11 @@ class VarlenCase(Case):
 
     @property
     def batch_size(self) -> int:
+        """Number of sequences."""
         return len(self.seqlens_q)
 
     @cached_property
-    def sampled_by(self) -> Mapping[str, Hashable]:
+    def sampled_by(self) -> Mapping[str, Hashable]:  # noqa: D102
         longest = (max(lengths, default=0) for lengths in (self.seqlens_q, self.seqlens_k))
         sizes = dict(zip(("seqlen_q", "seqlen_k"), map(path, longest), strict=True))
         return {**super().sampled_by, **sizes, "page_block_size": self.page_block_size, "slack": bool(self.slack)}
@@ -180,6 +181,7 @@ class KvCacheCase(Case):
 
     @property
     def batch_size(self) -> int:
+        """Number of sequences."""
         return len(self.cache_seqlens)
 
     @property
@@ -188,7 +190,7 @@ class KvCacheCase(Case):
         return {"as_q": None, "int8": torch.int8, "float8": torch.float8_e4m3fn}[self.stored]
 
     @cached_property
-    def sampled_by(self) -> Mapping[str, Hashable]:
+    def sampled_by(self) -> Mapping[str, Hashable]:  # noqa: D102
         return {
             **super().sampled_by,
             "seqlen_q": path(self.seqlen_q),
@@ -203,15 +205,3 @@ class KvCacheCase(Case):
             "num_splits": min(self.num_splits, 2),
             "stored": self.stored,
         }
-
-
-def covering_promises(tier: Tier, runs: Sequence[Run], path_of: Callable[[Run], str] = lambda run: "") -> list[Run]:
-    """Like `covering`, for kernels that take a second to compile: `all` takes every promise and path, not pairs."""
-    if tier is Tier.ALL:
-        return covering(
-            Tier.QUICK,
-            runs,
-            each=lambda run: run[0].promise,
-            parameters=lambda run: {**dict(enumerate(run)), "path": path_of(run)},
-        )
-    return covering(tier, runs)

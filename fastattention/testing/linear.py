@@ -1,0 +1,154 @@
+"""What linear attention must return: cases, their tensors, the recurrence in float64, and how far off torch is."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fastattention.backends.torch.linear import sums_between
+from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
+from fastattention.linear.reference import l2norm, linear_attention, spans
+from fastattention.linear.validation import LinearOptions
+from fastattention.testing.oracle import Expected, Results, error_of, largest
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """One call. seqlens: of the sequences of a varlen call; otherwise there are `batch_size` of `seqlen` tokens."""
+
+    rule: str = "delta"  # "delta", "head" (GLA with a gate a head) or "key" (GLA with a gate for every key dimension)
+    batch_size: int = 1
+    seqlen: int = 100
+    seqlens: tuple[int, ...] | None = None
+    nheads: int = 2
+    nheads_k: int = 2
+    headdim_k: int = 64
+    headdim_v: int = 64
+    gates: float = 1.0  # times the logarithms of sigmoids
+    scale: float | None = None
+    l2norm: bool = True  # of the delta rule: without, its states grow without bound
+    initial_state: bool = False
+    returns_state: bool = True
+    gate_dtype: torch.dtype | None = torch.float32  # None: that of q
+    layout: str = "contiguous"  # or "heads": q, k and v are views of (batch_size, heads, seqlen, headdim)
+
+    @cached_property
+    def sampled_by(self) -> Mapping[str, Hashable]:
+        """Axis -> value: what tests of this list are sampled by, in place of names. See tiers.py."""
+        return {
+            "rule": self.rule,
+            "varlen": self.seqlens is not None,
+            "batch": self.batch_size > 1,
+            "seqlen": min(self.seqlen, 2) + (self.seqlen > 64),
+            "headdims": (self.headdim_k, self.headdim_v),
+            "group": self.nheads // self.nheads_k,
+            "gates": self.gates,
+            "scaled": self.scale is not None,
+            "l2norm": self.l2norm,
+            "state": (self.initial_state, self.returns_state),
+            "gate_dtype": self.gate_dtype,
+            "memory": self.layout,
+        }
+
+    def options(self, chunked: bool) -> LinearOptions:
+        """The scalars of the call."""
+        delta = self.rule == "delta"
+        return LinearOptions(delta, chunked, self.scale, delta and self.l2norm, self.returns_state)
+
+    def tensors(self, dtype: torch.dtype, device: str = "cpu") -> LinearInputs:
+        """Random tensors, the same on every device."""
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        batch_size, seqlen = (1, sum(self.seqlens)) if self.seqlens is not None else (self.batch_size, self.seqlen)
+        sequences = batch_size if self.seqlens is None else len(self.seqlens)
+        q, k = (normal(batch_size, seqlen, self.nheads_k, self.headdim_k) for _ in range(2))
+        v = normal(batch_size, seqlen, self.nheads, self.headdim_v)
+        if not (self.rule == "delta" and self.l2norm):
+            k = functional.normalize(k, dim=-1)
+        last = (self.headdim_k,) if self.rule == "key" else ()
+        g = self.gates * functional.logsigmoid(normal(batch_size, seqlen, self.nheads, *last))
+        gate_dtype = self.gate_dtype or dtype
+        beta = torch.rand((batch_size, seqlen, self.nheads), generator=generator) if self.rule == "delta" else None
+        state = normal(sequences, self.nheads, self.headdim_k, self.headdim_v) if self.initial_state else None
+        offsets = None
+        if self.seqlens is not None:
+            offsets = torch.tensor([0, *self.seqlens]).cumsum(0).to(torch.int32)
+        if self.layout == "heads":
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        beta = None if beta is None else beta.to(gate_dtype)
+        inputs = LinearInputs(q.to(dtype), k.to(dtype), v.to(dtype), g.to(gate_dtype), beta, state, offsets)
+        return LinearInputs._make([None if x is None else x.to(device) for x in inputs])
+
+
+def linear_results(output: LinearOutput) -> Results:
+    """The results of a call by name."""
+    return {name: one for name, one in output._asdict().items() if one is not None}
+
+
+def expected_linear(problem: LinearProblem, inputs: LinearInputs) -> Expected:
+    """What the call must return.
+
+    Sums of a few tokens are exact in torch by chance: two roundings of the largest value are always allowed.
+    """
+    exact, usual = (linear_results(one(problem, inputs)) for one in (linear_attention, same_precision))
+    epsilon = torch.finfo(problem.dtype).eps
+    return Expected(
+        exact,
+        {name: error_of(name, usual[name], right) for name, right in exact.items()},
+        {name: 2 * epsilon * largest(right) for name, right in exact.items()},
+    )
+
+
+def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
+    """What matrix units make of it: operands of products are rounded to the dtype of the call, sums are float32.
+
+    In chunks or token by token, as the problem says: what a chunk rounds off a value no later token of it puts right.
+    """
+
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.to(problem.dtype).float()
+
+    q, k, v, g = (tensor.float() for tensor in inputs[:4])
+    if problem.l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (rounded(x).repeat_interleave(problem.group_size, dim=2) for x in (q * problem.scale, k))
+    if not problem.gate_per_key:
+        g = g.unsqueeze(-1)
+    beta = None if inputs.beta is None else inputs.beta.float().unsqueeze(-1)
+    chunk = 64 if problem.chunked else 1
+    out = torch.zeros(problem.out_shape, dtype=problem.dtype, device=problem.device)
+    states = torch.zeros(problem.state_shape, dtype=torch.float32, device=problem.device)
+    if inputs.initial_state is not None:
+        states = inputs.initial_state.clone()
+    for sequence, (batch, first, last) in enumerate(spans(problem, inputs.cu_seqlens)):
+        for begin in range(first, last, chunk):
+            part = slice(begin, min(begin + chunk, last))
+            queries, keys, values, gates = (
+                x[batch, part].transpose(0, 1) for x in (q, k, v, g)
+            )  # (nheads, tokens, ...)
+            between = sums_between(gates.unsqueeze(0))[0].exp()  # (nheads, tokens, tokens, headdim_k or 1)
+            since = gates.cumsum(dim=1).exp()
+            state, update = rounded(states[sequence]), values
+            if beta is not None:
+                learned = beta[batch, part].transpose(0, 1)
+                system = learned * ((keys @ keys.mT) * between[..., 0]).tril(-1)
+                right = learned * (values - since * (keys @ state))
+                update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+            scores = torch.einsum(
+                "hid,hjd,hijd->hij", queries, keys, between.expand(*between.shape[:3], keys.shape[-1])
+            )
+            result = rounded(queries * since) @ state + rounded(scores) @ rounded(update)
+            out[batch, part] = result.transpose(0, 1).to(problem.dtype)
+            carried = rounded(keys * between[:, -1]) if problem.gate_per_key else keys
+            update = update if problem.gate_per_key else update * between[:, -1]
+            states[sequence] = since[:, -1].unsqueeze(-1) * states[sequence] + carried.mT @ rounded(update)
+    return LinearOutput(out, states if problem.returns_state else None)

@@ -155,7 +155,7 @@ int row_m8n8k4(int lane, int i) { return lane % 2 + (i & 2) + lane / 16 * 4; }
 int column_m8n8k4(int lane, int i) { return (i & 4) + (lane & 2) + i % 2; }
 
 // The product of quadpair q, lanes 4q ... 4q + 3 and 4q + 16 ... 4q + 19. A lane holds row r = lane % 4 + 4 (lane / 16) of
-// a. Of b it holds column r or, if kRowsOfB, row lane % 4, columns 4 (lane / 16) and the next three.
+// a. It holds column r of b or, if kRowsOfB, row lane % 4, columns 4 (lane / 16) and the next three.
 template <bool kRowsOfB>
 void multiply_quadpair(Warp& warp, int quadpair) {
     std::uint16_t a[8][4], b[4][8];

@@ -9,9 +9,9 @@
 // Bulk copies may write at any time before a thread has waited for their phase. They are carried out as late as possible:
 // when the first thread waits and all bytes have been requested. Threads may access the data if they have waited themselves,
 // or after a barrier of the CTA with a thread that has. The emulator finds counters that are used before they begin, or that
-// begin twice; a phase that begins before a thread has waited for the previous one; waits that never end, because no bytes
-// are announced or fewer are requested than announced; sizes and addresses that are not multiples of 16; and a CTA that ends
-// before its copies do.
+// begin twice. It finds a phase that begins before a thread has waited for the previous one, and a CTA that ends before its
+// copies do. It finds waits that never end, because no bytes are announced or fewer are requested than announced. It also
+// finds sizes and addresses that are not multiples of 16.
 //
 // A race is found in whatever order fibers run, but only between accesses that this launch makes.
 #pragma once

@@ -113,7 +113,7 @@ class Attention(_AttentionOperator[Inputs]):
         if given.cu_seqlens_q is None:
             return given, options
         longest_q, longest_k = options.max_seqlen_q, options.max_seqlen_k
-        if longest_k is None:  # nobody knows how many keys they are for
+        if longest_k is None:  # the number of keys is unknown
             given = given._replace(attn_bias=None, block_mask=None)
         if longest_q is None:
             given = given._replace(block_mask=None)

@@ -14,7 +14,7 @@ from fastattention.cli.choices import Attention, CacheFormat, CheckedDevice, Ker
 from fastattention.cli.console import errors_as_messages
 from fastattention.threads import MOST_THREADS
 
-# Beyond these no length, number of sequences or time has been thought of.
+# Options accept lengths, numbers of sequences and times up to these limits.
 LONGEST, MOST, MOST_SECONDS = 2**27, 2**31 - 1, 3600.0
 
 app = typer.Typer(
@@ -41,7 +41,7 @@ def main(
     ] = False,
 ) -> None:
     """Exact attention for the hardware FlashAttention leaves behind."""
-    # Text of a model, and names of files, may hold what the terminal's encoding has no characters for.
+    # Text of a model, and names of files, may hold characters that the terminal's encoding lacks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -1,4 +1,4 @@
-"""torch.library operators of an Operator's declaration, so that calls can be traced (torch.compile, fake tensors).
+"""torch.library operators, made from an Operator's declaration for tracing (torch.compile, fake tensors).
 
 `fastattention::<name>` serves a call: its tensors, its scalars, the backend, and for an operator with gradients
 `grads`, the names of the tensors whose gradients autograd will ask for. At run time it validates and dispatches as an
@@ -30,7 +30,7 @@ _SCHEMA_TYPES = {
 
 
 class Arguments(NamedTuple):
-    """What an operator of torch was called with."""
+    """The arguments of a call of an operator of torch."""
 
     given: Any
     options: Any

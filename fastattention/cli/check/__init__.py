@@ -1,6 +1,6 @@
-"""`fastattention check`: what the owner of hardware that nobody has run this on runs first.
+"""`fastattention check`: the first command to run on hardware on which the package has not been tested.
 
-cases.py lists calls, calls.py makes their tensors, judge.py says how far off a result may be, run.py runs each by every
-implementation of the device. speeds.py and model.py add a few times and a tiny model. report.py keeps the file that is
-sent back, facts.py describes the machine in it, and privacy.py takes out whose it is.
+cases.py lists calls, calls.py makes their tensors, judge.py has the allowed errors, run.py runs each call by every
+implementation of the device. speeds.py and model.py add a few times and a tiny model. report.py writes the file that is
+sent back, facts.py describes the machine in it, and privacy.py removes names and paths of its owner.
 """

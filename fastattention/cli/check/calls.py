@@ -1,4 +1,4 @@
-"""From a case to the call of a public function that it stands for, always with the same numbers."""
+"""Makes the call of a public function from a case, always with the same values."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from fastattention.quantized import quantize
 
 BLOCK = 64  # tokens of a block of a block mask, in both directions
 SPARE = 3  # tokens of a cache beyond its longest sequence
-CACHES = ("k_cache", "v_cache")  # what an append writes
+CACHES = ("k_cache", "v_cache")  # tensors that an append writes
 DIFFERENTIATED = ("q", "k", "v", "sinks")
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a public function. Made once for each run, because it may write its caches."""
+    """A call of a public function. A new one is made for each run, because it may write its caches."""
 
     function: Callable[..., Any]
     tensors: dict[str, Tensor]
     scalars: dict[str, Any]
 
     def on(self, device: str) -> Call:
-        """The same call with its tensors on `device`. Values that lie in the keys still do."""
+        """The same call with its tensors on `device`. Values that are views of the keys stay so."""
         moved = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         if _shares_memory(self.tensors.get("k_cache"), self.tensors.get("v_cache")):
             moved["v_cache"] = moved["k_cache"][..., : self.tensors["v_cache"].shape[-1]]
         return replace(self, tensors=moved)
 
     def arguments(self) -> dict[str, Any]:
-        """Of the function, return_lse among them."""
+        """Arguments of the function, with return_lse."""
         return {**self.tensors, **self.scalars}
 
     def prepare(self) -> tuple[Problem, Inputs]:
@@ -55,7 +55,7 @@ class Call:
         return prepare_kvcache(KvCacheArguments(**self.tensors), options)
 
     def __str__(self) -> str:
-        """As a reader would write it, tensors by their shapes."""
+        """The call as source text, with shapes in place of tensors."""
         scalars = {name: value for name, value in self.scalars.items() if value not in (False, 0.0, (-1, -1))}
         shapes = [f"{name}={tuple(tensor.shape)}" for name, tensor in self.tensors.items()]
         return (
@@ -88,7 +88,7 @@ def build_call(case: Case) -> Call:
 
 
 def spans_of(case: Case, call: Call) -> Iterator[Call]:
-    """Smaller calls, whose results are the rows of the spans of a long causal prompt."""
+    """Smaller calls that compute the rows of the spans of a long causal prompt."""
     q, k, v = (call.tensors[name] for name in ("q", "k", "v"))
     for begin, end in case.spans:
         yield replace(call, tensors={"q": q[:, begin:end], "k": k[:, :end], "v": v[:, :end]})
@@ -103,7 +103,7 @@ class _Draw:
         self.headdim_v = case.headdim if case.headdim_v is None else case.headdim_v
 
     def uniform(self, *shape: int) -> Tensor:
-        """float32, 0 to 1."""
+        """Uniform float32 values from 0 to 1."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float32, device=_CPU)
 
     def dense(self) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ class _Draw:
         return tensors
 
     def cache(self) -> dict[str, Tensor]:
-        """q, caches that are NaN where no token is, lengths, and what is appended."""
+        """q, caches that are NaN where no token is, lengths, and the tokens to append."""
         case, batch_size = self.case, len(self.case.seqlens_k)
         capacity = max(case.seqlens_k) + case.seqlen_new + SPARE
         tensors = {"q": self._queries(batch_size, case.seqlens_q[0]), "cache_seqlens": _int32(case.seqlens_k)}
@@ -154,7 +154,7 @@ class _Draw:
         return tensors
 
     def _hide_unused(self, tensors: dict[str, Tensor]) -> None:
-        """Makes every slot of a cache NaN that no token has, and quantizes it."""
+        """Writes NaN to every slot of a cache without a token, and quantizes the cache."""
         case = self.case
         used = torch.zeros(tensors["k_cache"].shape[:2], dtype=torch.bool, device=_CPU)
         for index, length in enumerate(case.seqlens_k):
@@ -183,7 +183,7 @@ class _Draw:
         return {k: keys, v: self._normal(*tokens, self.case.nheads_k, self.headdim_v)}
 
     def _pages(self, k: str, v: str, capacity: int) -> dict[str, Tensor]:
-        """Pages in random order, and one more that no sequence has."""
+        """Pages in random order, and one that no sequence uses."""
         size = self.case.page_block_size
         assert size is not None
         batch_size, blocks = len(self.case.seqlens_k), -(-capacity // size)

@@ -17,8 +17,8 @@ class Case:
 
     name: str
     layout: Literal["dense", "varlen", "cache"] = "dense"
-    seqlens_q: tuple[int, ...] = (129, 129)  # one entry a sequence; all equal unless varlen
-    seqlens_k: tuple[int, ...] = (127, 127)  # of a cache: tokens before the call appends
+    seqlens_q: tuple[int, ...] = (129, 129)  # one entry for each sequence; all equal unless varlen
+    seqlens_k: tuple[int, ...] = (127, 127)  # for a cache: tokens before the call appends
     dtype: torch.dtype = HALF
     nheads: int = 4
     nheads_k: int = 4
@@ -32,17 +32,18 @@ class Case:
     sinks: bool = False
     blocks: bool = False  # with a block mask of 64 x 64 tokens
     dropout_p: float = 0.0
-    lse: bool = False  # lse is asked for and compared
-    gradients: bool = False  # those of q, k, v and sinks are compared too
+    lse: bool = False  # lse is returned and compared
+    gradients: bool = False  # gradients of q, k, v and sinks are compared too
     page_block_size: int | None = None
     leftpad: tuple[int, ...] | None = None
     seqlen_new: int = 0
     rotary_dim: int = 0
-    stored: torch.dtype | None = None  # of quantized caches
+    stored: torch.dtype | None = None  # dtype of quantized caches
     values_in_keys: bool = False  # v_cache is the first columns of k_cache
-    # Of a causal prompt too long for a whole reference: rows begin to end - 1, which see the keys before `end` alone.
+    # For a causal prompt too long for a full reference: (begin, end) of the rows that are compared. They see only keys
+    # before `end`.
     spans: tuple[tuple[int, int], ...] = ()
-    control: bool = False  # sdpa, which is torch, runs it too: where that is wrong, the device or torch is
+    control: bool = False  # sdpa runs it too: where sdpa is wrong, the device or torch is
 
 
 small = partial(Case, seqlens_q=(33, 33), seqlens_k=(77, 77))

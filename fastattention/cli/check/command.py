@@ -24,7 +24,7 @@ BACKENDS = {"npu": "ascend", "cuda": "cuda", "cpu": "cpu"}
 def check(device: str | None, output: Path, cases: Sequence[Case] | None = None) -> None:
     """Run everything, write `output`, print what was wrong. Exits with status 1 if anything was wrong or failed.
 
-    device: npu, cuda or cpu; None for the machine's. cases: others than the list. Raises UnsupportedError where the
+    device: npu, cuda or cpu; None for the machine's. cases: None for the usual list. Raises UnsupportedError where the
     device's backend cannot run.
     """
     check_output_file(output)
@@ -58,7 +58,7 @@ def check(device: str | None, output: Path, cases: Sequence[Case] | None = None)
 
 
 def device_of_machine() -> str:
-    """An accelerator if there is one that we have kernels for, else cpu."""
+    """The accelerator if we have kernels for it, else cpu."""
     if ATTENTION_BACKENDS.get("ascend").why_unavailable() is None:
         return "npu"
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +83,7 @@ def _show(report: Report) -> None:
 
 
 def _why(entry: Entry) -> str:
-    """Of a wrong entry its errors beyond the allowed ones."""
+    """The errors of a wrong entry that exceed the allowed ones."""
     if "reason" in entry:
         return str(entry["reason"])
     beyond = {name: one for name, one in entry["errors"].items() if not one["error"] <= one["allowed"]}

@@ -1,7 +1,7 @@
-"""What a call must return, and how far from it a result may be.
+"""The exact results of a call, and how far off its results may be.
 
 The promise of docs/internals/numerics.md: the largest error against float64 is at most twice that of plain torch in the
-same precision, three times for gradients that torch computes. A small error is always allowed beside that, because the
+same precision, three times for gradients that torch computes. A small error is always allowed besides, because the
 error of torch may happen to be 0. Everything here is computed on the CPU.
 """
 
@@ -19,22 +19,22 @@ from fastattention.cli.check.calls import CACHES, DIFFERENTIATED, Call, build_ca
 from fastattention.cli.check.cases import Case
 from fastattention.quantized import LARGEST_STORED, dequantize
 
-SEED = 0  # of torch's generator before each call
-FACTOR, FACTOR_OF_TORCH_GRADIENTS = 2.0, 3.0  # of the error of torch
+SEED = 0  # seed of torch's generator before each call
+FACTOR, FACTOR_OF_TORCH_GRADIENTS = 2.0, 3.0  # factors on the error of torch
 
 _EPS: dict[torch.dtype, float] = {
     dtype: torch.finfo(dtype).eps for dtype in (torch.float16, torch.bfloat16, torch.float32)
 }
 _EPS32 = _EPS[torch.float32]
-# Of out, in units of the values, which have standard deviation 1: what rounding an exact result between 1 and 2 costs.
-# In float32 eight roundings, as polynomials for exponentials make several.
+# Always allowed in out, whose values have standard deviation 1: the rounding error of a result between 1 and 2. float32
+# is allowed eight roundings, because polynomials for exponentials make several.
 OUT_FLOOR = {
     torch.float16: _EPS[torch.float16] / 2,
     torch.bfloat16: _EPS[torch.bfloat16] / 2,
     torch.float32: 8 * _EPS32,
 }
-# Of lse, which is float32 whatever the inputs are, relative to the largest of the call. Kernels may take exponentials
-# of bfloat16 scores to 1e-4: rounding the inputs moved a score of 1 by dozens of times that.
+# Always allowed in lse, which is float32 for all inputs, relative to the largest of the call. Kernels may take
+# exponentials of bfloat16 scores to 1e-4, because rounding the inputs moves a score of 1 by dozens of times that.
 LSE_FLOOR = {torch.float16: 8 * _EPS32, torch.bfloat16: _EPS[torch.bfloat16] / 64, torch.float32: 8 * _EPS32}
 
 Results = dict[str, Tensor]  # by name: out, lse, caches after an append, gradients
@@ -55,7 +55,7 @@ class Wanted(NamedTuple):
             allowed = factor * self.errors_of_torch[name] + self.floors[name]
             error = largest_error(found[name], exact)
             if name in CACHES and not torch.equal(found[name].isnan(), exact.isnan()):
-                error = torch.inf  # a slot was written that no token has
+                error = torch.inf  # a slot without a token was written
             judged[name] = {"error": error, "allowed": allowed}
         return judged
 
@@ -68,20 +68,20 @@ def seed_drawn_on(device: str) -> Tensor:
 
 @functools.cache
 def wanted_of(case: Case, device: str) -> Wanted:
-    """What the call of `case` must return on `device`, which decides what dropout drops."""
+    """The exact results of `case` on `device`, on which dropout depends."""
     exact, usual = (_reference(case, device, dtype) for dtype in (torch.float64, None))
     errors = {name: largest_error(usual[name], exact[name]) for name in exact}
     if case.rotary_dim:
-        # Rounding turned queries is one error of torch, and others may happen to cancel it.
+        # Rounding rotated queries is one of torch's errors, which others may happen to cancel.
         problem, turned = apply_rotary(*build_call(case).prepare(), torch.float32)
         rounded = reference_attention(problem, turned._replace(q=turned.q.to(case.dtype)), torch.float32)
         errors["out"] = max(errors["out"], largest_error(rounded.out, exact["out"]))
-    errors |= {name: 0.0 for name in CACHES if name in errors}  # their floor is all there is
+    errors |= {name: 0.0 for name in CACHES if name in errors}  # only the floor counts for caches
     return Wanted(exact, errors, {name: _floor(case, name, right) for name, right in exact.items()})
 
 
 def results_of(case: Case, given: Call, call: Call, out: Tensor, lse: Tensor | None) -> Results:
-    """All that is compared, on the CPU. given: the tensors whose gradients are asked for; call: those that it wrote."""
+    """All results that are compared, on the CPU. given: holds tensors with gradients; call: holds written caches."""
     out = out.cpu()
     found: Results = {"out": out.detach()}
     if case.spans and out.shape[1] == case.seqlens_q[0]:
@@ -130,9 +130,9 @@ def _reference(case: Case, device: str, compute_dtype: torch.dtype | None) -> Re
 def _floor(case: Case, name: str, exact: Tensor) -> float:
     """The error that is always allowed."""
     largest: float = max(1.0, _largest(exact))
-    # A float32 unit of the products that a score sums up: by so much a score, and so a weight, may be off.
+    # One float32 unit of the products that a score sums up: a score, and so a weight, may be off by it.
     score: float = case.headdim**-0.5 * (case.headdim + 4 * case.headdim**0.5) * _EPS32
-    if name in CACHES:  # copies, but for turned keys and stored steps: what lies half-way may go either way
+    if name in CACHES:  # caches hold copies, but rotated and quantized values that lie half-way may round either way
         if case.stored is not None:
             return largest / LARGEST_STORED[case.stored]
         return largest * _EPS[case.dtype] if case.rotary_dim and name == "k_cache" else 0.0

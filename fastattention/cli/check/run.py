@@ -24,12 +24,12 @@ from fastattention.engine.registry import Verdict
 
 
 class Implementation(NamedTuple):
-    """Who computes a call."""
+    """How a call is computed: a backend and its settings."""
 
     name: str
     backend: str  # as calls name it
-    variables: Mapping[str, str] = {}  # of the environment meanwhile
-    control: bool = False  # of cases marked so alone
+    variables: Mapping[str, str] = {}  # environment variables that are set meanwhile
+    control: bool = False  # runs only cases that are marked so
 
 
 CONTROL = Implementation("sdpa", "sdpa", control=True)
@@ -46,12 +46,12 @@ IMPLEMENTATIONS = {
 
 
 def runs_of(cases: Sequence[Case], implementations: Sequence[Implementation]) -> list[tuple[Case, Implementation]]:
-    """Every case by everyone who runs it. All by one first: should the next crash, those are in the report."""
+    """Every case with each of its implementations. One runs all its cases before the next, which may crash."""
     return [(case, one) for one in implementations for case in cases if case.control or not one.control]
 
 
 def run(report: Report, case: Case, implementation: Implementation, device: str) -> bool:
-    """Adds an entry for a call. False where the device does not answer any more, as after an illegal access."""
+    """Adds an entry for a call. False where the device no longer answers, as after an illegal access."""
     given = build_call(case)
     known = {
         "kind": "call",
@@ -87,7 +87,7 @@ def _run(case: Case, given: Call, implementation: Implementation, device: str, n
 
 
 def _verdict(call: Call, backend: str) -> Verdict:
-    """Of the backend that serves the call, or why nobody does."""
+    """The verdict of the backend that serves the call, or why none does."""
     explanation = explain(function=call.function, backend=backend, **call.arguments())
     name = explanation.backend if backend == "auto" else backend
     if name is None:
@@ -97,7 +97,7 @@ def _verdict(call: Call, backend: str) -> Verdict:
 
 @contextmanager
 def _settings(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for a while. Backends are chosen anew when they change."""
+    """Sets environment variables for a while. Backends are chosen anew when they change."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     _choose_anew()
@@ -144,7 +144,7 @@ def _choose_anew() -> None:
 
 
 def _why_lost(device: str) -> str | None:
-    """Why the device computes nothing any more, or None where it does."""
+    """Why the device no longer computes, or None where it does."""
     try:
         torch.ones(1, dtype=torch.float32, device=device).add(1.0).cpu()
     except RuntimeError as error:

@@ -171,7 +171,7 @@ class Inputs(NamedTuple):
 
 
 class OutputGradients(NamedTuple):
-    """What a backward starts from; either may be None, but not both. Backends get contiguous ones."""
+    """The gradients that a backward starts from. Either may be None, but not both. Backends get contiguous ones."""
 
     out: Tensor | None  # as AttentionOutput.out
     lse: Tensor | None  # as AttentionOutput.lse
@@ -187,7 +187,7 @@ class MergeProblem(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """What a backend returns."""
+    """The results of a backend."""
 
     out: Tensor  # Problem.out_shape, dtype of q, contiguous
     lse: Tensor | None  # float32 Problem.lse_shape, contiguous, or None when not asked for

@@ -165,7 +165,7 @@ def copy_bandwidth(rounds: int) -> float:
 
 
 def queries(shape: Shape) -> Tensor:
-    """q of shape (batch_size, 1, nheads, headdim)."""
+    """Queries (batch_size, 1, nheads, headdim)."""
     return torch.randn(shape.batch_size, 1, shape.nheads, HEADDIM, device="cuda", dtype=torch.float16)
 
 

@@ -230,7 +230,7 @@ def heads_per_l2_wave(problem: Problem, limits: Limits) -> int:
 
 
 def key_heads_per_l2_wave(problem: Problem, tokens: int, limits: Limits) -> int:
-    """Key heads whose tiles stay in the L2 cache together. tokens: those of keys and values, or of other streamed tiles."""
+    """Key heads whose tiles stay in the L2 cache together. tokens: those of keys and values, or of other tiles."""
     key_head_bytes = tokens * (problem.headdim + problem.headdim_v) * 2
     most = max(1, limits.l2_bytes // 8 // max(key_head_bytes, 1))
     key_heads = max(1, problem.nheads_k * problem.batch_size)

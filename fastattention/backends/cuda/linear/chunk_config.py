@@ -169,7 +169,7 @@ class StatesConfig(_ChunkVariant):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Its one function. It does not overlap the kernel before: its CTAs would crowd on the first free multiprocessors."""
+        """Its one function, which starts after the kernel before: early CTAs would crowd on few multiprocessors."""
         return (Entry("fastattention_linear_states", 32 * self.num_warps, self.shared_bytes),)
 
     @property

@@ -56,7 +56,7 @@ def build() -> str:
 
 
 def relative_l1(data: dict[str, Any], numbers: str, method: str, headdim: int = 128) -> float:
-    """The mean over heads."""
+    """The relative L1 error, averaged over heads."""
     (error,) = (
         float(one["relative_l1"])
         for one in data["errors"]
@@ -110,7 +110,7 @@ def _model(result: Result) -> list[str]:
 
 
 def _times(name: str, heading: str) -> list[str]:
-    """A section of times; nothing where they have not been measured."""
+    """A section of times; empty where they have not been measured."""
     if not (results.RESULTS / f"{name}.json").exists():
         return []
     result = Result.load(name)

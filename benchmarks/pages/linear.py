@@ -33,7 +33,7 @@ def build() -> str:
 
 
 def _section(name: str, heading: str) -> list[str]:
-    """Of a device; nothing where it has not been measured."""
+    """The section of a device; empty where it has not been measured."""
     if not (results.RESULTS / f"{name}.json").exists():
         return []
     result = Result.load(name)

@@ -44,7 +44,7 @@ def build() -> str:
 
 
 def build_chart() -> str:
-    """long-contexts.svg: both policies beside classical, on the slower host."""
+    """long-contexts.svg: both policies relative to classical, on the slower host."""
     result = Result.load("long_context")
     groups = []
     for policy, how in (("cooperative", "the CPU attends"), ("hybrid", "the CPU attends, the GPU uploads the rest")):

@@ -73,7 +73,7 @@ def build() -> str:
 
 
 def build_chart() -> str:
-    """tensor-parallel.svg: what users gain on two ranks, in CUDA graphs."""
+    """tensor-parallel.svg: the speedup on two ranks, in CUDA graphs."""
     result = Result.load(CHARTED)
     groups = []
     for name, heading in (("default", "As users call it"), ("auto", 'With backend="sdpa", which has cuDNN attention')):
@@ -133,6 +133,6 @@ def _plans(result: Result, kind: str) -> str:
 
 
 def _runs(rows: list[int]) -> list[str]:
-    """Equal blocks side by side together: 4 x 2048."""
+    """Runs of equal blocks, for example 4 x 2048."""
     runs = [(size, len(list(blocks))) for size, blocks in groupby(rows)]
     return [f"{count} x {size}" if count > 1 else str(size) for size, count in runs]

@@ -1,4 +1,4 @@
-"""The page of what machine code and a model of an SM say of a V100."""
+"""The page of predictions for a V100, by machine code and a model of an SM."""
 
 from __future__ import annotations
 

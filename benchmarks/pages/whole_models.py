@@ -9,7 +9,7 @@ from .markdown import number, page, ratio, table, tokens
 from .results import Result
 
 EAGER, SDPA, OURS = "eager", "sdpa", "fast_attention"
-# In the order of the page. Those of 8 ranks are one rank's share: its GPU communicates with nobody.
+# Models in the order of the page. Models of 8 ranks are one rank's share, whose GPU does not communicate.
 ON_GPUS = tuple(
     f"h100/model_{name}"
     for name in ("llama-2-7b", "llama-3-8b", "llama-2-70b-of-8", "pangu-38b-of-8", "pangu-71b-of-8")

@@ -35,7 +35,7 @@ Shapes = dict[str, tuple[Sequence[int], torch.dtype]]
 
 
 class _AttentionOperator(Operator[G, Options, Problem, Inputs, AttentionOutput, AttentionBackend]):
-    """What operators of attention have in common, whatever tensors callers give."""
+    """The common base of operators of attention, for any tensors that callers give."""
 
     registry = ATTENTION_BACKENDS
     fallback = "sdpa"

@@ -2,11 +2,11 @@
 
 case.py         the fields of a case
 cases.py        the list of cases; the first file to open, and to extend (quantized_cases.py: those of int8 and float8)
-memory.py       how tensors lie in memory, with NaN everywhere else
-caches.py       where the tokens of a cache lie in it, with and without pages
+memory.py       memory layouts of tensors, with NaN everywhere else
+caches.py       positions of the tokens of a cache, with and without pages
 calls.py        a case and a dtype -> the call of a public function that it stands for
-oracle.py       what that call must return, and how far from it a backend may be
-check.py        what an engine promises of every call
+oracle.py       the exact results of that call, and the allowed errors
+check.py        the promises of an engine for every call
 engines.py      every backend of this machine, cpu once for each instruction set
 strategies.py   random cases (hypothesis)
 """

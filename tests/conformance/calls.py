@@ -1,4 +1,4 @@
-"""From a case and a dtype to the call of a public function that it stands for, always with the same numbers."""
+"""Makes the call of a public function from a case and a dtype, always with the same values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Call:
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    buffers: dict[str, Tensor]  # the whole memory behind each tensor among the arguments
+    buffers: dict[str, Tensor]  # the whole memory of each tensor among the arguments
     new_slots: tuple[Tensor, Tensor] | None = None  # where the call writes its caches: indices of their first two axes
 
     def run(self, backend: str) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ class Call:
         return out, lse
 
     def run_without_lse(self, backend: str) -> Tensor:
-        """out of the public function when nobody asks for lse: a backend may take another way then."""
+        """out of the public function without return_lse, for which a backend may take another path."""
         out: Tensor = self.function(**self.arguments, backend=backend)
         return out
 
@@ -61,31 +61,31 @@ class Call:
 
 
 def build_call(case: Case, dtype: torch.dtype) -> Call:
-    """The call `case` stands for. Its numbers depend on the case alone, so each test can have tensors of its own."""
+    """The call of `case`. Its values depend only on the case, so each test can have tensors of its own."""
     return _Builder(case, dtype).call()
 
 
 def call_without_numbers(case: Case, dtype: torch.dtype) -> Call:
-    """The same call, for what no number of its tensors decides; they hold whatever was in memory."""
+    """The same call with arbitrary values, for tests that do not depend on them."""
     return _WithoutNumbers(case, dtype).call()
 
 
 @functools.cache
 def problem_of(case: Case, dtype: torch.dtype) -> Problem:
-    """That of the call."""
+    """The problem of the call."""
     problem, _ = call_without_numbers(case, dtype).prepare()
     return problem
 
 
 class _Builder:
-    """Draws the tensors of one case and remembers the buffers behind them."""
+    """Draws the tensors of one case and remembers their buffers."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case = case
         self.dtype = dtype
         words = repr(case)
         for newer in (", blocks=None", ", qk_dtype=None", ", key_offset=0.0"):
-            words = words.replace(newer, "")  # cases that are older than this word keep their numbers
+            words = words.replace(newer, "")  # cases that are older than this field keep their values
         self.generator = torch.Generator().manual_seed(zlib.crc32(words.encode()))
         self.buffers: dict[str, Tensor] = {}
 
@@ -201,7 +201,7 @@ class _Builder:
         k, v = self._keys(case.batch_size, case.seqlen_new), self._values(case.batch_size, case.seqlen_new)
         arguments: dict[str, Tensor | None] = {**self._keys_and_values("", k, v, case.memory_q)}
         if case.rotary_dim:
-            # NaN at every position that no token of this call has.
+            # Positions without a token of this call are NaN.
             tokens = max(case.seqlen_new, case.seqlen_q)
             used = torch.zeros(max(case.cache_seqlens, default=0) + tokens + 2, dtype=torch.bool)
             for length in case.cache_seqlens:
@@ -213,7 +213,7 @@ class _Builder:
         return arguments
 
     def _filled(self, cache: Cache, spans: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(k, v, index): caches that hold numbers at the given positions of each sequence, and NaN elsewhere."""
+        """(k, v, index): caches with values at the given positions of each sequence, and NaN elsewhere."""
         k, v = self._keys(*cache.shape), self._values(*cache.shape)
         unused = torch.ones(cache.shape, dtype=torch.bool)
         unused[cache.slots(spans)] = False
@@ -239,11 +239,11 @@ class _Builder:
         }
 
     def _products(self) -> dict[str, Any]:
-        """qk_dtype; nothing without."""
+        """The argument qk_dtype, if the case has it."""
         return {} if self.case.qk_dtype is None else {"qk_dtype": self.case.qk_dtype}
 
     def _blocks(self, batch_size: int, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
-        """block_mask and block_size; nothing without."""
+        """The arguments block_mask and block_size, if the case has them."""
         blocks = self.case.blocks
         if blocks is None:
             return {}
@@ -307,7 +307,7 @@ class _Builder:
 
 
 class _WithoutNumbers(_Builder):
-    """The same tensors by shape and dtype, with whatever their memory holds."""
+    """The same tensors by shape and dtype, with uninitialized memory."""
 
     def _normal(self, magnitude: float, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype)

@@ -41,19 +41,19 @@ def moved(call: Call, device: str) -> Call:
 
 
 def copied_back(call: Call, from_device: Call) -> None:
-    """Writes the memory behind a moved call's caches into the tensors of the call on the CPU."""
+    """Writes the memory of a moved call's caches into the tensors of the call on the CPU."""
     for name in WRITTEN:
         if name in call.arguments:
             _memory(call.arguments[name]).copy_(_memory(from_device.arguments[name]))
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The whole memory behind a tensor."""
+    """The whole memory of a tensor."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _moved(tensor: Tensor, device: str, memories: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
-    """The same tensor, strides and all, in a copy of the whole memory behind it. What shared memory does so again."""
+    """The same tensor, with its strides, in a copy of its whole memory. Tensors that share memory still do."""
     key = tensor.untyped_storage().data_ptr(), tensor.dtype
     if key not in memories or tensor.numel() == 0:
         memories[key] = _memory(tensor).to(device)

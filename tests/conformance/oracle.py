@@ -1,4 +1,4 @@
-"""What a call must return, and how far from it a backend may be."""
+"""The exact results of a call, and the errors that a backend may have."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fastattention.attention.reference import apply_rotary, reference_attention
 from fastattention.cli.check.judge import FACTOR, LSE_FLOOR, OUT_FLOOR
 from fastattention.quantized import LARGEST_STORED
 
-# OUT_FLOOR and LSE_FLOOR: that error is chance when few numbers are computed, down to 0 for a single key. So there is
-# an absolute error that is always allowed.
+# OUT_FLOOR and LSE_FLOOR are absolute errors that are always allowed: with few values the error of torch is chance,
+# down to 0 for a single key.
 
-# A bias of the lowest finite number for all keys of a row leaves an lse near it, where rounding is relative.
+# A bias with the lowest finite value for all keys of a row gives an lse near it, where rounding is relative.
 _LARGE_LSE = 1e30
 _LARGE_LSE_TOLERANCE = 4 * torch.finfo(torch.float32).eps
 
 
 def score_rounding(case: Case) -> float:
-    """A float32 ulp of the products that a score sums up: by so much a score, and so a weight, may always be off.
+    """One float32 ulp of the products that a score sums up: a score, and so a weight, may always be off by it.
 
-    Of the largest sum of many: about four deviations above the usual one.
+    It is that of the largest sum of many: about four deviations above the usual one.
     """
     scale = case.headdim**-0.5 if case.softmax_scale is None else abs(case.softmax_scale)
     products = case.headdim + 4 * case.headdim**0.5
@@ -50,7 +50,7 @@ class Expected(NamedTuple):
 
 @functools.lru_cache(maxsize=64)  # the engines of one case and dtype are tested one after the other
 def expected(case: Case, dtype: torch.dtype) -> Expected:
-    """What the call of `case` in `dtype` must return."""
+    """The exact results of the call of `case` in `dtype`, and the allowed errors."""
     exact = reference_attention(*build_call(case, dtype).prepare())
     usual = reference_attention(*build_call(case, dtype).prepare(), compute_dtype=None)
     assert exact.lse is not None
@@ -59,7 +59,7 @@ def expected(case: Case, dtype: torch.dtype) -> Expected:
     ordinary = ~exact.lse.isneginf() & (exact.lse.abs() < _LARGE_LSE)
     lse_error = largest_error(usual.lse[ordinary], exact.lse[ordinary])
     if isinstance(case, KvCacheCase) and case.rotary_dim:
-        # Rounding turned queries is one error of that implementation, and others may happen to cancel it.
+        # Rounding rotated queries is one of that implementation's errors, which others may happen to cancel.
         problem, turned = apply_rotary(*build_call(case, dtype).prepare(), torch.float32)
         rounded = reference_attention(problem, turned._replace(q=turned.q.to(dtype)), torch.float32)
         assert rounded.lse is not None
@@ -73,11 +73,11 @@ def expected(case: Case, dtype: torch.dtype) -> Expected:
 
 
 def expected_after(case: Case, dtype: torch.dtype, call: Call | None) -> Expected:
-    """What `call` must have returned, that of `case`, which has run; without it, what any call of the case must return.
+    """The exact results of `call`, the call of `case` that has run. Without it, those of any call of the case.
 
-    A rotated element half way between two stored numbers may be rounded to either, as its float32 rotation falls, and
-    a step of the cache is far more than results may be off. So they are compared with what was stored, and that by
-    itself.
+    A rotated element half way between two storable values may be rounded to either by its float32 rotation, and a step
+    of the cache is far more than the allowed error. So results are compared with those for the stored cache, which is
+    checked by itself.
     """
     wanted = expected(case, dtype)
     if call is None or not (isinstance(case, KvCacheCase) and case.cache_dtype and case.rotary_dim):
@@ -118,7 +118,7 @@ def assert_lse_matches(case: Case, lse: Tensor, dtype: torch.dtype, call: Call |
 
 
 class Snapshot(NamedTuple):
-    """The memory behind a call's tensors before it ran."""
+    """The memory of a call's tensors before it ran."""
 
     buffers: dict[str, Tensor]
     caches: dict[str, Tensor]
@@ -163,9 +163,9 @@ def _assert_new_tokens(case: Case, call: Call, dtype: torch.dtype) -> None:
 
 
 def _assert_quantized_tokens(case: KvCacheCase, call: Call, dtype: torch.dtype) -> None:
-    """Scales are those of the exact new tokens, and the stored numbers the nearest to them.
+    """Scales are those of the exact new tokens, and stored values are the nearest ones.
 
-    Half a step, and a little for what float32 does to the number before it is rounded.
+    Half a step is allowed, and a little for float32 rounding before it.
     """
     problem, inputs = build_call(case, dtype).prepare()
     if case.rotary_dim:
@@ -186,10 +186,10 @@ def _assert_quantized_tokens(case: KvCacheCase, call: Call, dtype: torch.dtype) 
 
 
 def step_at(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
-    """The distance between numbers of `cache_dtype` around x."""
+    """The distance between values of `cache_dtype` around x."""
     if cache_dtype is torch.int8:
         return torch.ones_like(x)
-    # 3 bits after the first; the smallest normal number is 2^-6
+    # 3 bits after the first; the smallest normal value is 2^-6
     return torch.exp2(torch.log2(x.abs().clamp(min=2.0**-6)).floor() - 3)
 
 

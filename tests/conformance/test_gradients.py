@@ -1,4 +1,4 @@
-"""Gradients, beside those of the same-precision torch implementation: at most twice its error by backwards of ours."""
+"""Gradients of our backwards have at most twice the error of torch's implementation in the same precision."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Names = Sequence[str]
 
 
 def has_gradients(case: Case) -> bool:
-    """Cases that take long are left out, and a row whose lse is -3e38: what its keys add to that is below rounding."""
+    """Whether gradients of a case are tested: not if it takes long, or if lse is -3e38, too large for keys to add."""
     if not isinstance(case, (DenseCase, VarlenCase)) or case.batch_size == 0 or case in LONG or case.qk_dtype:
         return False
     return not (case.bias is not None and case.bias.finite and case.bias.hides == "rows")
@@ -55,7 +55,7 @@ def gradients(case: Case, dtype: torch.dtype, attention: Attention, wanted: Name
 
 @functools.cache
 def names(case: Case, among: Names) -> Names:
-    """The arguments of a case's call, of those."""
+    """The arguments of a case's call among `among`."""
     call = call_without_numbers(case, torch.float32)
     return tuple(name for name in among if call.arguments[name] is not None)
 
@@ -113,6 +113,6 @@ def test_what_needs_no_gradient_changes_none(wanted: Names, dtype: torch.dtype, 
 @pytest.mark.parametrize("case", GRADIENT_CASES, ids=[case.name for case in GRADIENT_CASES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_error_of_gradients_is_at_most_three_times_that_of_torch(dtype: torch.dtype, case: Case) -> None:
-    """With backend="auto": the first backend that has them."""
+    """Uses backend="auto", which takes the first backend with gradients."""
     wanted = names(case, DIFFERENTIABLE)
     check(case, dtype, wanted, gradients(case, dtype, lambda call: call.run("auto"), wanted), FACTOR_BY_TORCH)

@@ -1,4 +1,4 @@
-"""Merges of parts, for the emulator and for GPUs: what they are called with, and what must come out."""
+"""Merges of parts, for the emulator and for GPUs: their arguments and expected results."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fastattention.backends.common.merge import merge_parts
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 Merger = Callable[[list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
-# Besides rounding: lse and weights come from exp2 and log2 as fast as a GPU has them.
+# Besides rounding, lse and weights have the errors of a GPU's fast exp2 and log2.
 TOLERANCE = 2**-20
 
 
 class MergeCase(NamedTuple):
-    """Parts of one shape; how each lies in memory, in turns."""
+    """Parts of one shape, with memory layouts in turn."""
 
     name: str
     num_parts: int
@@ -29,7 +29,7 @@ class MergeCase(NamedTuple):
     memory_lse: tuple[Memory, ...] = ("contiguous",)
 
     def parts(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """Always the same numbers; one row in four of a part has no keys and NaN, as has all memory around."""
+        """Parts with the same values each time. A quarter of the rows have no keys and hold NaN, like memory around."""
         generator = torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
         *batch, tokens, nheads, _ = self.out_shape
         outs, lses = [], []
@@ -98,7 +98,7 @@ def check_merge(merge: Merger, outs: list[Tensor], lses: list[Tensor]) -> None:
 
 
 def largest_error(got: Tensor, true: Tensor) -> float:
-    """0 where both are the same infinity; NaN where one is."""
+    """The largest error: 0 where both are the same infinity, NaN where only one is NaN."""
     error = (got.double() - true).abs().masked_fill(got == true, 0.0)
     return float(error.max()) if error.numel() else 0.0
 

@@ -19,7 +19,7 @@ from fastattention.backends.cuda.linear.heuristics import choose_step
 from fastattention.linear.problem import LinearInputs, LinearOutput, LinearProblem
 from fastattention.linear.validation import prepare
 
-# Tiles are wide where they give every multiprocessor a CTA. Nothing else differs among GPUs: there is one code path.
+# Tiles are wide where there is a CTA for every multiprocessor. Nothing else differs among GPUs: there is one code path.
 SMS = {"wide": 1, "narrow": 1000}
 
 

@@ -17,7 +17,7 @@ from fastattention.linear.validation import LinearOptions
 
 @dataclass(frozen=True)
 class LinearCase:
-    """One call. seqlens: of the sequences of a varlen call; otherwise there are `batch_size` of `seqlen` tokens."""
+    """One call. seqlens: lengths of a varlen call; without them there are `batch_size` sequences of `seqlen` tokens."""
 
     rule: str = "delta"  # "delta", "head" (GLA with a gate a head) or "key" (GLA with a gate for every key dimension)
     batch_size: int = 1
@@ -27,17 +27,17 @@ class LinearCase:
     nheads_k: int = 2
     headdim_k: int = 64
     headdim_v: int = 64
-    gates: float = 1.0  # times the logarithms of sigmoids
+    gates: float = 1.0  # factor on the logarithms of sigmoids
     scale: float | None = None
-    l2norm: bool = True  # of the delta rule: without, its states grow without bound
+    l2norm: bool = True  # for the delta rule, whose states grow without bound otherwise
     initial_state: bool = False
     returns_state: bool = True
-    gate_dtype: torch.dtype | None = torch.float32  # None: that of q
+    gate_dtype: torch.dtype | None = torch.float32  # None: the dtype of q
     layout: str = "contiguous"  # or "heads": q, k and v are views of (batch_size, heads, seqlen, headdim)
 
     @cached_property
     def sampled_by(self) -> Mapping[str, Hashable]:
-        """Axis -> value: what tests of this list are sampled by, in place of names. See tiers.py."""
+        """Axis -> value, by which tests of this list are sampled instead of names. See tiers.py."""
         return {
             "rule": self.rule,
             "varlen": self.seqlens is not None,

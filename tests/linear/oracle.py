@@ -1,4 +1,4 @@
-"""What results of linear attention are compared with: the recurrence in float64, and how far torch is from it."""
+"""The recurrence in float64, with which results of linear attention are compared, and torch's errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def exact(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
 
 
 def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput:
-    """What matrix units make of it: operands of products are rounded to the dtype of the call, sums are float32.
+    """The results of matrix units: operands of products are rounded to the dtype of the call, sums are float32.
 
-    In chunks or token by token, as the problem says: what a chunk rounds off a value no later token of it puts right.
+    It computes in chunks or token by token, like the problem: later tokens of a chunk do not correct its rounding of a
+    value.
     """
 
     def rounded(tensor: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def same_precision(problem: LinearProblem, inputs: LinearInputs) -> LinearOutput
 
 
 def check(problem: LinearProblem, inputs: LinearInputs, result: LinearOutput) -> None:
-    """Errors are at most twice those of `same_precision`, and never above a few roundings of what is there."""
+    """Asserts errors of at most twice those of `same_precision`, or a few roundings of the results."""
     assert result.out.shape == problem.out_shape
     assert result.out.dtype is problem.dtype
     wanted, peer = exact(problem, inputs), same_precision(problem, inputs)
@@ -82,6 +83,6 @@ def _check_one(name: str, given: Tensor, wanted: Tensor, peer: Tensor, epsilon: 
     if wanted.numel() == 0:
         return
     error, allowed = (given.double() - wanted).abs().max().item(), (peer.double() - wanted).abs().max().item()
-    # Sums of a few tokens are exact in the peer by chance: two roundings of the largest number are always allowed.
+    # Sums of a few tokens may be exact in the peer by chance, so two roundings of the largest value are always allowed.
     allowed = 2 * allowed + 2 * epsilon * wanted.abs().max().item()
     assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"

@@ -12,7 +12,7 @@ REFERENCE = re.compile(r"docs/decisions/[\w./-]*\.md")
 
 
 def titles() -> dict[str, str]:
-    """Of every record, by its file."""
+    """The title of every record, by its file."""
     records = sorted(DECISIONS.glob("[0-9]*.md"))
     return {record.name: record.read_text().splitlines()[0].removeprefix("# ") for record in records}
 

@@ -39,7 +39,7 @@ class RowBlock:
 
 
 def row_block_operations(setting: Setting, num_tiles: int, num_masked: int = 0) -> list[Operation]:
-    """What a core does for a row block, in the order in which its units are told to; the last tiles are masked."""
+    """The operations of a core for a row block, in the order in which its units get them; the last tiles are masked."""
     operations: list[Operation] = []
     cube, vectors = CubeUnit(setting, operations), VectorUnits(setting, operations)
     ahead = setting.tiling.preload

@@ -38,7 +38,7 @@ class _Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class StandardPrediction:
-    """What the model says of standard attention. No figure has been measured."""
+    """The model's prediction for standard attention. No figure has been measured."""
 
     seconds: float
     score_bytes: float  # all matrices of scores and weights that exist at a time

@@ -35,7 +35,7 @@ SHORT_STEP = 0.01  # share of the whole time; changes in what a core gets are no
 
 @dataclass(frozen=True)
 class ChipPrediction:
-    """What the model says of a call. No figure has been measured."""
+    """The model's prediction for a call. No figure has been measured."""
 
     workload: SimulatedCall
     tiling: Tiling

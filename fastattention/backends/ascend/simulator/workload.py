@@ -17,7 +17,7 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class MaskMode(enum.Enum):
-    """Where a kernel's mask comes from, and what it leaves out."""
+    """The source of a kernel's mask, and whether hidden tiles are skipped."""
 
     TILING = "tiling-mask"  # windows of one small mask for tiles that an edge crosses; hidden tiles are skipped
     FULL_SKIPPING = "full mask, hidden tiles skipped"  # a mask of all queries and keys, read for every visible tile

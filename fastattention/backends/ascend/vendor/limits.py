@@ -72,7 +72,7 @@ def why_not_features(problem: Problem) -> str | None:
 
 
 def _why_not_gradients(problem: Problem) -> str | None:
-    """What npu_fusion_attention and npu_fusion_attention_grad do not serve together."""
+    """Why npu_fusion_attention and npu_fusion_attention_grad cannot serve a problem together, or None."""
     if (reason := why_not_backward(problem, "npu_fusion_attention_grad")) is not None:
         return reason
     without_gradients = {
@@ -94,7 +94,7 @@ def _why_not_gradients(problem: Problem) -> str | None:
 
 
 def _why_not_training(problem: Problem) -> str | None:
-    """What npu_fusion_attention does not take."""
+    """Why npu_fusion_attention cannot serve a problem, or None."""
     if problem.headdim_v > problem.headdim:  # [T], [V], [S]
         return f"headdim_v={problem.headdim_v} must not exceed headdim={problem.headdim} for npu_fusion_attention"
     bounds = {
@@ -117,7 +117,7 @@ def _why_not_varlen(problem: Problem) -> str | None:
 
 
 def why_not_inference(problem: Problem) -> str | None:
-    """What npu_fused_infer_attention_score does not take of a call with a cache, or of a dense one."""
+    """Why npu_fused_infer_attention_score cannot serve a call with a cache, or a dense one, or None."""
     if problem.needs_grad:
         return f"a gradient is needed, and npu_fused_infer_attention_score has none; {_INSTEAD}"
     if problem.dtype not in (torch.float16, torch.bfloat16):  # [I]

@@ -21,7 +21,7 @@ has been measured on an Ascend NPU or on V100s.
 - `async`: torch's async tensor parallelism: attention, fused GEMM and reduce-scatter, all-gather.
 - `default`: what a user gets: the backend that `auto` chooses, and the fastest strategy. Long prefill goes to cuDNN by
     itself ([0054](../decisions/0054-prefill-by-cudnn-on-hopper.md)).
-- `auto`: the fastest strategy, with `backend="sdpa"`. The other columns are one transport each, likewise.
+- `auto`: the fastest strategy, with `backend="sdpa"`. The other columns are one transport each, with the same backend.
 - `copy_engine` and `nccl_symmetric` no longer exist.
 
 Results without `two-shot`, `async` and `default` were measured before these were compared."""

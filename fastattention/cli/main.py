@@ -97,11 +97,11 @@ def bench(
     model: Annotated[
         str,
         typer.Option(
-            help="Of question model: llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b, "
-            "/8 behind it for a rank of eight; or a folder with the shape."
+            help="For question model: llama-2-7b, llama-2-70b, llama-3-8b, pangu-38b or pangu-71b, "
+            "with /8 after it for one rank of eight; or a folder with the shape."
         ),
     ] = "llama-2-7b",
-    layers: Annotated[int | None, typer.Option(min=1, help="Of question model: fewer layers than it has.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="For question model: fewer layers than it has.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for JSON and pictures.")] = Path("fastattention-bench"),
 ) -> None:
     """Benchmark this machine's GPU or NPU, and its CPU, against every peer that is installed."""

@@ -160,7 +160,7 @@ def assert_holds(memory: Tensor, begin: int, values: Tensor, what: str) -> None:
     end = begin + values.numel()
     assert torch.equal(memory[begin:end].view(bits), values.view(bits)), what
     assert (memory[:begin].view(bits) == -1).all(), f"before {what}"
-    assert (memory[end:].view(bits) == -1).all(), f"behind {what}"
+    assert (memory[end:].view(bits) == -1).all(), f"after {what}"
 
 
 class Child:

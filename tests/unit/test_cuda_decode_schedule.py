@@ -73,7 +73,7 @@ def test_ctas_fill_the_gpu_but_are_no_more_than_there_are_tiles(problem: Problem
     ("nheads_k", "cta_groups", "why"),
     [
         (1, 216, "one wave fills all"),
-        (8, 27, "likewise"),
+        (8, 27, "one wave of 216 fills all"),
         (32, 13, "192 of 216 would idle more than 416 of 432"),
         (100, 2, "200 of 216"),
         (120, 5, "one wave would fill 120 of 216; 600 fill 648 in three"),

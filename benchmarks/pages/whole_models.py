@@ -71,8 +71,8 @@ def _glance_source(results: list[Result]) -> str:
     devices = ", ".join(dict.fromkeys(result.gpu for result in results))
     versions = ", ".join(dict.fromkeys(f"torch {result.machine['versions']['torch']}" for result in results))
     return (
-        f"<small>Device: {devices}. Versions: {versions}. Commit, command and data: those of each model "
-        "below.</small>"
+        f"<small>Device: {devices}. Versions: {versions}. Commit: that of each model below. Command: that "
+        "of each model. Data: that of each model.</small>"
     )
 
 

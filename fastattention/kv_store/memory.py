@@ -20,7 +20,7 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     """A contiguous tensor with arbitrary values.
 
     Large tensors on the CPU are in huge pages where Linux gives them on request. A cache is read from end to end, and
-    that is a fifth to a third faster so (docs/decisions/0012-keep-kv-stores-in-huge-pages.md).
+    that is a fifth to a third faster so (docs/decisions/0012-keep-kv-caches-in-huge-pages.md).
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):

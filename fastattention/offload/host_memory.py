@@ -23,7 +23,7 @@ class HostMemory:
     slab_pages: pages that are pinned together; no single copy may cross the end of a slab
 
     Linux gives them huge pages where it can: a cache is read from end to end
-    (docs/decisions/0012-keep-kv-stores-in-huge-pages.md).
+    (docs/decisions/0012-keep-kv-caches-in-huge-pages.md).
     """
 
     def __init__(self, shape: PageShape, device: Device) -> None:

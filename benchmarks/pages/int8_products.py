@@ -89,7 +89,7 @@ def _error_table(errors: list[dict[str, Any]], name: str, cell: str) -> str:
     for one in errors:
         row = rows.setdefault((one["numbers"], one["headdim"]), [one["numbers"], str(one["headdim"])])
         row.append(cell.format(one[name], one[f"{name}_worst_head"]))
-    return table(["numbers", "headdim", *METHODS], rows.values())
+    return table(["elements", "headdim", *METHODS], rows.values())
 
 
 def _model(result: Result) -> list[str]:

@@ -45,7 +45,7 @@ def _errors(records: list[dict[str, Any]]) -> str:
         found = {one["cache"]: one for one in group}
         unit = found["int8"]["rms_out"]
         rows.append([numbers, *(_pair(found[name]["max"] / unit, found[name]["rms"] / unit) for name in CACHES)])
-    return table(["numbers", *CACHES], rows)
+    return table(["elements", *CACHES], rows)
 
 
 def _arithmetic(records: list[dict[str, Any]]) -> str:

@@ -78,7 +78,7 @@ class Host:
     """As many ranks as a variant has, and the calls that they make."""
 
     def __init__(self, variant: AllReduceConfig, calls: Sequence[Call], first_step: int = 0) -> None:
-        """first_step: the first step of the flags, as if there had been so many before."""
+        """first_step: the first step of the flags, as if this many steps had been made before."""
         self.variant, self.calls, self.first_step = variant, calls, first_step
         memory = SharedMemory()
         self.ranks = [Rank(memory, calls, variant.dtype, first_step) for _ in range(variant.num_ranks)]

@@ -26,7 +26,7 @@ from fastattention.errors import ArgumentError, UnsupportedError
 if TYPE_CHECKING:  # its import takes seconds
     from torch.nn.attention.flex_attention import BlockMask
 
-# mask_mod is evaluated for tiles of so many queries and keys.
+# mask_mod is evaluated for tiles of _TILE queries by _TILE keys.
 _TILE = BLOCK_STEP
 # Tiles at a time: 2^20 pairs, each of them 8 bytes in a tensor of indices.
 _CHUNK_TILES = 256

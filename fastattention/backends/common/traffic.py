@@ -101,7 +101,7 @@ def io_bound(problem: Problem, extent: Extent, fast_bytes: int) -> int:
 
 
 def _moved(problem: Problem, extent: Extent, keys: int) -> Bytes:
-    """Bytes when q is read once and out written once, and so many tokens of k and v are read.
+    """Bytes when q is read once and out written once, and `keys` tokens of k and v are read.
 
     Tokens that the call appends are counted as read from k and v, and not again from the cache.
     """

@@ -28,7 +28,7 @@ class Anonymiser:
     def __init__(
         self, paths: Iterable[tuple[Path, str]], names: Iterable[tuple[str, str]], hosts: Iterable[str] = ()
     ) -> None:
-        # "/" names nobody, and is in every path.
+        # "/" tells no name, and is in every path.
         known = {str(path): shown for path, shown in paths if len(path.parts) > 1}
         longest_first = sorted(known.items(), key=lambda pair: -len(pair[0]))
         # A path is not replaced within a longer one, but it is after a compiler's flag, as in -I/home/...
@@ -46,7 +46,7 @@ class Anonymiser:
     def of_this_machine(cls) -> Anonymiser:
         """An Anonymiser for the user, the host and the folders of this process."""
         paths = [(SOURCES, "<sources>"), (Path.cwd(), "<folder>")]
-        if sys.prefix != sys.base_prefix:  # a virtual environment; the system's folder names nobody
+        if sys.prefix != sys.base_prefix:  # a virtual environment; the system's folder tells no name
             paths.append((Path(sys.prefix), "<python>"))
         names: list[tuple[str, str]] = []
         try:

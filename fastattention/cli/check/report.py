@@ -86,7 +86,7 @@ class Report:
 
 
 def _strict(value: Any) -> Any:
-    """`value` with text for infinite numbers and NaN, which JSON does not have."""
+    """`value` with text for infinities and NaN, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

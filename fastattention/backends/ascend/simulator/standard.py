@@ -59,7 +59,8 @@ def predict_standard(workload: SimulatedCall, chip: Chip, kind: StandardKind) ->
 def _kernels(workload: SimulatedCall, kind: StandardKind) -> list[_Kernel]:
     size, shape = workload.dtype.itemsize, workload.shape
     masked = workload.has_window
-    # Products are cut into GEMM_TILE x GEMM_TILE results: each operand is read once for so many rows of the other.
+    # Products are cut into GEMM_TILE x GEMM_TILE results: each operand is read once for every GEMM_TILE rows of the
+    # other.
     tiles = workload.batch_size * workload.nheads * workload.seqlen_q * workload.seqlen_k / GEMM_TILE
     scores = _Kernel(0, size, products=2.0 * shape.headdim, operand_bytes=2 * tiles * shape.headdim * size)
     values = _Kernel(size, 0, products=2.0 * shape.headdim_v, operand_bytes=tiles * shape.headdim_v * size)

@@ -123,7 +123,7 @@ def predict(workload: SimulatedCall, tiling: Tiling, chip: Chip, costs: Costs = 
 def _until_done(of_cores: FloatArray, slowdown: Callable[[int], float]) -> float:
     """Cycles until the last core is done. Cores get faster as others finish.
 
-    of_cores: cycles of each core while all are busy. slowdown: that of the remaining cores when so many are busy.
+    of_cores: cycles of each core while all are busy. slowdown: the slowdown of busy cores, by their number.
     """
     ends = np.sort(of_cores[of_cores > 0])
     total = 0.0
